@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, main, paired
+from benchmarks.intervals import of_median
+from benchmarks.rows import Kind
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -175,7 +176,7 @@ def help_seconds(_: Deadline) -> Measured:
         began = time.perf_counter()
         _shoestring("-m", "shoestring", "--help")
         times.append(time.perf_counter() - began)
-    return Measured(median(times), f"median of 7, {min(times):.2f} to {max(times):.2f} s")
+    return of_median(times, f"median of 7, {min(times):.2f} to {max(times):.2f} s")
 
 
 def help_without_torch(_: Deadline) -> float:
@@ -199,24 +200,34 @@ def quickstart(run: Path | None, _: Deadline) -> Measured | NotRun:
 
 
 def rows(run: Path | None = None) -> list[Bar]:
-    def bar(name: str, what: str, op: Any, value: float, measure: Callable[..., Any], baseline: str = "") -> Bar:
-        return Bar(f"foundation.{name}", what, op, value, measure=measure, baseline=baseline, peers=("torch",))
+    def bar(
+        name: str,
+        what: str,
+        op: Any,
+        value: float,
+        measure: Callable[..., Any],
+        baseline: str = "",
+        kind: Kind = "exact",
+    ) -> Bar:
+        named = f"foundation.{name}"
+        return Bar(named, what, op, value, measure=measure, baseline=baseline, peers=("torch",), kind=kind)
 
     plain = "a hand-written PyTorch loop"
     return [
         bar("bit-identical", f"losses of {STEPS} steps that are bit-identical", ">=", STEPS, bit_identical, plain),
-        bar("throughput", "tokens per second over those of the loop", ">=", 0.98, throughput, plain),
+        bar("throughput", "tokens per second over those of the loop", ">=", 0.98, throughput, plain, "timed"),
         bar("two-ranks", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, two_ranks, "one rank"),
         bar("fsdp", "largest relative difference of a loss, 20 steps, fp32", "<=", 1e-5, sharded, "DDP"),
         bar("golden", "largest relative difference of 100 losses", "<=", 1e-4, golden, "tests/golden/losses.json"),
         bar("resume-bitwise", "cases that do not resume bit for bit on equal ranks", "<=", 0, resumed),
         bar("resume-samples", "samples not seen exactly once on 2, 1, 2 ranks", "<=", 0, samples),
-        bar("help-seconds", "seconds of `shoestring --help`", "<=", 1.0, help_seconds),
+        bar("help-seconds", "seconds of `shoestring --help`", "<=", 0.3, help_seconds, kind="timed"),
         bar("help-torch", "`shoestring --help` imports no torch (1 is yes)", ">=", 1, help_without_torch),
         replace(
             bar("quickstart", "bits per byte better than the 5-gram, held out", ">=", 0.0, partial(quickstart, run)),
             baseline="Witten-Bell 5-gram on the same files",
             command="make train",
+            kind="drawn",
         ),
     ]
 

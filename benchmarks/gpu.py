@@ -69,7 +69,7 @@ def main(
         if flags.list:
             print("\n".join(f"{bar.id}  {bar.op} {bar.bar:g}  {bar.what}" for bar in chosen))
             return 1 if broken else 0
-        environment = environment or Environment.capture(commit=flags.commit)
+        environment = environment or Environment.capture(tree=flags.tree)
         for area in sorted({bar.area for bar in bars}):
             declare(results / f"{area}.json", [bar for bar in bars if bar.area == area], environment)
         failed = report(chosen, environment, deadline, results, strict=flags.strict, each=flags.each)

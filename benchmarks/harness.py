@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import math
+import re
 import signal
 import sys
 import threading
@@ -13,12 +14,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from benchmarks.machine import Environment, git_commit
+from benchmarks.calm import PATIENCE, BusyMachineError, Watch, watched
+from benchmarks.machine import Environment, git_tree
+from benchmarks.provenance import UNKNOWN, Sources, measured_files
 from benchmarks.rows import (
     RESULTS,
     Bar,
@@ -108,31 +112,87 @@ def _out_of_budget(number: int, frame: FrameType | None) -> None:
 
 
 def stored(path: Path, check: Callable[[], None], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a run gave, as one JSON file with its commit; made now if it was not before, and if there is time left."""
+    """What a run gave, as one JSON file that names its code; made now if it was not before, and if there is time."""
     if not path.exists():
         check()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"commit": git_commit(), **make()}).encode() + b"\n")
-    return json.loads(path.read_text())
+        write_atomic(path, json.dumps({**origin(), **make()}).encode() + b"\n")
+    return used(json.loads(path.read_text()))
 
 
-def measure(bar: Bar, environment: Environment, deadline: Deadline) -> tuple[Row, bool]:
-    """Measure one bar: its row, and whether the measurement went without an error (which is printed)."""
+@dataclass
+class _Measurement:
+    """What the bar being measured rests on."""
+
+    sources: str
+    runs: list[dict[str, str]] = field(default_factory=list)
+
+
+_current = _Measurement(UNKNOWN)
+
+
+def origin() -> dict[str, str]:
+    """The code that runs now, as stored runs and rows name it; outside of a bar's measurement its files are unknown."""
+    return {"tree": git_tree(), "sources": _current.sources}
+
+
+def used(run: T) -> T:
+    """Note that the bar being measured rests on a stored run, and return the run."""
+    named = run if isinstance(run, dict) else {}
+    _current.runs.append({key: str(named.get(key, UNKNOWN)) for key in ("tree", "sources")})
+    return run
+
+
+def measure(bar: Bar, environment: Environment, deadline: Deadline, sources: Sources | None = None) -> tuple[Row, bool]:
+    """Measure one bar: its row, and whether the measurement went without an error (which is printed).
+
+    Args:
+        sources: where the files that the bar measures are put down.
+    """
+    global _current
     if bar.gpu and environment.gpu is None:
         return not_run(bar, "no GPU", environment), True
+    _current = _Measurement(UNKNOWN if sources is None else sources.add(measured_files(_module(bar), bar.area)))
     try:
+        began = time.monotonic()
         with deadline.enforced():
-            found = bar.measure(deadline)
-        if isinstance(found, NotRun):
-            return not_run(bar, found.reason, environment), True
-        if not isinstance(found, Measured):
-            found = Measured(found)
-        return hold(bar, found.value, environment, note=found.note), True
+            figure = _timed(bar, deadline) if bar.kind == "timed" and not bar.gpu else _plain(bar, deadline)
+        if isinstance(figure, NotRun):
+            return not_run(bar, figure.reason, environment), True
+        rests_on = [{"tree": environment.tree, "sources": _current.sources}, *_current.runs]
+        distinct = list({json.dumps(one): one for one in rests_on}.values())
+        return hold(bar, figure, environment, rests_on=distinct, seconds=time.monotonic() - began), True
     except OutOfBudget:
         return not_run(bar, "budget", environment), True
+    except BusyMachineError as error:
+        return not_run(bar, f"the machine was busy: {error}", environment), True
     except Exception as error:
         traceback.print_exc()
         return not_run(bar, f"failed: {type(error).__name__}: {error}", environment), False
+
+
+def _plain(bar: Bar, deadline: Deadline) -> Measured | NotRun:
+    figure = bar.measure(deadline)
+    return figure if isinstance(figure, Measured | NotRun) else Measured(figure)
+
+
+def _timed(bar: Bar, deadline: Deadline) -> Measured | NotRun:
+    """Measure on a calm machine, and say how calm it was."""
+    with watched(Watch(patience=min(PATIENCE, deadline.left()))) as watch:
+        figure = _plain(bar, deadline)
+    if isinstance(figure, NotRun):
+        return figure
+    return replace(figure, note="; ".join(filter(None, (figure.note, str(watch)))))
+
+
+def _module(bar: Bar) -> str:
+    """Name of the module that measures a bar."""
+    work: Any = bar.measure
+    while (inner := getattr(work, "__wrapped__", getattr(work, "func", None))) is not None:  # of wraps, of partial
+        work = inner
+    name = getattr(work, "__module__", None) or type(work).__module__
+    started = sys.modules["__main__"].__spec__
+    return started.name if name == "__main__" and started else name
 
 
 def line(row: Row) -> str:
@@ -160,21 +220,30 @@ def report(
     Returns:
         1 when a measurement failed with an error or, where `strict`, when a bar was missed; else 0.
     """
-    fine, area = True, ""
+    fine, area, sources = True, "", Sources.read(results)
     for bar in bars:
         if bar.gpu and environment.gpu:
             make_room(forget=area not in ("", bar.area))
             area = bar.area
-        row, well = measure(bar, environment, deadline.within(each))
+        row, well = measure(bar, environment, deadline.within(each), sources)
         path = results / f"{bar.area}.json"
         record(path, row)
+        sources.write(results, named_sources(results))
         kept = read(path)[row.id]
-        earlier = f"; kept: {kept.measured:.5g} at {kept.commit}" if kept.measured != row.measured else ""
+        earlier = f"; kept: {kept.measured:.5g} of {kept.date}" if kept.measured != row.measured else ""
         print(line(row) + earlier, flush=True)
         fine = fine and well and not (strict and row.status == "missed")
     return 0 if fine else 1
 
 
+def named_sources(results: Path) -> set[str]:
+    """The source sets that rows and stored runs name."""
+    rows = {one["sources"] for path in results.glob("*.json") for row in read(path).values() for one in row.rests_on}
+    runs = (path.read_text() for path in (results / "runs").rglob("*.json"))
+    return rows | {digest for text in runs for digest in _NAMED.findall(text)}
+
+
+_NAMED = re.compile(r'"sources": "([0-9a-f]{12})"')
 _shared: list[Callable[[], None]] = []
 
 
@@ -231,7 +300,10 @@ def parser(name: str) -> argparse.ArgumentParser:
     flags.add_argument("--only", **several, help=f"measure {said}; given several times, in this order")
     flags.add_argument("--skip", **several, help=f"leave out {said}; may be given several times")
     flags.add_argument("--list", action="store_true", help="print the bars and measure nothing")
-    flags.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
+    flags.add_argument(
+        "--judge", action="store_true", help="hold stored rows against the bars as they are, measure nothing"
+    )
+    flags.add_argument("--tree", default="", help="git's tree to record, for a copy without its history")
     return flags
 
 
@@ -269,8 +341,10 @@ def main(
             print("\n".join(f"{bar.id}  {bar.op} {bar.bar:g}  {bar.what}" for bar in chosen))
             return 0
         _all_declared(results / f"{area}.json", bars)
-        environment = Environment.capture(commit=flags.commit)
+        environment = Environment.capture(tree=flags.tree)
         declare(results / f"{area}.json", bars, environment)
+        if flags.judge:
+            return 0
         return report(chosen, environment, Deadline(), results, strict=flags.strict)
     except ShoestringError as error:
         print(f"error: {error}", file=sys.stderr)

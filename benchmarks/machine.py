@@ -16,28 +16,28 @@ _WRITTEN_HERE = (":!benchmarks/results", ":!docs/evidence.md")  # a run changes 
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine and the code of one run. `gpu` is None where torch sees no CUDA device."""
+    """The machine and the code of one run. `gpu` is None where torch sees no CUDA device; `tree` is git's."""
 
     cpu: str
     cores: int
     memory_gib: float
     gpu: str | None
-    commit: str
+    tree: str
 
     @classmethod
-    def capture(cls, *, commit: str = "") -> Environment:
-        """Look at this machine; `commit` is asked of git unless given (for a copy of the tree without its history).
+    def capture(cls, *, tree: str = "") -> Environment:
+        """Look at this machine; `tree` is asked of git unless given (for a copy of the files without git's history).
 
-        What is given is the answer of `git_commit` from then on, for runs that are stored as well.
+        What is given is the answer of `git_tree` from then on, for runs that are stored as well.
         """
-        if commit:
-            _given[ROOT] = commit
+        if tree:
+            _given[ROOT] = tree
         return cls(
             cpu=_cpu_model(),
             cores=len(os.sched_getaffinity(0)),
             memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             gpu=_gpu_model(),
-            commit=commit or git_commit(),
+            tree=tree or git_tree(),
         )
 
     @property
@@ -59,12 +59,15 @@ class Environment:
 _given: dict[Path, str] = {}
 
 
-def git_commit(root: Path = ROOT) -> str:
-    """The commit of `root`, with `-dirty` when a file differs from it or is new; "unknown" outside git."""
+def git_tree(root: Path = ROOT) -> str:
+    """Git's tree at `root`, with `-dirty` when a file differs from it or is new; "unknown" outside git.
+
+    Unlike a commit it stays what it is when history is rewritten.
+    """
     if root in _given:
         return _given[root]
     try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        head = _git(root, "rev-parse", "--short=12", "HEAD^{tree}")
         changed = _git(root, "status", "--porcelain", "--", ".", *_WRITTEN_HERE)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,20 +21,26 @@ from typing import Literal
 from benchmarks.machine import Environment
 from shoestring.core.errors import ConfigError, DataError
 
-Op = Literal[">=", "<="]
-Status = Literal["held", "missed", "not-run"]
+Op = Literal[">=", "<=", ">"]
+_HOLDS: Mapping[Op, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
+Status = Literal["held", "missed", "open", "not-run"]
+Kind = Literal["exact", "drawn", "timed"]
+Interval = tuple[float, float]
 
 RESULTS = Path(__file__).parent / "results"
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9][a-z0-9_-]*)+")
-_COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?|unknown")
+_TREE = re.compile(r"[0-9a-f]{7,40}(-dirty)?|unknown")
+_SOURCES = re.compile(r"[0-9a-f]{12}|unknown")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured value, in the unit that the bar's `what` names, and a note on it (its interval, say)."""
+    """A measured value, in the unit that the bar's `what` names, with its 95% interval and a note on it."""
 
     value: float
     note: str = ""
+    interval: Interval | None = None
+    """None for a bar that is exact, and where nobody knows: such a bar is never held."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,10 @@ class Bar:
 
     The id is `<area>.<name>`, is a link target in the documentation, and never changes; another quantity takes
     another id. `peers` names the installed distributions whose versions matter to the result.
+
+    `kind` says what differs between two measurements. An `exact` figure is the same each time (bytes, counts,
+    equality). A `drawn` one depends on random numbers, and a `timed` one on the machine as well, which must be calm.
+    The last two hold only if all of their 95% interval does.
     """
 
     id: str
@@ -60,13 +71,14 @@ class Bar:
     seeds: tuple[int, ...] = ()
     peers: tuple[str, ...] = ()
     gpu: bool = False
+    kind: Kind = "timed"
     command: str = ""  # of the record, where it is not the benchmark's own
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise ConfigError(f"bar id `{self.id}` is malformed", hint="write <area>.<name>, in lower case")
-        if self.op not in (">=", "<="):
-            raise ConfigError(f"bar `{self.id}`: op is `{self.op}`", hint="use >= or <=")
+        if self.op not in _HOLDS:
+            raise ConfigError(f"bar `{self.id}`: op is `{self.op}`", hint=f"use one of {', '.join(_HOLDS)}")
         if not _is_number(self.bar):
             raise ConfigError(f"bar `{self.id}`: {self.bar!r} is no finite number")
 
@@ -84,54 +96,91 @@ class Row:
     what: str
     op: Op
     bar: float
+    kind: Kind
     measured: float | None
+    interval: Sequence[float] | None
     status: Status
     reason: str
     baseline: str
     command: str
-    commit: str
+    rests_on: Sequence[Mapping[str, str]]
+    """The code of the measurement and of each stored run that it used: git's tree and the set of source files
+    (provenance.py)."""
+    seconds: float | None
+    """Time that the measurement took, stored runs aside."""
     hardware: str
     versions: Mapping[str, str]
     seeds: Sequence[int]
     date: str
 
 
-def status(op: Op, bar: float, measured: float | None) -> Status:
-    """Whether a bar is held; a value equal to the bar holds it."""
+def status(op: Op, bar: float, measured: float | None, kind: Kind, interval: Sequence[float] | None) -> Status:
+    """Whether a bar is held: by the figure if it is exact, else by all of its interval.
+
+    "open" is between: the bar lies within the interval, or the figure would hold but no interval is known.
+    """
     if measured is None:
         return "not-run"
-    held = measured >= bar if op == ">=" else measured <= bar
-    return "held" if held else "missed"
+    ends = (measured, measured) if kind == "exact" or interval is None else interval
+    within = [_HOLDS[op](end, bar) for end in ends]
+    if not any(within):
+        return "missed"
+    return "held" if all(within) and (kind == "exact" or interval is not None) else "open"
 
 
-def hold(bar: Bar, measured: float, environment: Environment, *, note: str = "") -> Row:
+def hold(
+    bar: Bar,
+    measured: Measured,
+    environment: Environment,
+    *,
+    rests_on: Sequence[Mapping[str, str]] = (),
+    seconds: float | None = None,
+) -> Row:
     """The row of a bar that was measured.
 
     Raises:
-        ConfigError: `measured` is not a finite number.
+        ConfigError: the figure is not a finite number, or lies outside of its own interval.
     """
-    if not _is_number(measured):
-        raise ConfigError(f"bar `{bar.id}` measured {measured!r}, no finite number", hint="return NotRun(reason)")
-    return _row(bar, environment, measured=float(measured), reason=note)
+    value, interval = measured.value, measured.interval
+    if not _is_number(value):
+        raise ConfigError(f"bar `{bar.id}` measured {value!r}, no finite number", hint="return NotRun(reason)")
+    if interval is not None and not _is_interval(interval, float(value)):
+        raise ConfigError(f"bar `{bar.id}` measured {value!r}, outside of its interval {interval!r}")
+    ends = None if interval is None else [float(interval[0]), float(interval[1])]
+    return _row(
+        bar, environment, measured=float(value), interval=ends, reason=measured.note, rests_on=rests_on, seconds=seconds
+    )
 
 
 def not_run(bar: Bar, reason: str, environment: Environment) -> Row:
     """The row of a bar that was not measured, which always says why."""
-    return _row(bar, environment, measured=None, reason=reason or "no reason given")
+    return _row(bar, environment, measured=None, interval=None, reason=reason or "no reason given")
 
 
-def _row(bar: Bar, environment: Environment, *, measured: float | None, reason: str) -> Row:
+def _row(
+    bar: Bar,
+    environment: Environment,
+    *,
+    measured: float | None,
+    interval: list[float] | None,
+    reason: str,
+    rests_on: Sequence[Mapping[str, str]] = (),
+    seconds: float | None = None,
+) -> Row:
     return Row(
         id=bar.id,
         what=bar.what,
         op=bar.op,
         bar=bar.bar,
+        kind=bar.kind,
         measured=measured,
-        status=status(bar.op, bar.bar, measured),
+        interval=interval,
+        status=status(bar.op, bar.bar, measured, bar.kind, interval),
         reason=reason,
         baseline=bar.baseline,
         command=bar.command or f"python -m benchmarks.{'gpu' if bar.gpu else bar.area} --only {bar.id}",
-        commit=environment.commit,
+        rests_on=[dict(source) for source in rests_on],
+        seconds=None if seconds is None else round(seconds, 1),
         hardware=environment.hardware,
         versions=environment.versions(*bar.peers),
         seeds=list(bar.seeds),
@@ -213,7 +262,8 @@ def unique(bars: Iterable[Bar], area: str) -> list[Bar]:
 
 
 def _held_against(bar: Bar, row: Row) -> Row:
-    return replace(row, what=bar.what, op=bar.op, bar=bar.bar, status=status(bar.op, bar.bar, row.measured))
+    verdict = status(bar.op, bar.bar, row.measured, bar.kind, row.interval)
+    return replace(row, what=bar.what, op=bar.op, bar=bar.bar, kind=bar.kind, status=verdict)
 
 
 def _parse(record: object, where: str) -> Row:
@@ -223,8 +273,10 @@ def _parse(record: object, where: str) -> Row:
         if not valid(record[key]):
             raise DataError(f"{where}: `{key}` is {record[key]!r}")
     row = Row(**record)
-    if row.status != status(row.op, row.bar, row.measured):
-        raise DataError(f"{where}: `{row.id}` says {row.status}, but measured {row.measured} {row.op} {row.bar}")
+    if (verdict := status(row.op, row.bar, row.measured, row.kind, row.interval)) != row.status:
+        raise DataError(f"{where}: `{row.id}` says {row.status}, but is {verdict}: {row.measured} {row.op} {row.bar}")
+    if row.interval is not None and (row.measured is None or not _is_interval(row.interval, row.measured)):
+        raise DataError(f"{where}: `{row.id}` measured {row.measured}, outside of its interval {row.interval}")
     if row.measured is None and not row.reason:
         raise DataError(f"{where}: `{row.id}` was not run, and no reason is given")
     return row
@@ -232,6 +284,18 @@ def _parse(record: object, where: str) -> Row:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_interval(value: Sequence[float], figure: float) -> bool:
+    """Whether a figure lies within an interval, whose ends may be equal."""
+    return len(value) == 2 and all(map(_is_number, value)) and value[0] <= figure <= value[1]
+
+
+def _is_origin(value: object) -> bool:
+    """Whether it names a tree and a set of source files."""
+    if not isinstance(value, dict) or value.keys() != {"tree", "sources"} or not all(map(_is_text, value.values())):
+        return False
+    return bool(_TREE.fullmatch(value["tree"])) and bool(_SOURCES.fullmatch(value["sources"]))
 
 
 def _is_text(value: object) -> bool:
@@ -252,14 +316,17 @@ def _is_integer(value: object) -> bool:
 _VALID: Mapping[str, Callable[[object], bool]] = {
     "id": lambda value: isinstance(value, str) and bool(_ID.fullmatch(value)),
     "what": _is_text,
-    "op": lambda value: value in (">=", "<="),
+    "op": lambda value: value in _HOLDS,
     "bar": _is_number,
+    "kind": lambda value: value in ("exact", "drawn", "timed"),
     "measured": lambda value: value is None or _is_number(value),
-    "status": lambda value: value in ("held", "missed", "not-run"),
+    "interval": lambda value: value is None or isinstance(value, list),
+    "status": lambda value: value in ("held", "missed", "open", "not-run"),
     "reason": _is_text,
     "baseline": _is_text,
     "command": _is_text,
-    "commit": lambda value: isinstance(value, str) and bool(_COMMIT.fullmatch(value)),
+    "rests_on": lambda value: isinstance(value, list) and all(map(_is_origin, value)),
+    "seconds": lambda value: value is None or _is_number(value),
     "hardware": _is_text,
     "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
     "seeds": lambda value: isinstance(value, list) and all(map(_is_integer, value)),

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.calm import was_calm
 from benchmarks.rows import Measured
 from shoestring.core.errors import ConfigError, WorldError
 
@@ -61,12 +62,12 @@ class Paired:
         narrow, and it draws no random numbers, so that the same ratios always give the same interval.
         """
         ordered = sorted(self.ratios)
-        rank = _sign_test_rank(len(ordered))
+        rank = sign_test_rank(len(ordered))
         return ordered[rank - 1], ordered[-rank]
 
-    def measured(self) -> Measured:
-        """The median as a bar's value, with its interval as the note."""
-        return Measured(self.median, str(self))
+    def measured(self, note: str = "") -> Measured:
+        """The median as a bar's value, with its interval; the ratios are described unless a note does."""
+        return Measured(self.median, note or str(self), self.interval)
 
     def __str__(self) -> str:
         (low, high), (first, third) = self.interval, self.spread
@@ -91,7 +92,7 @@ def paired(
     within each round, and each follows itself as often as it follows the other. Its ratio is the geometric mean of
     its `a` times over that of its `b` times. `order="AB"` halves the runs where they are dear (A B, then B A): a
     drift then shows as spread, and the median stays free of it. Garbage is collected before each round and not
-    within one. GPU work must be waited for inside `a` and `b`.
+    within one. GPU work must be waited for inside `a` and `b`. A round that other work disturbed is made again.
 
     Args:
         a: what the ratio has above the line; for a speed-up, the baseline.
@@ -103,6 +104,7 @@ def paired(
 
     Raises:
         ConfigError: too few rounds, or something so short that the clock did not move.
+        BusyMachineError: the machine is never calm for a whole round.
     """
     if rounds < FEWEST_ROUNDS:
         raise ConfigError(f"{rounds} rounds give no 95% interval", hint=f"ask for {FEWEST_ROUNDS} or more")
@@ -112,10 +114,13 @@ def paired(
     works = {"A": a, "B": b}
     history: list[list[tuple[str, float]]] = []
     with _no_garbage_collection():
-        for number in range(rounds):
+        was_calm()  # what lies between the warm-up and the first round does not count
+        while len(history) < rounds:
             gc.collect()
-            turns = order if number % 2 == 0 else order.translate(str.maketrans("AB", "BA"))
-            history.append([(turn, _seconds(works[turn], clock)) for turn in turns])
+            turns = order if len(history) % 2 == 0 else order.translate(str.maketrans("AB", "BA"))
+            seconds = [(turn, _seconds(works[turn], clock)) for turn in turns]
+            if was_calm():
+                history.append(seconds)
     medians = {side: statistics.median(_side(side, [run for one in history for run in one])) for side in "AB"}
     return Paired(tuple(map(_ratio, history)), medians["A"], medians["B"])
 
@@ -201,7 +206,8 @@ def _side(side: str, times: Sequence[tuple[str, float]]) -> list[float]:
     return [seconds for turn, seconds in times if turn == side]
 
 
-def _sign_test_rank(count: int) -> int:
+def sign_test_rank(count: int) -> int:
+    """Rank, from either end of the sorted values, of the ends of the median's 95% interval; 0 for too few values."""
     below, rank = 0, 0
     while 40 * (below + math.comb(count, rank)) <= 2**count:  # 2.5% each side, in whole numbers
         below += math.comb(count, rank)

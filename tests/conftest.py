@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples at every run; how long drawing them takes says something of the machine, not of what is tested.
-settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# The same examples at every run; how long one takes says something of the machine, not of what is tested.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 
 
@@ -24,7 +25,9 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    """Several workers have to collect the same names."""
+    """Several workers have to collect the same names. Composing a feature with those of all areas trains many jobs."""
+    if getattr(item, "originalname", "") == "test_composes":
+        item.add_marker(pytest.mark.slow)
     if " at 0x" in item.name:
         raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
 
@@ -44,6 +47,27 @@ def slots_of_killed_runs(tmp_path_factory):
 
     for folder, _, _ in os.walk(tmp_path_factory.getbasetemp()):
         shutil.rmtree(slots_folder(Tiered(folder=folder), World(), make=False).parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_trust():
+    """What tests vouch for is remembered apart from what the user does."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def ours(tmp_path_factory):
+    """A finished run of a small Llama, in a folder with its texts and its run file."""
+    from shoestring.cli import main
+    from tests.small_runs import write_run_file, write_texts
+
+    root = tmp_path_factory.mktemp("ours")
+    texts = write_texts(root / "texts")
+    run = {"data": texts, "steps": 2, "folder": str(root / "run"), "packages": []}
+    assert main(["train", str(write_run_file(root / "run.toml", {"run": run, "memory": {"tracing": {}}}))]) == 0
+    return root
 
 
 QUOTA = 45  # CPU seconds that the quick tests of one area may take

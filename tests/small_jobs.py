@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Feature, Seam
 from shoestring.core.job import Job
 from shoestring.core.world import World
@@ -16,21 +17,21 @@ from shoestring.core.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Does(Feature):
-    """Does `work(job)` at one seam."""
+    """Does `work(attachments)` at one seam."""
 
     seams: ClassVar = ()
-    work: Callable[[Job], Any]
+    work: Callable[[Attachments], Any]
     label: str = "does"
 
     @property
     def name(self):
         return f"test.{self.label}"
 
-    def apply(self, job, seam):
-        self.work(job)
+    def apply(self, attachments, seam):
+        self.work(attachments)
 
 
-def does(seam: Seam, work: Callable[[Job], Any], label: str = "does") -> Does:
+def does(seam: Seam, work: Callable[[Attachments], Any], label: str = "does") -> Does:
     return type("Does", (Does,), {"seams": (seam,)})(work=work, label=label)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from shoestring.cli import VERBS
+from shoestring.cli import GROUPS, VERBS, Verb
 from shoestring.core.feature import Feature
 from shoestring.data import Data
 from shoestring.run import Settings, keys
@@ -58,8 +58,10 @@ class HelpText:
 
 def main(packages: Sequence[str]) -> int:
     """Print each fault as `file:line: what is wrong`; 1 where there is one."""
-    classes = keys(packages).values() if packages else [Settings, Data, *keys().values(), *VERBS.values()]
-    found = list(faults(help_texts(classes), Path(__file__).resolve().parent.parent))
+    verbs = [verb.load() for verb in VERBS.values()]
+    classes = keys(packages).values() if packages else [Settings, Data, *keys().values(), *verbs]
+    texts = [*help_texts(classes), *([] if packages else verb_lines())]
+    found = list(faults(texts, Path(__file__).resolve().parent.parent))
     for fault in found:
         print(fault)
     return 1 if found else 0
@@ -106,6 +108,15 @@ def help_texts(classes: Iterable[type]) -> Iterator[HelpText]:
         yield from texts_of(kind)
         hints = get_type_hints(kind, include_extras=True).values()
         waiting += [*kind.__mro__, *(part for hint in hints for part in _classes_in(hint))]
+
+
+def verb_lines() -> Iterator[HelpText]:
+    """The lines of help in the table of verbs."""
+    path = Path(inspect.getsourcefile(Verb) or "")
+    lines = path.read_text().splitlines()
+    for name, text in [*((name, verb.help) for name, verb in VERBS.items()), *GROUPS.items()]:
+        number = next(number for number, line in enumerate(lines, 1) if line.startswith(f'    "{name}": '))
+        yield HelpText(path, number, "VERBS", name, text)
 
 
 def texts_of(kind: type) -> Iterator[HelpText]:

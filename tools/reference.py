@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import get_type_hints
 
-import tomli_w
-
-from shoestring.data import Data
-from shoestring.run import Settings, keys
-from shoestring.settings import describe, help_texts
+from shoestring import run
+from shoestring.verbs import keys
 
 PAGE = Path("docs/reference/run-file.md")
 
@@ -31,8 +25,7 @@ A run file is TOML. A table `[area.technique]` turns that technique on, with the
 
 
 def page() -> str:
-    tables = {"run": Settings, "data": Data, **keys()}
-    return HEAD + "".join(f"\n{section}" for section in sections(tables))
+    return HEAD + "".join(f"\n{section}" for section in sections(keys.tables()))
 
 
 def sections(tables: Mapping[str, type]) -> Iterator[str]:
@@ -40,30 +33,38 @@ def sections(tables: Mapping[str, type]) -> Iterator[str]:
     for table, settings in tables.items():
         first = (settings.__doc__ or "").strip().splitlines()[0]
         yield f"## [{table}]\n\n{first}\n" + _rows(settings)
+    for settings, places in nested(tables).items():
+        first = (settings.__doc__ or "").strip().splitlines()[0]
+        title, where = places[0] if len(places) == 1 else _pattern(places), ", ".join(f"`[{each}]`" for each in places)
+        yield f"## [{title}]\n\n{first}\n\nThe tables {where} have these keys.\n" + _rows(settings)
+
+
+def nested(tables: Mapping[str, type]) -> dict[type, list[str]]:
+    """The settings that are tables inside other tables, with the names of these tables in a run file."""
+    places: dict[type, list[str]] = {}
+    for table, settings in tables.items():
+        for name, kind in keys.nested(table, settings).items():
+            places.setdefault(kind, []).append(name)
+    return places
+
+
+def _pattern(places: Sequence[str]) -> str:
+    """One name for tables such as `comm.dense.transport` and `comm.topk.transport`: `comm.*.transport`."""
+    return ".".join(
+        words[0] if len(set(words)) == 1 else "*" for words in zip(*(each.split(".") for each in places), strict=True)
+    )
 
 
 def _rows(settings: type) -> str:
-    texts, hints = help_texts(settings), get_type_hints(settings)
-    rows = [
-        f"| `{each.name}` | {describe(hints[each.name])} | `{_default(each.default)}` | {texts.get(each.name, '')} |"
-        for each in fields(settings)
-    ]
+    rows = [f"| `{key.name}` | {key.type} | `{key.default}` | {key.help} |" for key in keys.keys_of("", settings)]
     if not rows:
         return "\nNo keys.\n"
     return "\n| key | what | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _default(value: object) -> str:
-    if value is MISSING:
-        return ""
-    if isinstance(value, tuple):
-        return json.dumps(list(value))
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
-
-
 def main(arguments: Sequence[str]) -> int:
     if packages := [each for each in arguments if not each.startswith("-")]:
-        print("\n".join(sections(keys(packages))), end="")
+        print("\n".join(sections(run.keys(packages))), end="")
         return 0
     text = page()
     if "--check" in arguments:

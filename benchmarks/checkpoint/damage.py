@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.testing.checkpointing.damage import corrupted
-from shoestring.testing.checkpointing.known import RunSetup
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing.damage import corrupted
+from tests.rigs.checkpointing.known import RunSetup
 
 CORRUPTIONS = 10_000
 SETTINGS: tuple[Mapping[str, Any], ...] = (
@@ -50,4 +50,4 @@ def rows(cache: Path | None = None) -> list[Bar]:
         "manifests, seals and headers, missing and mixed files, with and without lost memory, on 1 to 4 ranks: share "
         "of 10,000 corruptions that were found, and from which all ranks fell back to the same, newest whole step"
     )
-    return [Bar("checkpoint.damage", what, ">=", 1.0, partial(everything, cache, CORRUPTIONS))]
+    return [Bar("checkpoint.damage", what, ">=", 1.0, partial(everything, cache, CORRUPTIONS), kind="exact")]

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.checkpoint.kills import BATCH, in_batches
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.intervals import of_median
 from shoestring import comm, optim
 from shoestring.checkpoint import Tiered
 from shoestring.core.compose import compose
@@ -32,16 +33,16 @@ from shoestring.data.loader import Loader
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.parallel import DDP
 from shoestring.testing import jobs
-from shoestring.testing.checkpointing.kills import KillOutcome, at_random, undisturbed
-from shoestring.testing.checkpointing.trainee import REPLAYED, FaultyRun, digest
 from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import Encoded, decode, encode, here
+from tests.rigs.checkpointing.kills import KillOutcome, at_random, undisturbed
+from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, digest
 
 AROUND = (optim.Clip(max_norm=0.3), optim.Schedule(warmup=3), optim.EMA(decay=0.9))
 WAYS: Mapping[str, Sequence[Feature]] = {
     "4 bits": (DDP(), comm.Quantize(bits=4)),
     "4 bits, clipped, scheduled, averaged": (DDP(), comm.Quantize(bits=4), *AROUND),
-    "8 bits before the step": (comm.Quantize(bits=8, parts=3, channels=2), *AROUND),
+    "8 bits before the step": (comm.Quantize(bits=8, transport=comm.Transport(parts=3, channels=2)), *AROUND),
     "dense": (DDP(), comm.Dense()),
     "bf16": (comm.BF16(),),
     "random-k without feedback": (DDP(), comm.RandomK(density=0.2, feedback=False)),
@@ -55,7 +56,7 @@ STEPS, STARTS = 60, 5
 SEQUENCES, SEQUENCE, VOCABULARY = 8, 128, 2048
 """Of a rank in a step, and their length: few tokens, so that training is quick beside what is measured."""
 KILLS = 200
-EVERY, WARM, ROUNDS = 8, 3, 3
+EVERY, WARM, ROUNDS = 8, 3, 6
 """Steps between checkpoints where time is measured; steps at the start that are not; and runs."""
 
 
@@ -87,7 +88,7 @@ def trained(*, ways: Sequence[Encoded], folder: str, stops: Sequence[int]) -> li
     for stop in stops:
         gc.collect()
         tiered = Tiered(
-            folder=f"{folder}/saves", memory=f"{folder}/memory", differences=16, peers_every=0, disk_every=20
+            folder=f"{folder}/saves", memory_folder=f"{folder}/memory", differences=16, peers_every=0, disk_every=20
         )
         job = Job(Normed(), optimizer=partial(AdamW, lr=1e-2), progress=Progress(total=STEPS), world=world)
         with closing(compose(job, [*map(decode, ways), tiered])):
@@ -140,7 +141,7 @@ def large(folder: str) -> Job:
     shape = {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 4, "hidden": 704}
     model = GPT(GPTConfig(**shape, vocab_size=VOCABULARY, context=SEQUENCE, init_std=0.04))
     intervals = {"differences": 2 * EVERY, "memory_every": EVERY, "peers_every": 0, "disk_every": 0}
-    tiered = Tiered(folder=f"{folder}/saves", memory=f"{folder}/memory", **intervals)
+    tiered = Tiered(folder=f"{folder}/saves", memory_folder=f"{folder}/memory", **intervals)
     job = Job(model, optimizer=partial(AdamW, lr=1e-4, fused=True), progress=Progress(total=1000), world=here())
     return compose(job, [DDP(), comm.Quantize(bits=4), tiered])
 
@@ -190,7 +191,7 @@ def cost(kept: Path | None, deadline: Deadline) -> Measured:
     steps, keeping = (1e3 * median(median(each[name]) for each in done) for name in ("seconds", "keeping"))
     share = done[0]["bytes"] / done[0]["parameters"]
     told = f"{keeping:.2f} ms of a step of {steps:.0f} ms; {share:.2f} bytes a parameter, {8 * share:.1f} bits"
-    return Measured(median(ratios), f"median of {ROUNDS} runs ({ratios[0]:.4f} to {ratios[-1]:.4f}): {told}")
+    return of_median(ratios, f"median of {ROUNDS} runs ({ratios[0]:.4f} to {ratios[-1]:.4f}): {told}")
 
 
 def speed(kept: Path | None, deadline: Deadline) -> Measured:
@@ -199,7 +200,7 @@ def speed(kept: Path | None, deadline: Deadline) -> Measured:
     ratios = sorted(median(each["seconds"]) * each["replayed"] / each["replaying"] for each in done)
     replaying = 1e3 * median(each["replaying"] / each["replayed"] for each in done)
     told = f"{replaying:.0f} ms a step, {done[0]['replayed']} steps replayed, with looking for them and reading them"
-    return Measured(median(ratios), f"median of {ROUNDS} runs ({ratios[0]:.1f} to {ratios[-1]:.1f}): {told}")
+    return of_median(ratios, f"median of {ROUNDS} runs ({ratios[0]:.1f} to {ratios[-1]:.1f}): {told}")
 
 
 def struck(number: int) -> KillOutcome:
@@ -222,6 +223,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
             ">=",
             1.0,
             partial(equal, equally),
+            kind="exact",
         ),
         Bar(
             "checkpoint.differences-kills",
@@ -230,6 +232,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
             "<=",
             0,
             partial(in_batches, kills, KILLS, struck),
+            kind="exact",
         ),
         Bar(
             "checkpoint.differences-cost",

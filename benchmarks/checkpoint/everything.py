@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured, stored
-from shoestring.testing.checkpointing.drawn_plans import smallest
-from shoestring.testing.checkpointing.everything import FaultPlan, Rig
+from tests.rigs.checkpointing.drawn_plans import smallest
+from tests.rigs.checkpointing.everything import FaultPlan, Rig
 
 RUNS, BATCH = 500, 10
 MOST = 40  # plans that are tried to find a smaller one
@@ -97,4 +97,4 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
         "(skipped where libfaketime is not installed), two starts at the same time: runs that had another state than "
         "the undisturbed run, resumed from before what was safe and not lost since, or did not end in time"
     )
-    return [Bar("checkpoint.everything", what, "<=", 0, partial(measure, runs, deadline))]
+    return [Bar("checkpoint.everything", what, "<=", 0, partial(measure, runs, deadline), kind="exact")]

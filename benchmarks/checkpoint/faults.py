@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.testing.checkpointing.disk_faults import injected
+from tests.rigs.checkpointing.disk_faults import injected
 
 POINTS = 120  # injections, evenly over the acts of both ranks
 
@@ -27,4 +27,4 @@ def rows(cache: Path | None = None) -> list[Bar]:
         "of two ranks on two hosts: share of 120 after which training continued, checkpoints that were safe could be "
         "restored, nothing temporary was left, and the user was told where it failed"
     )
-    return [Bar("checkpoint.faults", what, ">=", 1.0, measure)]
+    return [Bar("checkpoint.faults", what, ">=", 1.0, measure, kind="exact")]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoestring.core.feature import Feature
-    from shoestring.core.job import Job
+    from shoestring.core.job import Job, attachments_of
 
 XL = {"dim": 1600, "layers": 48, "heads": 25, "kv_heads": 25, "hidden": 4280}  # 1.558 B parameters, as GPT2-XL
 MICRO_BATCHES, SEQUENCES, TOKENS = 4, 4, 1024  # of a step: half a second of an H100, a thirtieth of GPT-2's batch
@@ -77,10 +77,10 @@ def training(model: nn.Module, features: Sequence[Feature]) -> Iterator[Training
     tokens = torch.randint(50_000, (MICRO_BATCHES, SEQUENCES, TOKENS), device="cuda")
     job = Job(model, optimizer=partial(AdamW, lr=1e-4, fused=True))
     found = Training(job, [(each, each) for each in tokens])
-    job.at(Phase.WAIT, lambda: found.mark("asked"))
-    job.at(Phase.CAPTURE, lambda: found.mark("stepped"))
+    attachments_of(job).at(Phase.WAIT, lambda: found.mark("asked"))
+    attachments_of(job).at(Phase.CAPTURE, lambda: found.mark("stepped"))
     with compose(job, [Autocast(dtype="bf16"), *features]):
-        job.at(Phase.WAIT, lambda: found.mark("told"))
+        attachments_of(job).at(Phase.WAIT, lambda: found.mark("told"))
         yield found
 
 
@@ -136,7 +136,7 @@ def turns(rounds: int = ROUNDS) -> Turns:
         model = gpt1b(context=TOKENS, **XL)
     found = Turns({every: [] for every in EVERY}, 0.0, 0.0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        settings = Tiered(folder=f"{place}/saves", memory=place, memory_every=2, disk_every=0, slots=SLOTS)
+        settings = Tiered(folder=f"{place}/saves", memory_folder=place, memory_every=2, disk_every=0, slots=SLOTS)
         with training(model, [settings]) as run:
             while run.copied < (SLOTS + 1) * found.nbytes or not found.nbytes:  # until every slot was filled once
                 run.job.step(*run.batches)

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured
-from shoestring.testing.checkpointing.kills import KillOutcome, at_points, at_random, undisturbed
-from shoestring.testing.checkpointing.trainee import FaultyRun
+from tests.rigs.checkpointing.kills import KillOutcome, at_points, at_random, undisturbed
+from tests.rigs.checkpointing.trainee import FaultyRun
 
 KILLS, BATCH = 2000, 25
 
@@ -69,6 +69,14 @@ def rows(cache: Path | None = None) -> list[Bar]:
             "<=",
             0,
             partial(in_batches, kept, KILLS, forked),
+            kind="exact",
         ),
-        Bar("checkpoint.kills-at-points", said.format(where="at every named point (40 at least)"), "<=", 0, everywhere),
+        Bar(
+            "checkpoint.kills-at-points",
+            said.format(where="at every named point (40 at least)"),
+            "<=",
+            0,
+            everywhere,
+            kind="exact",
+        ),
     ]

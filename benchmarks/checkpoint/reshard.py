@@ -25,11 +25,11 @@ from benchmarks.harness import Bar, Deadline, Measured
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.format.checksum import CHUNK
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP
-from shoestring.testing.checkpointing.trainee import PATIENCE, fresh
+from tests.rigs.checkpointing.trainee import PATIENCE, fresh
 
 SHAPES = ((5, 7), (1, 3), (3, 5, 2), (13, 3), (8, 8), (2, 1), (17,), (1,), ())
 MOST = 8
@@ -51,7 +51,7 @@ class Odd(nn.Module):
 
 def job_of(folder: Path, memory: Path, under: str, rows: int, **settings: Any) -> Job:
     world = World.current()
-    features = [FSDP() if under == "fsdp" else DDP(), Tiered(folder=str(folder), memory=str(memory), **settings)]
+    features = [FSDP() if under == "fsdp" else DDP(), Tiered(folder=str(folder), memory_folder=str(memory), **settings)]
     if world.size == 1:
         features = features[1:]
     job = Job(
@@ -68,9 +68,9 @@ def job_of(folder: Path, memory: Path, under: str, rows: int, **settings: Any) -
 def digest(job: Job) -> str:
     """Of the whole state, gathered."""
     found = hashlib.sha256()
-    names = {parameter: name for name, parameter in job.module.named_parameters()}
-    state = {names[p]: s for p, s in job.built_optimizer.state.items()}
-    tensors = [tensor for _, tensor in sorted(job.module.state_dict().items())]
+    names = {id(parameter): name for name, parameter in attachments_of(job).module.named_parameters()}
+    state = {names[id(p)]: s for p, s in job.optimizer.state.items()}
+    tensors = [tensor for _, tensor in sorted(attachments_of(job).module.state_dict().items())]
     tensors += [value for name in sorted(state) for _, value in sorted(state[name].items())]
     for tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -212,6 +212,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
             ">=",
             1.0,
             all_pairs,
+            kind="exact",
         ),
         Bar(
             "checkpoint.reshard-memory",
@@ -220,5 +221,6 @@ def rows(cache: Path | None = None) -> list[Bar]:
             "<=",
             1.0,
             memory,
+            kind="exact",
         ),
     ]

@@ -20,15 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
+from benchmarks.intervals import of_median
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import Attached
-from shoestring.checkpoint.recovery.search import Choice, Recovery
+from shoestring.checkpoint.recovery.decide import ResumeFacts, ResumePlan, decide
+from shoestring.checkpoint.recovery.offers import Wish, gather
+from shoestring.checkpoint.recovery.verify import Unusable, verify
+from shoestring.checkpoint.tiers.keeper import REBUILT
 from shoestring.checkpoint.tiers.peer_copies import ParitySet, partner
 from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.world import World
 from shoestring.testing.netlab import SHARED, netlab, netlab_available
-from shoestring.testing.netlab.lab_run import environment
+from tests.rigs.lab_run import environment
 
 HOSTS, LOST, RATE = 4, 2, "1gbit"
 TENSORS, LENGTH = 20, 1 << 20  # of float32: 84 MB a rank
@@ -69,30 +73,29 @@ def restore(how: str, out: Path) -> None:
     mass = Mass(dist.get_rank())
     with attached(Mass(0), how, out) as cache:
         checkpointer = cache.checkpointer
-        recovery = Recovery(checkpointer.kept, checkpointer.world, checkpointer.group)
-        choice = next(recovery.choices(recovery.offers(checkpointer.folder.parent, None)))
-        nbytes = next(o.entry.nbytes for o in choice.offers if o.part == f"private-{(LOST + 1) % HOSTS}")
-        plain = PlainTransfer(checkpointer.world, plan(how, nbytes))
+        checkpointer.take()
+        world, wish = checkpointer.world, Wish(out / "saves", checkpointer.folder.parent)
+        found = gather(world, checkpointer.group, wish)
+        chosen = decide(found, checkpointer.claim.known, wish, ResumeFacts(world.hosts, world.local_size))
+        nbytes = next(o.entry.nbytes for o in chosen.offers if o.part == f"private-{(LOST + 1) % HOSTS}")
+        plain = PlainTransfer(world, plan(how, nbytes))
         ours, theirs = [], []
         for _ in range(ROUNDS):
-            slot = Slot(checkpointer.folder / "rebuilt", checkpointer.files)
             theirs.append(seconds(plain.send))
-            ours.append(seconds(partial(again, checkpointer, recovery, choice, slot, mass)))
-            slot.close()
+            ours.append(seconds(partial(again, checkpointer, chosen, mass)))
+            Slot(checkpointer.folder / f"{REBUILT}{LOST}", checkpointer.files).close()
         if dist.get_rank() == 0:
             (out / "seconds.json").write_text(json.dumps([ours, theirs, nbytes]))
 
 
-def again(
-    checkpointer: Checkpointer, recovery: Recovery, choice: Choice, slot: Slot, expected: Mass
-) -> Callable[[], None]:
+def again(checkpointer: Checkpointer, chosen: ResumePlan, expected: Mass) -> Callable[[], None]:
     """Fetch and verify everything that this rank needs; what is to be checked of it afterwards.
 
     Raises:
         RuntimeError: it is damaged.
     """
-    wanted = recovery.attempt(choice, lambda _: slot)
-    if wanted is None:
+    wanted = verify(chosen, {}, checkpointer)
+    if isinstance(wanted, Unusable):
         raise RuntimeError("what peers keep is damaged")
     states = {name: wanted.state(name) for name in checkpointer.kept}
 
@@ -176,7 +179,7 @@ def rows(cache: Path | None = None) -> list[Bar]:
         ratios = [plain / mine for mine, plain in zip(ours, theirs, strict=True)]
         speeds = [nbytes / median(each) / 1e6 for each in (ours, theirs)]
         told = f"medians of {len(ratios)}: {nbytes / 1e6:.0f} MB at {speeds[0]:.0f} MB/s, plainly at {speeds[1]:.0f}"
-        return Measured(median(ratios), told)
+        return of_median(ratios, told)
 
     what = (
         "a host of four on links of 1 Gbit/s is lost with its memory and replaced: rate at which its state is there "

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import AdamW
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
+from benchmarks.intervals import of_mean, of_median
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.staging import Copies
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.trainee import fresh
+from tests.rigs.checkpointing.trainee import fresh
 
 WIDTH, LAYERS = 1024, 12  # 50 MB of weights, 151 MB of state
 RUNS = 7
@@ -40,7 +41,7 @@ Peer = Callable[[Path, Job], AbstractContextManager[Save]]
 def job_of(folder: Path, *, overlap: bool, width: int = WIDTH, layers: int = LAYERS) -> Job:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     settings = {"memory_every": 3, "peers_every": 0, "disk_every": 0, "overlap": overlap}
-    tiered = Tiered(folder=str(folder / "saves"), memory=str(folder / "memory"), **settings)
+    tiered = Tiered(folder=str(folder / "saves"), memory_folder=str(folder / "memory"), **settings)
     optimizer = partial(AdamW, lr=1e-4, fused=True)
     return compose(Job(model, loss=_loss, optimizer=optimizer, world=World()), [tiered])
 
@@ -58,7 +59,7 @@ def measured(folder: Path, saves: int = 15, *, overlap: bool = True) -> dict[str
     stalls, seconds = [], []
     with job_of(fresh(folder), overlap=overlap) as job:
         batch = (torch.randn(64, WIDTH),)
-        tensors = [p.detach() for p in job.module.parameters() for _ in range(3)]
+        tensors = [p.detach() for p in attachments_of(job).module.parameters() for _ in range(3)]
         copies = Copies([torch.empty_like(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors])
         for _ in range(9):  # each slot is filled once, and its pages are there
             job.step(batch)
@@ -97,7 +98,7 @@ def dcp(folder: Path, job: Job) -> Iterator[Save]:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
 
     def save(number: int) -> float:
-        state = {"model": job.module.state_dict(), "optimizer": job.built_optimizer.state_dict()}
+        state = {"model": attachments_of(job).module.state_dict(), "optimizer": job.optimizer.state_dict()}
         began = time.perf_counter()
         under_way = async_save(state, checkpoint_id=str(fresh(folder / f"dcp-{number % 2}")))
         seconds = time.perf_counter() - began
@@ -122,8 +123,8 @@ def lm_resiliency(folder: Path, job: Job) -> Iterator[Save]:
     manager: Any = import_module("lm_resiliency.checkpointing.manager").InMemoryCheckpointManager(
         config(disk_flush_interval=0, disk_folder=str(folder / "disk"), run_id="stall", pin_memory=False)
     )
-    states = job.built_optimizer.state.values()
-    tensors = [*job.module.parameters(), *(each for state in states for each in state.values())]
+    states = job.optimizer.state.values()
+    tensors = [*attachments_of(job).module.parameters(), *(each for state in states for each in state.values())]
 
     def save(number: int) -> float:
         began = time.perf_counter()
@@ -177,13 +178,13 @@ def rows(cache: Path | None = None) -> list[Bar]:
             f"of {every[0]['bytes'] / 1e6:.0f} MB: stopped for {min(stalls):.1f} to {max(stalls):.1f} ms, copies of as "
             f"much take {min(copies):.1f} to {max(copies):.1f} ms"
         )
-        return Measured(median(ratios), told)
+        return of_median(ratios, told)
 
     def many(_: Deadline) -> Measured:
         with TemporaryDirectory(dir="/dev/shm") as folder:
             stalls = of_many(Path(folder) / "many")
         told = f"of {len(stalls)} checkpoints of {8 * MANY} tensors; the median is {1e3 * median(stalls):.1f} ms"
-        return Measured(1e3 * fmean(stalls), told)
+        return of_mean([1e3 * stall for stall in stalls], told)
 
     what = (
         "time for which a checkpoint to memory stops training, over that of a copy of the same tensors in the same run"

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.checkpoint.kills import in_batches
 from benchmarks.harness import Bar
-from shoestring.testing.checkpointing.kills import KillOutcome, compared
-from shoestring.testing.checkpointing.torchrun_kills import run
-from shoestring.testing.checkpointing.trainee import FaultyRun, finished
+from tests.rigs.checkpointing.kills import KillOutcome, compared
+from tests.rigs.checkpointing.torchrun_kills import run
+from tests.rigs.checkpointing.trainee import FaultyRun, finished
 
 KILLS, BATCH = 100, 25
 MASS = 64 << 20  # bytes of state of a rank
@@ -46,4 +46,4 @@ def rows(cache: Path | None = None) -> list[Bar]:
         "that resumed from before what was said to be safe, failed to start, or ended with other bits than unkilled"
     )
     kept = cache and cache / "kills-torchrun.json"
-    return [Bar("checkpoint.kills-torchrun", what, "<=", 0, partial(in_batches, kept, KILLS, batch))]
+    return [Bar("checkpoint.kills-torchrun", what, "<=", 0, partial(in_batches, kept, KILLS, batch), kind="exact")]

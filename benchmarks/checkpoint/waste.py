@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.intervals import normal
 from shoestring.checkpoint.tiers.interval import Level
-from shoestring.testing.checkpointing.failure_simulation import FailureSetting, Intervals, drawn, optimum
+from tests.rigs.checkpointing.failure_simulation import FailureSetting, Intervals, drawn, optimum
 
 HOUR = 3600.0
 
@@ -66,7 +67,7 @@ def compared(
         f"{title}: {100 * waste.mean():.2f}% of all time, at {_told(setting, choice)}"
         for title, choice, waste in zip((name, other_name), (chosen, other), wastes, strict=True)
     )
-    return Measured(float(ratio), f"standard error {error:.1g}; {'; '.join(notes)}")
+    return Measured(float(ratio), f"standard error {error:.1g}; {'; '.join(notes)}", normal(float(ratio), float(error)))
 
 
 def _told(setting: FailureSetting, choice: Intervals) -> str:
@@ -89,6 +90,7 @@ def rows(sizes: Sizes | None = None) -> list[Bar]:
             1.1,
             functools.partial(against_optimum, setting, sizes),
             seeds=(1, 2),
+            kind="drawn",
         )
         for name, (setting, words) in told.items()
     ]
@@ -97,4 +99,7 @@ def rows(sizes: Sizes | None = None) -> list[Bar]:
         "which survives 10 of 11 failures; one every 55 minutes"
     )
     measure = functools.partial(one_level, two(), sizes)
-    return [*bars, Bar("checkpoint.waste-one-level", what, ">=", 2.5, measure, baseline="disk only", seeds=(1, 2))]
+    return [
+        *bars,
+        Bar("checkpoint.waste-one-level", what, ">=", 2.5, measure, baseline="disk only", seeds=(1, 2), kind="drawn"),
+    ]

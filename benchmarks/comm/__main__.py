@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 
 from benchmarks import comm
@@ -40,6 +40,7 @@ def rows(ask: efficiency.Ask, sizes: Sizes) -> list[Bar]:
 def _where_possible(bar: Bar) -> Bar:
     """The bar, not run where there is no netlab."""
 
+    @wraps(bar.measure)
     def measure(deadline: Deadline) -> float | Measured | NotRun:
         reason = netlab_available()
         return NotRun(reason) if reason else bar.measure(deadline)

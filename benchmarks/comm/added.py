@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 
 from benchmarks.comm.contest import Contest
 from benchmarks.comm.curves import WINDOW, final, stretches
@@ -14,6 +14,7 @@ from benchmarks.comm.methods import NONE, SYNC, TORCH, Method, ours
 from benchmarks.comm.setting import Setting
 from benchmarks.comm.spec import Spec
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.intervals import of_mean
 from shoestring.core.errors import WorldError
 
 RANK = 4
@@ -60,7 +61,7 @@ def loss(ask: Ask, _: Deadline) -> Measured:
 
     own = ours("PowerSGD r4", "PowerSGD", rank=RANK, start=2).at(LR)  # the hook starts no earlier
     gaps = [loss_of(own, seed) - loss_of(TORCH.at(LR), seed) for seed in SEEDS]
-    return Measured(fmean(gaps), f"after {at} steps at {LR:g}, by seed " + ", ".join(f"{gap:+.4f}" for gap in gaps))
+    return of_mean(gaps, f"after {at} steps at {LR:g}, by seed " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
 
 def crashes(ask: Ask, _: Deadline) -> Measured:
@@ -114,7 +115,11 @@ def rows(ask: Ask) -> list[Bar]:
         for name, (what, method, other) in pairs.items()
     ]
     what = f"held-out loss of PowerSGD of rank {RANK} minus the hook's after equally many steps, nats a token"
-    bars.append(Bar("comm.powersgd-loss", what, "<=", 0.01, measure=partial(loss, ask), baseline=hook, seeds=SEEDS))
+    bars.append(
+        Bar(
+            "comm.powersgd-loss", what, "<=", 0.01, measure=partial(loss, ask), baseline=hook, seeds=SEEDS, kind="drawn"
+        )
+    )
     what = f"launches of {LAUNCHES} with 25 MB buckets at 100 Mbit/s and random late completions that fail"
-    bars.append(Bar("comm.buckets", what, "<=", 0, measure=partial(crashes, ask), baseline=hook))
+    bars.append(Bar("comm.buckets", what, "<=", 0, measure=partial(crashes, ask), baseline=hook, kind="exact"))
     return bars

@@ -30,8 +30,8 @@ from benchmarks.comm.curves import WINDOW, final, steps_to
 from benchmarks.comm.methods import BF16, DDP, TORCH, Method, local, muon
 from benchmarks.comm.replicas import Passes, Replicas, SeedData
 from benchmarks.comm.setting import RANKS, Setting
-from benchmarks.harness import Deadline, OutOfBudget
-from benchmarks.machine import ROOT, git_commit
+from benchmarks.harness import Deadline, Environment, OutOfBudget, origin, used
+from benchmarks.machine import ROOT
 from benchmarks.rows import RESULTS, Bar, Measured
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.errors import ConfigError
@@ -137,7 +137,6 @@ class AtSizeContest:
     """Of tokens and of the state of a run that was cut off."""
     device: torch.device
     deadline: Deadline
-    commit: str = ""
     passes: Passes = "together"
     data: dict[int, SeedData] = field(default_factory=dict)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -157,9 +156,9 @@ class AtSizeContest:
             if self.deadline.left() < LAST:
                 raise OutOfBudget
             found = self._made(method, seed, steps, until, part)
-            write_atomic(done, json.dumps({"commit": self.commit or git_commit(), **found}).encode() + b"\n")
+            write_atomic(done, json.dumps({**origin(), **found}).encode() + b"\n")
             part.unlink(missing_ok=True)
-        self.runs[key] = json.loads(done.read_text())
+        self.runs[key] = used(json.loads(done.read_text()))
         return self.runs[key]
 
     def _made(self, method: Method, seed: int, steps: int, until: float, part: Path) -> dict[str, Any]:
@@ -346,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--commit", default="", help="the commit to record, for a copy without git's history")
+    parser.add_argument("--tree", default="", help="git's tree to record, for a copy without its history")
     parser.add_argument("--large", action="store_true", help="119 M parameters in the place of 30 M")
     parser.add_argument("--so-far", action="store_true", help="print what came of the runs that are whole, run nothing")
     parser.add_argument("--trial", action="store_true")
@@ -355,9 +354,11 @@ def main(argv: Sequence[str]) -> int:
         "--check", action="store_true", help="compare ways to run passes; the last line is for --passes"
     )
     flags = parser.parse_args(argv)
+    if flags.tree:
+        Environment.capture(tree=flags.tree)
     size = TRIAL if flags.trial else LARGE if flags.large else AtSize()
     found = contest(size, Deadline(60 * flags.minutes), flags.folder, flags.work)
-    found.commit, found.passes = flags.commit, flags.passes
+    found.passes = flags.passes
     if flags.check:
         from benchmarks.comm.at_size_check import check
 

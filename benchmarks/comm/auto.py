@@ -55,7 +55,7 @@ def against(ask: Ask, rate: str, _: Deadline) -> Measured:
     result = contest.store.get(of := spec(contest, rate))
     dense, auto = (stretches(logs, of.turn) for logs in result["logs"])
     pairs = Paired(tuple(a / b for a, b in zip(dense, auto, strict=True)), median(dense), median(auto))
-    return Measured(pairs.interval[0], f"{pairs}; {result['logs'][1][0]['said']}")
+    return Measured(pairs.interval[0], f"{pairs}; {result['logs'][1][0]['said']}", pairs.interval)
 
 
 def predicted(ask: Ask, rate: str, _: Deadline) -> Measured:

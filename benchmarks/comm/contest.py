@@ -103,7 +103,13 @@ class Contest:
             run = self.store.get(spec)
             logs = [[{name: log[name] for name in ("seconds", "sent")} for log in ranks] for ranks in run["logs"]]
             names = [method.name for method in spec.methods]
-            return {"commit": run.get("commit"), "methods": names, "rate": spec.rate, "logs": logs}
+            return {
+                "tree": run.get("tree"),
+                "sources": run.get("sources"),
+                "methods": names,
+                "rate": spec.rate,
+                "logs": logs,
+            }
 
         logs: list[list[dict[str, Any]]] = self._kept.kept(spec.key, make)["logs"]
         return logs
@@ -120,7 +126,12 @@ class Contest:
         def make() -> dict[str, Any]:
             run = self.store.get(spec)
             log = run["logs"][0][0]
-            return {"commit": run.get("commit"), "method": method.name, "held_out": log["held_out"]}
+            return {
+                "tree": run.get("tree"),
+                "sources": run.get("sources"),
+                "method": method.name,
+                "held_out": log["held_out"],
+            }
 
         return [(step, loss) for step, loss in self._kept.kept(spec.key, make)["held_out"]]
 

@@ -21,7 +21,7 @@ from benchmarks.comm.spec import Spec
 from shoestring import comm
 from shoestring.comm.exchange.wire import Wire
 from shoestring.core.compose import attach
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import call_model
 from shoestring.core.world import World
 from shoestring.models.gpt import GPT
@@ -56,7 +56,9 @@ class Contestant:
         """One step on the next batch: the loss on this rank's part, before it."""
         self._warm_up()
         batch = next(self.batches)
-        output = call_model(self.model, batch) if self.job is None else self.job.forward(self.model, batch)
+        output = (
+            call_model(self.model, batch) if self.job is None else attachments_of(self.job).forward(self.model, batch)
+        )
         loss = F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten())
         loss.backward()
         if self.method.kind == "sync":
@@ -84,7 +86,10 @@ class Contestant:
 
     def said(self) -> str:
         """What the features have to say of themselves."""
-        return "" if self.job is None else "; ".join(each.explain(self.job) for each in self.job.features)
+        if self.job is None:
+            return ""
+        attachments = attachments_of(self.job)
+        return "; ".join(feature.explain(attachments) for feature in attachments.features)
 
     def close(self) -> None:
         if self.job is not None:
@@ -109,9 +114,9 @@ def contestant(method: Method, spec: Spec, folder: Path, world: World) -> Contes
         one.epfml = peers.Epfml(list(one.module.parameters()), **settings)
     elif method.kind in ("ours", "torch in ours"):
         kind = getattr(comm, method.feature) if method.kind == "ours" else peers.TorchInOurs
-        one.job = attach(one.model, one.optimizer, kind(**settings))
+        one.job = attach(one.model, one.optimizer, method.build(kind))
         one.job.progress.total = method.horizon or spec.horizon
-        one.optimizer = one.job.built_optimizer
+        one.optimizer = one.job.optimizer
         if spec.delays:
             delay(spec.delays, world.rank)
     return one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import geometric_mean
 
@@ -13,6 +13,8 @@ from benchmarks.comm.peers import has_epfml
 from benchmarks.comm.setting import RANKS, Setting
 from benchmarks.comm.spec import Spec
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.intervals import of_ratio
+from benchmarks.rows import Interval
 
 LEAST = {"100mbit": 0.85, "10mbit": 0.75, "1mbit": 0.45}
 WHOLE_RATE, WHOLE_STEPS = "100mbit", 96
@@ -38,17 +40,36 @@ def described(contest: Contest) -> str:
     )
 
 
+def over_seeds(value: float, worth: Sequence[float], others: Sequence[float] | None = None) -> Interval | None:
+    """The interval of an efficiency, or of a ratio of two, that what a step is worth on each seed leaves open.
+
+    Seconds a step are medians over many steps in one run, so they add little to it.
+    """
+    if len(worth) < 2:
+        return None
+    ratio = of_ratio(worth, others or [1.0] * len(worth))
+    low, high = ratio.interval or (ratio.value, ratio.value)
+    return value * low / ratio.value, value * high / ratio.value
+
+
 def in_short(figure: Figure) -> str:
     """Its name and its efficiency at the last mark."""
     bound = "at most " if max(figure.worth) in figure.bounded else ""
     return f"{figure.method.name} {bound}{figure.value:.3f}"
 
 
+def last(figure: Figure) -> tuple[float, ...]:
+    """What a step is worth at the last mark, by seed."""
+    return figure.worth[max(figure.worth)]
+
+
 def ours(ask: Ask, rate: str, _: Deadline) -> Measured:
     contest = ask()
     best, *others = contest.ours(rate)
     said = "; ".join(f"{in_short(other)}: {other}" for other in others)
-    return Measured(best.value, f"{best}; of the other families {said}; {described(contest)}")
+    return Measured(
+        best.value, f"{best}; of the other families {said}; {described(contest)}", over_seeds(best.value, last(best))
+    )
 
 
 def ahead(ask: Ask, rate: str, _: Deadline) -> Measured:
@@ -64,19 +85,23 @@ def ahead(ask: Ask, rate: str, _: Deadline) -> Measured:
         for loss in [contest.loss_at(figure, time)]
     )
     note = f"{in_short(own[0])}; peers: {said}; losses after {time:.0f} s, which are {at} steps of DDP"
-    return Measured(own[0].value / peers[0].value, f"{note} on a free network: {losses}; best peer: {peers[0]}")
+    ratio = own[0].value / peers[0].value
+    interval = over_seeds(ratio, last(own[0]), last(peers[0]))
+    return Measured(ratio, f"{note} on a free network: {losses}; best peer: {peers[0]}", interval)
 
 
 def cooled(ask: Ask, rate: str, _: Deadline) -> Measured:
     """The same ratio, each with a cool-down."""
     contest = ask()
-    sides, said = [], []
+    sides, said, worths = [], [], []
     for figure in (contest.ours(rate)[0], contest.peers(rate)[0]):
         learner = contest.learner(figure.method)
         worth = (1.0,) * len(contest.sizes.seeds) if learner == contest.dense else contest.cooled(learner)
+        worths.append(worth)
         sides.append(geometric_mean(worth) * figure.free / figure.seconds)
         said.append(f"{figure.method.name} {sides[-1]:.3f}, worth {', '.join(f'{each:.3f}' for each in worth)}")
-    return Measured(sides[0] / sides[1], "; ".join(said))
+    ratio = sides[0] / sides[1]
+    return Measured(ratio, "; ".join(said), over_seeds(ratio, *worths))
 
 
 def whole(ask: Ask, by_peer: bool, _: Deadline) -> Measured:
@@ -104,7 +129,15 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
         short = rate.removesuffix("mbit")
         what = f"time-to-loss efficiency at {short} Mbit/s of the best of ours; 1 is DDP on a free network"
         bars += [
-            Bar(f"comm.efficiency-{short}", what, ">=", least, measure=partial(ours, ask, rate), seeds=seeds),
+            Bar(
+                f"comm.efficiency-{short}",
+                what,
+                ">=",
+                least,
+                measure=partial(ours, ask, rate),
+                seeds=seeds,
+                kind="drawn",
+            ),
             Bar(
                 f"comm.ahead-{short}",
                 f"time-to-loss efficiency at {short} Mbit/s over that of the best peer",
@@ -114,6 +147,7 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
                 baseline=peers,
                 seeds=seeds,
                 peers=("torch", "powersgd"),
+                kind="drawn",  # runs of timed launches are stored, and the machine was calm then
             ),
             Bar(
                 f"comm.cooled-{short}",
@@ -124,6 +158,7 @@ def rows(ask: Ask, seeds: tuple[int, ...]) -> list[Bar]:
                 baseline=peers,
                 seeds=seeds,
                 peers=("torch", "powersgd"),
+                kind="drawn",  # runs of timed launches are stored, and the machine was calm then
             ),
         ]
     for name, by_peer in (("ours", False), ("peer", True)):

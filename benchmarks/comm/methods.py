@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shoestring.comm import Transport
+from shoestring.comm.settings.base import Exchange
+
 Kind = Literal["none", "sync", "ddp", "bf16", "torch", "epfml", "ours", "torch in ours"]
 
 
@@ -27,6 +30,19 @@ class Method:
     optimizer: Literal["adamw", "muon"] = "adamw"
     horizon: int = 0
     """Steps of the run that its schedule is for, however far it is run; 0 takes the run's own."""
+
+    def build(self, kind: type[Any]) -> Any:
+        """The settings as an object of `kind`, a class of shoestring.comm.
+
+        What is stored here is flat, with the names of when the first runs were stored, because their files are named
+        by a hash of it.
+        """
+        named = {"budget_kb": "kb_per_step"} | {name: name for name in ("parts", "channels", "torus", "select")}
+        flat = dict(self.settings)
+        if issubclass(kind, Exchange):
+            transport = {now: flat.pop(stored) for stored, now in named.items() if stored in flat}
+            return kind(**flat, transport=Transport(**transport))
+        return kind(**flat)
 
     @property
     def local(self) -> bool:

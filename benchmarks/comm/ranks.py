@@ -58,7 +58,7 @@ def train(*, feature: Mapping[str, Any], steps: int, every: int) -> dict[str, An
     with job(decode(feature), steps) as running:
         for step in range(steps):
             losses.append(float(running.step(batch(step, running.world.rank))))
-            if (step + 1) % every == 0 and not equal(running.module):
+            if (step + 1) % every == 0 and not equal(running.model):
                 differing.append(step)
     return {"differing": differing, "losses": losses}
 
@@ -84,7 +84,7 @@ def join(*, feature: Mapping[str, Any], former: int, folder: str) -> dict[str, A
         replicas = []
         for step in range(5):
             running.step(batch(100 + step, world.rank))
-            replicas.append(equal(running.module))
+            replicas.append(equal(running.model))
     return {"off": off, "has_residual": any(kind in states[0]["codec"] for kind in UNSENT), "equal": all(replicas)}
 
 

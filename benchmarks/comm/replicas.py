@@ -123,7 +123,7 @@ class Replicas:
         self.optimizers = [OPTIMIZERS[method.optimizer](model, method.lr) for model in self.models]
         estimated = method.local and self.settings.second_moment == "global"
         self.moments = [
-            SecondMoments(SimpleNamespace(built_optimizer=each), RANKS)  # pyrefly: ignore[bad-argument-type]
+            SecondMoments(SimpleNamespace(optimizer=each), RANKS)  # pyrefly: ignore[bad-argument-type]
             for each in self.optimizers
             if estimated
         ]
@@ -299,7 +299,7 @@ class Replicas:
 
 def settings_of(method: Method) -> Any:
     """The settings of a method of ours; of others None."""
-    return getattr(comm, method.feature)(**method.settings) if method.kind == "ours" else None
+    return method.build(getattr(comm, method.feature)) if method.kind == "ours" else None
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

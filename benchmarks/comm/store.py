@@ -8,14 +8,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.calm import Watch, watched
 from benchmarks.comm.setting import RANKS
 from benchmarks.comm.spec import Spec
 from benchmarks.comm.worker import TOKENS
-from benchmarks.machine import ROOT, git_commit
+from benchmarks.harness import origin, used
+from benchmarks.machine import ROOT
 from shoestring.testing.netlab import Lab, Program, netlab
 
 PATIENCE = 300.0  # seconds for a launch to be ready
@@ -58,18 +61,19 @@ class Store:
             fresh = path.with_suffix(f".{os.getpid()}")
             fresh.write_text(json.dumps(make(), indent=1))
             fresh.replace(path)
-        return json.loads(path.read_text())
+        return used(json.loads(path.read_text()))
 
 
 def launch(spec: Spec, folder: Path) -> dict[str, Any]:
-    """Train on four hosts: {"spec", "commit", "wall", "logs": [method][rank]}."""
+    """Train on four hosts: {"spec", "tree", "sources", "wall", "logs": [method][rank]}."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "spec.json").write_text(spec.text())
     names = ", ".join(method.name for method in spec.methods)
     print(f"  {spec.steps} steps of {names} at {spec.rate or 'no limit'}, seed {spec.seed} …", file=sys.stderr)
     rate = spec.rate if spec.slow_first and spec.rate else None
-    with netlab(hosts=RANKS, rate=rate, coalesce=spec.coalesce) as lab:
+    calm = watched(Watch()) if spec.rate else nullcontext()
+    with calm, netlab(hosts=RANKS, rate=rate, coalesce=spec.coalesce) as lab:
         worker = ["-m", "benchmarks.comm.worker", str(folder / "spec.json"), str(folder)]
         job = lab.torchrun(worker, env=environment())
         began = started(lab, job, spec, folder)
@@ -78,7 +82,7 @@ def launch(spec: Spec, folder: Path) -> dict[str, Any]:
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     shutil.rmtree(folder)
     logs = [list(each) for each in zip(*ranks, strict=True)]
-    return {"spec": json.loads(spec.text()), "commit": git_commit(), "wall": wall, "logs": logs}
+    return {"spec": json.loads(spec.text()), **origin(), "wall": wall, "logs": logs}
 
 
 def started(lab: Lab, job: Program, spec: Spec, folder: Path) -> float:

@@ -165,30 +165,61 @@ def rows() -> list[Bar]:
     """Every bar of exactness."""
     enumerated = "total variation between the text of a round and the model's own, enumerated"
     return [
-        Bar("decode.exact-token", f"{enumerated}: token verification", "<=", 1e-12, partial(distance, (TOKEN,))),
-        Bar("decode.exact-block", f"{enumerated}: block verification", "<=", 1e-12, partial(distance, (BLOCK,))),
+        Bar(
+            "decode.exact-token",
+            f"{enumerated}: token verification",
+            "<=",
+            1e-12,
+            partial(distance, (TOKEN,)),
+            kind="exact",
+        ),
+        Bar(
+            "decode.exact-block",
+            f"{enumerated}: block verification",
+            "<=",
+            1e-12,
+            partial(distance, (BLOCK,)),
+            kind="exact",
+        ),
         Bar(
             "decode.exact-certain",
             f"{enumerated}: drafters without a distribution",
             "<=",
             1e-12,
             partial(distance, CERTAIN),
+            kind="exact",
         ),
-        Bar("decode.faults-caught", "total variation of the least visible of the planted faults", ">=", 1e-3, mutants),
+        Bar(
+            "decode.faults-caught",
+            "total variation of the least visible of the planted faults",
+            ">=",
+            1e-3,
+            mutants,
+            kind="exact",
+        ),
         Bar(
             "decode.block-accepts",
             "tokens that block verification accepts more than token verification, least",
             ">=",
             -1e-12,
             gain,
+            kind="exact",
         ),
-        Bar("decode.sampler", "likelihood-ratio statistic of drawn tokens over its 99.9% quantile", "<=", 1.0, sampler),
+        Bar(
+            "decode.sampler",
+            "likelihood-ratio statistic of drawn tokens over its 99.9% quantile",
+            "<=",
+            1.0,
+            sampler,
+            kind="exact",
+        ),
         Bar(
             "decode.greedy-identity",
             "share of prompts whose greedy text with drafts is that of plain decoding",
             ">=",
             1.0,
             partial(identity, {"temperature": 0.0}),
+            kind="exact",
         ),
         Bar(
             "decode.sampled-identity",
@@ -196,6 +227,7 @@ def rows() -> list[Bar]:
             ">=",
             1.0,
             partial(identity, {"temperature": 1.0}),
+            kind="exact",
         ),
         Bar(
             "decode.rollback",
@@ -203,5 +235,6 @@ def rows() -> list[Bar]:
             "<=",
             1e-10,
             rollback,
+            kind="exact",
         ),
     ]

@@ -190,7 +190,7 @@ def speedup(model: Adapter, wrap: Callable[[GPT], Adapter], new: int, rounds: in
     note = (
         f"{ratio}; {share:.2f} of the tried tokens accepted at ε = {best:.3g}, texts {'' if same else 'not '}the same"
     )
-    return Measured(ratio.median, note)
+    return ratio.measured(note)
 
 
 def drafting(_: Deadline) -> Measured:

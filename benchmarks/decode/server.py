@@ -226,6 +226,7 @@ def rows() -> list[Bar]:
             0.0,
             measure=faults,
             peers=("starlette", "uvicorn"),
+            kind="exact",
         ),
         Bar(
             "decode.server-memory",
@@ -251,5 +252,6 @@ def rows() -> list[Bar]:
             0.0,
             measure=text,
             peers=("starlette", "uvicorn"),
+            kind="exact",
         ),
     ]

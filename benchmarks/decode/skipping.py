@@ -300,10 +300,11 @@ def rows(ask: Callable[[], Comparison]) -> list[Bar]:
         Bar(
             "decode.skip-perplexity",
             f"perplexity of the best published rule over ours, at equal bytes moved, {least}",
-            ">=",
+            ">",
             1.0,
             measure=lambda _: quality(ask()),
             baseline=published,
+            kind="drawn",
         ),
         Bar(
             "decode.skip-oracle",
@@ -312,6 +313,7 @@ def rows(ask: Callable[[], Comparison]) -> list[Bar]:
             0.05,
             measure=lambda _: distance(ask()),
             baseline="greedy oracle",
+            kind="drawn",
         ),
         Bar(
             "decode.skip-tokens",

@@ -339,6 +339,7 @@ def rows(ask: Callable[[], Contest]) -> list[Bar]:
             "<=",
             0.02,
             predicted,
+            kind="drawn",
         ),
         Bar(
             "decode.pair-bound",

@@ -98,7 +98,7 @@ def bandwidth(_: Deadline) -> Measured:
     rate = TOKENS * nbytes / ratio.a_seconds / 1e9
     threads, others = torch.get_num_threads(), f"8 bits {_share(8):.2f}, 4 bits {_share(4):.2f}"
     note = f"{nbytes / 1e6:.0f} MB, read at {rate:.1f} GB/s by {threads} threads; {others}; {ratio}"
-    return Measured(ratio.median, note)
+    return ratio.measured(note)
 
 
 def _share(bits: Bits) -> float:
@@ -110,7 +110,7 @@ def speedup(bits: Bits, _: Deadline) -> Measured:
     rates = [TOKENS / seconds for seconds in (ratio.a_seconds, ratio.b_seconds)]
     share = size(model(bits)) / size(model())
     note = f"{rates[0]:.1f} tokens/s in fp32, {rates[1]:.1f} with {bits} bits, {share:.3f} of the bytes; {ratio}"
-    return Measured(ratio.median, note)
+    return ratio.measured(note)
 
 
 def native(_: Deadline) -> Measured:
@@ -118,14 +118,14 @@ def native(_: Deadline) -> Measured:
     theirs = adapt(model())
     vars(theirs)["products"] = nullcontext()
     ratio = compared(decoder(theirs), decoder(adapt(model())))
-    return Measured(ratio.median, str(ratio))
+    return ratio.measured()
 
 
 def several(_: Deadline) -> Measured:
     """c: what a pass over 8 tokens costs, in passes over one."""
     ratio = compared(decoder(adapt(model()), SEVERAL), decoder(adapt(model())))
     eight, four = (compared(decoder(it, SEVERAL), decoder(it)).median for it in (adapt(model(8)), adapt(model(4))))
-    return Measured(ratio.median, f"8 bits {eight:.2f}, 4 bits {four:.2f}; {ratio}")
+    return ratio.measured(f"8 bits {eight:.2f}, 4 bits {four:.2f}; {ratio}")
 
 
 def product(bits: Bits, _: Deadline) -> Measured:
@@ -156,7 +156,7 @@ def product(bits: Bits, _: Deadline) -> Measured:
 
     with torch.inference_mode():
         ratio = paired(theirs, ours, rounds=24, warmup=2 * copies)
-    return Measured(ratio.median, f"{rows} x {columns}, weights beyond the caches; {ratio}")
+    return ratio.measured(f"{rows} x {columns}, weights beyond the caches; {ratio}")
 
 
 def product24(bits: Bits, _: Deadline) -> Measured:
@@ -178,7 +178,7 @@ def product24(bits: Bits, _: Deadline) -> Measured:
     with torch.inference_mode():
         ratio = paired(lambda: products(both[0]), lambda: products(both[1]), rounds=16)
     size = f"{8 * nbytes[1] / (rows * columns):.2f} bits a weight, {nbytes[1] / nbytes[0]:.3f} of the bytes"
-    return Measured(ratio.median, f"{rows} x {columns}, weights beyond the caches, {size}; {ratio}")
+    return ratio.measured(f"{rows} x {columns}, weights beyond the caches, {size}; {ratio}")
 
 
 def transformers_speed(_: Deadline) -> Measured | NotRun:
@@ -205,7 +205,7 @@ def transformers_speed(_: Deadline) -> Measured | NotRun:
 
     assert transformers() == ours()
     ratio = compared(transformers, ours)
-    return Measured(ratio.median, f"{LONG} tokens after a prompt of {PROMPT}; {ratio}")
+    return ratio.measured(f"{LONG} tokens after a prompt of {PROMPT}; {ratio}")
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
@@ -309,4 +309,5 @@ def rows(pairs: Callable[[], Pairs]) -> Iterator[Bar]:
             most,
             measure=partial(loss, bits, folder),
             baseline="the same model in fp32",
+            kind="drawn",
         )

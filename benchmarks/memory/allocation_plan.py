@@ -65,5 +65,6 @@ def rows() -> list[Bar]:
             1.05,
             lambda _: size_of_plans(),
             peers=("transformers",),
+            kind="exact",
         )
     ]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun
+from benchmarks.intervals import of_median
 from shoestring.core.leases import Priority
 from shoestring.memory.broker.tenant import BrokeredMemory, Terms
 
@@ -278,7 +279,7 @@ def cost_of_a_take(_: Deadline) -> Measured:
             for other in others:
                 other.kill()
                 other.communicate()
-    return Measured(statistics.median(times), f"95% below {sorted(times)[474]:.2g} s")
+    return of_median(times, f"95% below {sorted(times)[474]:.2g} s")
 
 
 def limited(measure: Callable[[Deadline], Measured], deadline: Deadline) -> Measured | NotRun:
@@ -294,8 +295,14 @@ def limited(measure: Callable[[Deadline], Measured], deadline: Deadline) -> Meas
 def rows() -> list[Bar]:
     load = "four processes, one killed 200 times, in a cgroup 20% below what they wish for: "
     return [
-        Bar("memory.broker-kills", f"{load}processes killed for memory", "<=", 0, partial(limited, killed_for_memory)),
-        Bar("memory.broker-firm", f"{load}leases of what is required refused", "<=", 0, partial(limited, firm_refused)),
+        Bar(
+            "memory.broker-kills", f"{load}processes killed for memory", "<=", 0, partial(limited, killed_for_memory),
+            kind="exact",
+        ),
+        Bar(
+            "memory.broker-firm", f"{load}leases of what is required refused", "<=", 0, partial(limited, firm_refused),
+            kind="exact",
+        ),
         Bar(
             "memory.broker-dead", f"{load}longest time until the leases of a killed process are free (s)", "<=", 1.0,
             partial(limited, slowest_to_be_free),
@@ -306,7 +313,7 @@ def rows() -> list[Bar]:
         ),
         Bar(
             "memory.broker-without", f"{load}without the broker, processes killed for memory", ">=", 1,
-            partial(limited, without_the_broker),
+            partial(limited, without_the_broker), kind="exact",
         ),
         Bar("memory.broker-take", "median time of a lease among 20 tenants (s)", "<=", 1e-3, cost_of_a_take),
     ]  # fmt: skip

@@ -129,7 +129,7 @@ def checkpointing(memory: HostMemory, how: dict[str, Any]) -> dict[str, Any]:
     from shoestring.checkpoint.tiers.tiered import Checkpointer
     from shoestring.core.kept import Kept, Progress
     from shoestring.core.world import World
-    from shoestring.testing.checkpointing.known import KnownState
+    from tests.rigs.checkpointing.known import KnownState
 
     with tempfile.TemporaryDirectory(dir=how["root"]) as slots, tempfile.TemporaryDirectory() as disk:
         weights = torch.ones(how["state"], dtype=torch.uint8)
@@ -137,7 +137,15 @@ def checkpointing(memory: HostMemory, how: dict[str, Any]) -> dict[str, Any]:
         state.content = state.make(0)
         world = World(memory=memory)
         budget = 1000.0 if how["allowed"] else 1e-6  # GB
-        settings = Tiered(folder=disk, memory=slots, memory_every=4, disk_every=60, peers="off", keep=1, budget=budget)
+        settings = Tiered(
+            folder=disk,
+            memory_folder=slots,
+            memory_every=4,
+            disk_every=60,
+            redundancy="off",
+            keep=1,
+            max_memory_gb=budget,
+        )
         kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
         folder = slots_folder(settings, world)
         checkpointer = Checkpointer(kept, progress, world, settings, folder, set, Files())
@@ -178,7 +186,7 @@ KINDS: dict[str, Callable[[HostMemory, dict[str, Any]], dict[str, Any]]] = {
 if __name__ == "__main__":
     setting = json.loads(sys.argv[1])
     if setting["kind"] == "checkpointing":
-        import shoestring.testing.checkpointing.known  # noqa: F401  (before the limit: files of libraries are nobody's)
+        import tests.rigs.checkpointing.known  # noqa: F401  (before the limit: files of libraries are nobody's)
     host = open_memory(setting)
     print("ready", flush=True)
     print(json.dumps(KINDS[setting["kind"]](host, setting)), flush=True)

@@ -24,6 +24,7 @@ from shoestring.memory.settings.budget import Knob
 from shoestring.models.loading import build_model
 from shoestring.run import Run, parse
 from shoestring.training.budget import GIB, BudgetSearch, MemoryChoice
+from shoestring.training.choices import with_choice
 from shoestring.training.data_loading import model_arguments
 
 KNOBS: tuple[Knob, ...] = ("accumulate", "recompute")
@@ -102,7 +103,8 @@ def budgets(name: str) -> list[dict[str, Any]]:
     least = min(each.peak for each in tried)
     for part in PARTS:
         room = least + part * (whole - least)
-        chosen = search.within(Budget(gib=room / GIB, allow=KNOBS))
+        budget = Budget(gib=room / GIB, allow=KNOBS)
+        chosen = with_choice(run, World(), budget, search.within(budget))
         features = {each for each in chosen.features if not isinstance(each, Budget)}
         ours = next(
             each
@@ -149,6 +151,7 @@ def rows(folder: Path, deadline: Deadline) -> list[Bar]:
             "<=",
             1.0,
             lambda _: largest("peak"),
+            kind="exact",
         ),
         Bar(
             "memory.budget-time",

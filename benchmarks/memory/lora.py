@@ -26,13 +26,13 @@ from benchmarks.harness import Bar, Deadline, Measured, NotRun, OutOfBudget, sto
 from shoestring import run as runs
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature, Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.memory import ChunkedLoss, LoRA, Recompute
-from shoestring.memory.adapters.leaving import save_adapters
+from shoestring.memory.adapters.leaving import gather_adapters
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.llama import save_pretrained
 from shoestring.models.loading import load_model
@@ -70,9 +70,9 @@ def trained_folder(folder: Path, feature: LoRA) -> tuple[Tensor, Path]:
     with compose(Job(model, world=World()), [feature, AdamW(lr=1e-2)]) as job:
         for step in range(10):
             job.step(batch(step))
-        with job.evaluating():
+        with attachments_of(job).evaluating():
             logits = model(batch(0)["inputs"])
-        save_adapters(job, feature.name, adapter, str(base), feature.dropout)
+        gather_adapters(attachments_of(job), feature.name, str(base), feature.dropout)(folder)
     return logits, adapter
 
 
@@ -232,7 +232,9 @@ class Contest:
         taken: list[int] = []
         before = _held_out(model, held_out)
         with compose(Job(model, world=World(), progress=Progress(total=self.steps)), features) as job:
-            job.at(Phase.CLIP, lambda: taken.append(sum(gradient.nbytes for gradient in job.gradients)))
+            attachments_of(job).at(
+                Phase.CLIP, lambda: taken.append(sum(gradient.nbytes for gradient in attachments_of(job).gradients))
+            )
             drawn: list[Tensor] = []
             for _ in range(self.steps):
                 if not drawn:
@@ -240,11 +242,11 @@ class Contest:
                     drawn = [each for each in drawn if len(each) == 8]
                 rows = train_on[drawn.pop()]
                 job.step({"inputs": rows[:, :-1], "targets": rows[:, 1:]})
-            with job.evaluating():
+            with attachments_of(job).evaluating():
                 after = _held_out(model, held_out)
-            state = [value for values in job.built_optimizer.state.values() for value in values.values()]
+            state = [value for values in job.optimizer.state.values() for value in values.values()]
             kept = sum(value.nbytes for value in state if isinstance(value, Tensor))
-            weights = sum(value.nbytes for value in _distinct(job.weights().values()))
+            weights = sum(value.nbytes for value in _distinct(attachments_of(job).weights().values()))
         return {"before": before, "after": after, "bytes": weights + max(taken) + kept}
 
     def best(self, way: str) -> float:
@@ -353,18 +355,21 @@ def rows(folder: Path = RUNS, deadline: Deadline | None = None) -> list[Bar]:
     """
     contest = Contest(folder, deadline or Deadline(), KEPT if folder == RUNS else None)
     return [
-        Bar("memory.lora-merged", "largest difference of a logit, adapters merged and beside", "<=", 1e-5, merging),
+        Bar(
+            "memory.lora-merged", "largest difference of a logit, adapters merged and beside", "<=", 1e-5, merging,
+            kind="exact",
+        ),
         Bar(
             "memory.lora-peft", "largest difference of a logit to PEFT with the same adapters", "<=", 1e-5, in_peft,
-            peers=("peft", "transformers"),
+            peers=("peft", "transformers"), kind="exact",
         ),
         Bar(
             "memory.packing", "largest difference of a mean loss, texts packed and alone, in nats", "<=", 1e-6, packing,
-            peers=("transformers",),
+            peers=("transformers",), kind="exact",
         ),
         Bar(
             "memory.chunked-loss", "largest difference of a loss, in chunks and whole, in nats", "<=", 1e-6,
-            loss_in_chunks,
+            loss_in_chunks, kind="exact",
         ),
         *(bar for way, said in WAYS.items() for bar in _fine_tuned(contest, way, said)),
         *gpu_rows(),
@@ -377,14 +382,15 @@ def _fine_tuned(contest: Contest, way: str, said: str) -> list[Bar]:
         Bar(
             f"{name}-gain", f"least share of full fine-tuning's gain with a base of 4 bits{said}", ">=", 0.9,
             partial(gain, contest, way), baseline="full fine-tuning in float32, its rate chosen alike", seeds=SEEDS,
+            kind="drawn",
         ),
         Bar(
             f"{name}-state", f"share of full fine-tuning's weights, gradients and optimizer state{said}", "<=", 0.35,
-            partial(state, contest, way), baseline="full fine-tuning in float32", seeds=SEEDS,
+            partial(state, contest, way), baseline="full fine-tuning in float32", seeds=SEEDS, kind="exact",
         ),
     ]  # fmt: skip
 
 
 def gpu_rows() -> list[Bar]:
     said = "GiB that the device reports, adapters over 8 B parameters of 4 bits at 2,048 tokens"
-    return [Bar("memory.qlora-8b", said, "<=", 12.0, on_gpu, gpu=True)]
+    return [Bar("memory.qlora-8b", said, "<=", 12.0, on_gpu, gpu=True, kind="exact")]

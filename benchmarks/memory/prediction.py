@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
@@ -15,7 +14,9 @@ import tomli_w
 import torch
 
 from benchmarks.harness import Bar, Measured, run_command
+from benchmarks.intervals import of_median
 from benchmarks.machine import ROOT
+from benchmarks.timing import FEWEST_ROUNDS
 from shoestring import run as runs
 from shoestring.core.feature import arrange_mesh
 from shoestring.core.task import cross_entropy
@@ -106,18 +107,18 @@ def furthest() -> Measured:
 
 
 def seconds_for_seven_billion() -> Measured:
-    """Processor seconds to predict a step of a model of Llama 7B's shape, on one thread; the median of three."""
+    """Processor seconds to predict a step of a model of Llama 7B's shape, on one thread."""
     config = GPTConfig(
         vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, hidden=11008, context=4096, tied=False
     )
     taken, peak = [], 0
-    for _ in range(3):
+    for _ in range(FEWEST_ROUNDS):
         began = time.process_time()
         with torch.device("meta"):
             model = GPT(config)
         peak = predict(model, [AdamW()], cross_entropy, (1, 4096), ranks=1).peak
         taken.append(time.process_time() - began)
-    return Measured(statistics.median(taken), f"a peak of {peak / 2**30:.1f} GiB at 4,096 tokens")
+    return of_median(taken, f"a peak of {peak / 2**30:.1f} GiB at 4,096 tokens")
 
 
 def rows() -> list[Bar]:
@@ -130,6 +131,7 @@ def rows() -> list[Bar]:
             "<=",
             0.05,
             lambda _: furthest(),
+            kind="exact",
         ),
         Bar(
             "memory.predicted-seconds",

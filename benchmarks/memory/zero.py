@@ -7,12 +7,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Bar, Deadline, Measured, NotRun, run_command
+from benchmarks.intervals import of_median
 from shoestring.testing.netlab import netlab, netlab_available
 
 WORKER, CHECKS = "benchmarks.memory.zero_worker", "benchmarks.memory.zero_checks"
@@ -102,9 +104,7 @@ def timing(peer: str, rate: str | None, _: Deadline) -> Measured | NotRun:
     found = _times(rate)
     ratios = sorted(a / b for a, b in zip(found["zero"]["seconds"], found[peer]["seconds"], strict=True))
     seconds = statistics.median(found["zero"]["seconds"])
-    return Measured(
-        statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f} in 6 rounds; {seconds:.2f} s a step"
-    )
+    return of_median(ratios, f"{ratios[0]:.2f} to {ratios[-1]:.2f} in 6 rounds; {seconds:.2f} s a step")
 
 
 def rows() -> list[Bar]:
@@ -127,6 +127,7 @@ def rows() -> list[Bar]:
         *(bar(f"state-{ranks}", f"bytes allocated at the peak, of 2 P + 14 P / N: bf16, float32 masters, {ranks} ranks",
               1.03, partial(holding, ranks)) for ranks in (2, 4)),
     ]  # fmt: skip
+    found = [replace(one, kind="exact") for one in found]
     for where, rate in (("1gbit", "1gbit"), ("loopback", None)):
         for peer in ("fsdp", "deepspeed"):
             what = (

@@ -77,7 +77,7 @@ def under_fsdp(dtype: torch.dtype) -> Step:
 def under_zero(dtype: torch.dtype, **settings: Any) -> Step:
     model = build_model(dtype)
     job = attach(model, adamw(model), Zero(**settings))
-    return by_loop(model, job.built_optimizer)
+    return by_loop(model, job.optimizer)
 
 
 def under_deepspeed(dtype: torch.dtype) -> Step:

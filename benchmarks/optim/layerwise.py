@@ -124,7 +124,7 @@ def step_time(_: Deadline) -> Measured:
     lamb = paired(stepper(lambda weights: Lamb(grouped(weights), lr=1e-9)), theirs, rounds=ROUNDS, warmup=3)
     elements = sum(torch.Size(shape).numel() for shape in SHAPES)
     note = f"{len(SHAPES)} tensors, {elements / 1e6:.0f} M elements, {torch.get_num_threads()} threads; {found}; "
-    return Measured(found.median, note + f"with dynamic clipping {bound.median:.2f}, LAMB {lamb.median:.2f}")
+    return found.measured(note + f"with dynamic clipping {bound.median:.2f}, LAMB {lamb.median:.2f}")
 
 
 def rows() -> list[Bar]:
@@ -135,6 +135,7 @@ def rows() -> list[Bar]:
             "<=",
             1e-6,
             measure=against_references,
+            kind="exact",
         ),
         Bar(
             "optim.layerwise-timm",
@@ -143,6 +144,7 @@ def rows() -> list[Bar]:
             1e-6,
             measure=against_timm,
             peers=("timm",),
+            kind="exact",
         ),
         Bar(
             "optim.lars-step",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Bar, Measured, NotRun, paired, stored
+from benchmarks.rows import Kind
 from benchmarks.training import recipe, train_to_end
 from shoestring.core.compose import compose
 from shoestring.core.feature import Feature
@@ -147,7 +148,7 @@ def step_time(method: str) -> Any:
 
 
 def rows(contest: Callable[[], Contest]) -> list[Bar]:
-    def bar(name: str, what: str, bound: float, measure: Callable[[Contest], Measured | NotRun]) -> Bar:
+    def bar(name: str, what: str, bound: float, measure: Callable[[Contest], Measured | NotRun], kind: Kind) -> Bar:
         return Bar(
             f"optim.text-{name}",
             f"{what} to AdamW's held-out loss on the quickstart's GPT, over AdamW's",
@@ -157,10 +158,14 @@ def rows(contest: Callable[[], Contest]) -> list[Bar]:
             baseline="AdamW with the quickstart's schedule, learning rate tuned",
             seeds=SEEDS,
             peers=("torch",),
+            kind=kind,
         )
 
     found: list[Bar] = []
     for method, title in (("muon", "Muon"), ("schedule-free", "schedule-free AdamW")):
-        found.append(bar(method, f"steps of {title}", 0.9, lambda each, method=method: each.steps(method)))
-        found.append(bar(f"{method}-time", f"time of {title}", 0.9, lambda each, method=method: each.seconds(method)))
+        found.append(bar(method, f"steps of {title}", 0.9, lambda each, method=method: each.steps(method), "drawn"))
+        timed = bar(
+            f"{method}-time", f"time of {title}", 0.9, lambda each, method=method: each.seconds(method), "timed"
+        )
+        found.append(timed)
     return found

@@ -10,6 +10,7 @@ import ast
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, Measured
+from benchmarks.intervals import of_share
 from benchmarks.profile import spelt_by_hand
 
 FIRST = "first, before anything was mended by them: 28 of 36 known, 0 of 24 alarmed"
@@ -40,14 +41,16 @@ def recall(_: Deadline) -> Measured:
         for name, operator in spelt_by_hand.SPELT.items()
         if [_is(operator, said) for said in found[name]] != [True]
     ]
-    return Measured(1 - len(missed) / len(spelt_by_hand.SPELT), _note(len(spelt_by_hand.SPELT), "missed", missed))
+    cases = len(spelt_by_hand.SPELT)
+    return of_share(cases - len(missed), cases, _note(cases, "missed", missed))
 
 
 def false_alarms(_: Deadline) -> Measured:
     """Share of what only looks like them in which a formula is seen."""
     found = known()
     alarmed = [f"{name} ({', '.join(found[name])})" for name in spelt_by_hand.ALIKE if found[name]]
-    return Measured(len(alarmed) / len(spelt_by_hand.ALIKE), _note(len(spelt_by_hand.ALIKE), "alarmed", alarmed))
+    cases = len(spelt_by_hand.ALIKE)
+    return of_share(len(alarmed), cases, _note(cases, "alarmed", alarmed))
 
 
 def _is(operator: str, said: str) -> bool:
@@ -65,7 +68,12 @@ def rows() -> list[Bar]:
     """The bars."""
     return [
         Bar(
-            "profile.formulas-recall", "Formulas spelt out by hand that are known for what they are", ">=", 0.95, recall
+            "profile.formulas-recall",
+            "Formulas spelt out by hand that are known for what they are",
+            ">=",
+            0.95,
+            recall,
+            kind="drawn",
         ),
         Bar(
             "profile.formulas-false-alarms",
@@ -73,5 +81,6 @@ def rows() -> list[Bar]:
             "<=",
             0.05,
             false_alarms,
+            kind="drawn",
         ),
     ]

@@ -101,6 +101,7 @@ def rows() -> list[Bar]:
             0.001,
             lambda deadline: difference(0),
             gpu=True,
+            kind="exact",
         ),
         Bar(
             "profile.gpu-exact",

@@ -125,13 +125,14 @@ def rows(folder: Path, check: Callable[[], None]) -> list[Bar]:
             1.0,
             lambda deadline: growth(),
         ),
-        Bar("profile.file", "kB of a profile of 10,000 steps", "<=", 250.0, lambda deadline: size()),
+        Bar("profile.file", "kB of a profile of 10,000 steps", "<=", 250.0, lambda deadline: size(), kind="exact"),
         Bar(
             "profile.file-change",
             "change of the size of the file from 100 to 10,000 steps",
             "<=",
             0.05,
             lambda deadline: change(),
+            kind="exact",
         ),
         Bar(
             "profile.end",

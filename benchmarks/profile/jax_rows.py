@@ -177,6 +177,7 @@ def rows() -> list[Bar]:
             10,
             growth,
             peers=peers,
+            kind="exact",
         ),
         Bar(
             "profile.jax-cost",

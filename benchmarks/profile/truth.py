@@ -216,6 +216,7 @@ def rows() -> list[Bar]:
             ">=",
             0.99,
             lambda deadline: _each(on_lines, min),
+            kind="exact",
         ),
         Bar(
             "profile.linked",
@@ -223,6 +224,7 @@ def rows() -> list[Bar]:
             ">=",
             0.99,
             lambda deadline: _each(linked, min),
+            kind="exact",
         ),
         Bar(
             "profile.conserved",
@@ -230,6 +232,7 @@ def rows() -> list[Bar]:
             "<=",
             0.0,
             lambda deadline: _each(not_conserved, max),
+            kind="exact",
         ),
         Bar(
             "profile.wall",
@@ -246,6 +249,7 @@ def rows() -> list[Bar]:
             ">=",
             0.99,
             lambda deadline: _each(ranking_of_larger, min),
+            kind="drawn",
         ),
         Bar(
             "profile.ranking-all",
@@ -253,6 +257,7 @@ def rows() -> list[Bar]:
             ">=",
             0.99,
             lambda deadline: _ranking_of_all(),
+            kind="drawn",
         ),
         Bar(
             "profile.ranking-without-recording",
@@ -261,6 +266,7 @@ def rows() -> list[Bar]:
             ">=",
             0.99,
             lambda deadline: _each(ranking_without_recording, min),
+            kind="drawn",
         ),
         Bar(
             "profile.identical",
@@ -268,5 +274,6 @@ def rows() -> list[Bar]:
             "<=",
             0.0,
             lambda deadline: _each(differing, max),
+            kind="exact",
         ),
     ]

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import OutOfBudget, stored
+from benchmarks.intervals import of_mean
 from benchmarks.rows import Bar, Measured
 from benchmarks.sparse.contest import TUNING_SEED, nats_of
 from benchmarks.training import recipe, train_to_end
@@ -25,13 +26,13 @@ TOKENS_A_STEP = 8 * 256
 PRETRAINING = 20_000_000 // TOKENS_A_STEP
 SEEDS = (1, 2, 3)
 RATES = (4e-4, 1e-3, 2.5e-3)
-FIXED = {"refresh": 10**9, "decay": 0.0}  # the mask that pruning at once takes, and nothing that moves it
+FIXED = {"refresh": 10**9, "masked_decay": 0.0}  # the mask that pruning at once takes, and nothing that moves it
 WAYS: Mapping[str, Mapping[str, Any] | None] = {"continued": None, "ast": {}, "fixed": FIXED}
 """The settings of [sparse.ast]; None trains the dense model on. Learning rates are tuned for each."""
 WITHOUT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ast-wanda": ("ast", {"metric": "wanda"}),
     "ast-without-slorb": ("ast", {"slorb": 0}),
-    "ast-paper": ("ast", {"decay": 6e-5, "scale": "none"}),
+    "ast-paper": ("ast", {"masked_decay": 6e-5, "masked_decay_scale": "none"}),
     "fixed-plain": ("fixed", FIXED | {"distillation": 0.0, "slorb": 0}),
 }
 """Settings that differ in one thing from a way, with whose learning rate and first seed they run once."""
@@ -115,13 +116,14 @@ class FineTuning:
 
 
 def pruned(dense: Path, metric: str) -> float:
-    from shoestring.commands.prune import prune
+    from shoestring.verbs.prune import prune
+    from shoestring.verbs.settings import OneShotPruning
 
     with TemporaryDirectory() as folder:
         source = dense
         if metric != "dense":
             source = Path(folder) / "pruned"
-            list(prune(str(dense), source, metric="wanda" if metric == "wanda" else "magnitude"))
+            prune(str(dense), source, OneShotPruning(method="wanda" if metric == "wanda" else "magnitude"))
         return held_out(source)
 
 
@@ -133,12 +135,13 @@ def held_out(model: Path) -> float:
     from shoestring.training.build import build_job
     from shoestring.training.data_loading import open_data
     from shoestring.training.evaluation import evaluate
+    from shoestring.training.user_code import import_user_code
 
     with TemporaryDirectory() as folder:
         run = parse(starting_from(model, recipe(1, seed=0)), name="held out")
         data = open_data(run, World(), Path(folder))
-        with build_job(run, World(), data, Trace()) as job:
-            return evaluate(job, run, data)["held_out_bits_per_byte"] * math.log(2)
+        with build_job(run, import_user_code(run), World(), data, Trace()) as job:
+            return evaluate(job, run.settings, data)["held_out_bits_per_byte"] * math.log(2)
 
 
 def tuned(dense: Path, settings: Mapping[str, Any] | None, rate: float, seed: int, steps: int) -> float:
@@ -158,7 +161,8 @@ def rows(ask: Callable[[], FineTuning]) -> list[Bar]:
 
     def bar(name: str, what: str, op: Any, value: float, measure: Callable[[FineTuning], Measured], base: str) -> Bar:
         return Bar(
-            f"sparse.{name}", what, op, value, measure=lambda _: measure(ask()), baseline=base, seeds=SEEDS
+            f"sparse.{name}", what, op, value, measure=lambda _: measure(ask()), baseline=base, seeds=SEEDS,
+            kind="drawn",
         )  # fmt: skip
 
     return [
@@ -185,8 +189,8 @@ def recovery(tuning: FineTuning) -> Measured:
     shares = tuning.recovered("ast")
     each = ", ".join(f"{share:.2f}" for share in shares)
     differing = ", ".join(f"{name} {nats:+.4f}" for name, nats in tuning.differing.items()) or "not run"
-    return Measured(
-        statistics.fmean(shares),
+    return of_mean(
+        shares,
         f"seeds {each}; fixed mask {statistics.fmean(tuning.recovered('fixed')):.2f}; {tuning.table};"
         f" on one seed, against the same with one thing changed: {differing}",
     )
@@ -194,4 +198,4 @@ def recovery(tuning: FineTuning) -> Measured:
 
 def against_fixed(tuning: FineTuning) -> Measured:
     gaps = [mine - theirs for mine, theirs in zip(tuning.nats("ast"), tuning.nats("fixed"), strict=True)]
-    return Measured(max(gaps), f"mean {statistics.fmean(gaps):+.4f}")
+    return Measured(max(gaps), f"mean {statistics.fmean(gaps):+.4f}", of_mean(gaps).interval)

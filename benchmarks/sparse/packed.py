@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks.harness import Deadline
 from benchmarks.rows import Bar, Measured
 from benchmarks.timing import paired
-from shoestring.commands.prune import prune
 from shoestring.decode.engine import generate
 from shoestring.decode.settings import Sampling
 from shoestring.models.cache import KVCache
@@ -25,6 +24,8 @@ from shoestring.models.packed24 import PackedLinear, pack, packed, packed_linear
 from shoestring.models.saving import save_model
 from shoestring.sparse.masks import prune as masked
 from shoestring.sparse.masks import row_mask
+from shoestring.verbs.prune import prune
+from shoestring.verbs.settings import OneShotPruning
 
 SIZES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (16384, 2048), (2048, 8192))
 """Rows and columns of the weights of a decoder's layers: attention and feed-forward, of 8 B and 1 B parameters."""
@@ -72,7 +73,7 @@ def folders(folder: Path) -> tuple[Path, Path]:
         {},
     )
     for form in ("dense", "packed"):
-        list(prune(str(whole), folder / form, form=form))
+        prune(str(whole), folder / form, OneShotPruning(format=form))
     return folder / "dense", folder / "packed"
 
 
@@ -134,6 +135,7 @@ def rows() -> list[Bar]:
             "<=",
             1e-4,
             measure=partial(models, logits),
+            kind="exact",
         ),
         Bar(
             "sparse.packed-tokens",
@@ -141,6 +143,7 @@ def rows() -> list[Bar]:
             ">=",
             1.0,
             measure=partial(models, same_tokens),
+            kind="exact",
         ),
         Bar(
             "sparse.packed-size",
@@ -148,5 +151,6 @@ def rows() -> list[Bar]:
             "<=",
             0.57,
             measure=partial(models, size),
+            kind="exact",
         ),
     ]

@@ -26,7 +26,9 @@ def rows() -> list[Bar]:
     """Every bar of the primitives."""
 
     def bar(name: str, what: str, op: Op, value: float, measure: Callable[..., Measured], baseline: str = "") -> Bar:
-        return Bar(f"sparse.{name}", what, op, value, measure=measure, baseline=baseline, peers=("torch",))
+        return Bar(
+            f"sparse.{name}", what, op, value, measure=measure, baseline=baseline, peers=("torch",), kind="exact"
+        )
 
     patterns = "all 6^4 choices of two per row, in double precision"
     gaussian = "of 4 million Gaussian weights"

@@ -141,6 +141,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             "<=",
             0.0,
             of_crowd(lambda found: float(found["lost"])),
+            kind="exact",
         ),
         Bar(
             "tune.crowd-request",

@@ -56,5 +56,6 @@ def rows() -> list[Bar]:
             0.0,
             shown,
             peers=("optuna-dashboard",),
+            kind="exact",
         )
     ]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
-from optuna.samplers import BaseSampler, TPESampler
+from numpy.typing import NDArray
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
 from benchmarks.harness import Bar, Deadline, Measured, stored
+from benchmarks.intervals import normal
 from shoestring.tune.distributions import suggest
 from shoestring.tune.search import NumberedSampler, sampler
 from shoestring.tune.settings import Study
-from shoestring.tune.space import Dimension
+from shoestring.tune.space import Dimension, draw
 
 SEEDS, MOST, BATCH = 20, 400, 8
 RANDOM_TRIALS = 100
@@ -81,26 +84,67 @@ FUNCTIONS: dict[str, tuple[Callable[[Point], float], Sequence[tuple[float, float
 }
 
 
-def target(name: str) -> float:
-    """What a random search of 100 trials reaches with a probability of one half."""
+@dataclass(frozen=True)
+class Problem:
+    """A function of the values of a space, and the target: what half of all random searches reach in 100 trials."""
+
+    space: tuple[Dimension, ...]
+    value: Callable[[Mapping[str, Any]], float]
+    goal: float
+
+
+def problem(name: str) -> Problem:
+    """A function as a problem whose dimensions have no conditions."""
+    function, ranges = FUNCTIONS[name]
+    space = tuple(Dimension(f"x.{at}", "float", low, high) for at, (low, high) in enumerate(ranges))
+    values = _random_values(name)
+    return Problem(space, lambda x: function([x[each.key] for each in space]), _half_reach(values))
+
+
+def conditional(name: str) -> Problem:
+    """A function with a choice whose second value brings one more key, and a cost that grows with that key.
+
+    At its largest the cost is half of what lies between the target and the median, so both choices reach the target.
+    """
+    function, ranges = FUNCTIONS[name]
+    values = _random_values(name)
+    cost = 0.5 * (float(np.median(values)) - _half_reach(values))
+    plain = tuple(Dimension(f"x.{at}", "float", low, high) for at, (low, high) in enumerate(ranges))
+    space = (
+        *plain,
+        Dimension("x.method", "choice", choices=("first", "second")),
+        Dimension("x.second", "float", 0.0, 1.0, when={"x.method": ("second",)}),
+    )
+    half, shares = len(values) // 2, np.random.default_rng(1).random(len(values) // 2)
+    goal = _half_reach(np.concatenate([values[:half], values[half:] + cost * shares]))
+    return Problem(space, lambda x: function([x[each.key] for each in plain]) + cost * x.get("x.second", 0.0), goal)
+
+
+def _random_values(name: str) -> NDArray[np.float64]:
     function, ranges = FUNCTIONS[name]
     low, high = np.array(ranges).T
     points = low + (high - low) * np.random.default_rng(0).random((200_000, len(ranges)))
-    return float(np.quantile([function(point) for point in points], 1 - 0.5 ** (1 / RANDOM_TRIALS)))
+    return np.array([function(point) for point in points])
 
 
-def trials_to_target(name: str, method: str, batch: int, seed: int, goal: float) -> int:
-    """Trials that have ended when the first one reaches the goal; `batch` run at a time, and end in order of start."""
-    function, ranges = FUNCTIONS[name]
-    space = tuple(Dimension(f"x.{at}", "float", low, high) for at, (low, high) in enumerate(ranges))
-    study = optuna.create_study(sampler=_sampler(method, space, seed))
+def _half_reach(values: NDArray[np.float64]) -> float:
+    return float(np.quantile(values, 1 - 0.5 ** (1 / RANDOM_TRIALS)))
+
+
+def trials_to_target(problem: Problem, method: str, batch: int, seed: int) -> int:
+    """Trials that have ended when the first one reaches the target; `batch` run at a time, and end in order of start.
+
+    At most `MOST` are tried.
+    """
+    study = optuna.create_study(sampler=_sampler(method, problem.space, seed))
     running: list[tuple[Trial, float]] = []
     for ended in range(1, MOST + 1):
         while len(running) < batch:
             trial = study.ask()
-            running.append((trial, function([suggest(trial, dimension) for dimension in space])))
+            values = draw(problem.space, lambda dimension, trial=trial: suggest(trial, dimension))
+            running.append((trial, problem.value(values)))
         trial, value = running.pop(0)
-        if value <= goal:
+        if value <= problem.goal:
             return ended
         study.tell(trial, value, state=TrialState.COMPLETE)
     return MOST
@@ -110,23 +154,32 @@ def _sampler(method: str, space: tuple[Dimension, ...], seed: int) -> BaseSample
     if method == "optuna-tpe":
         return TPESampler(seed=seed, multivariate=True, constant_liar=True)
     if method == "optuna-gp":
-        return optuna.samplers.GPSampler(seed=seed)
+        return GPSampler(seed=seed, warn_independent_sampling=False)
     settings = Study(run="function", sampler="random" if method == "random" else "gp", seed=seed)
     return NumberedSampler(lambda number: sampler(settings, space, number))
 
 
-CASES = {"gp": ("gp", 1), "gp-batch": ("gp", BATCH), "random": ("random", BATCH), "optuna-tpe": ("optuna-tpe", BATCH)}
+CASES = {
+    "gp": ("gp", 1, problem),
+    "gp-batch": ("gp", BATCH, problem),
+    "gp-conditional": ("gp", BATCH, conditional),
+    "random": ("random", BATCH, problem),
+    "optuna-tpe": ("optuna-tpe", BATCH, problem),
+    "optuna-gp": ("optuna-gp", BATCH, problem),
+    "optuna-gp-conditional": ("optuna-gp", BATCH, conditional),
+}
+"""For each case the sampler, how many trials run at once, and what makes a problem of a function."""
 
 
 def found(runs: Path, check: Callable[[], None], case: str) -> dict[str, list[int]]:
     """For each function the trials of all seeds, measured where they are missing."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     optuna_warnings_off()
-    method, batch = CASES[case]
+    method, batch, make = CASES[case]
 
     def measure(name: str) -> dict[str, Any]:
-        goal = target(name)
-        return {"trials": [trials_to_target(name, method, batch, seed, goal) for seed in range(SEEDS)]}
+        made = make(name)
+        return {"trials": [trials_to_target(made, method, batch, seed) for seed in range(SEEDS)]}
 
     return {
         name: stored(runs / f"{case}-{name}.json", check, lambda name=name: measure(name))["trials"]
@@ -140,10 +193,13 @@ def optuna_warnings_off() -> None:
 
 
 def ratio(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> Measured:
-    """Geometric mean, over functions and seeds, of the trials of one over those of another."""
-    logs = {name: float(np.mean(np.log(ours[name])) - np.mean(np.log(theirs[name]))) for name in FUNCTIONS}
+    """Geometric mean, over problems and seeds, of the trials of one over those of another."""
+    logs = {name: float(np.mean(np.log(ours[name])) - np.mean(np.log(theirs[name]))) for name in ours}
     each = ", ".join(f"{name} {math.exp(value):.2f}" for name, value in logs.items())
-    return Measured(math.exp(float(np.mean(list(logs.values())))), each)
+    mean = float(np.mean(list(logs.values())))
+    errors = [np.var(np.log(trials[name]), ddof=1) / SEEDS for trials in (ours, theirs) for name in ours]
+    low, high = normal(mean, math.sqrt(sum(errors)) / len(ours))  # the functions are all there are, not a sample
+    return Measured(math.exp(mean), each, (math.exp(low), math.exp(high)))
 
 
 def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
@@ -151,6 +207,10 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
 
     def compared(ours: str, theirs: str) -> Callable[[Deadline], Measured]:
         return lambda _: ratio(found(runs, check, ours), found(runs, check, theirs))
+
+    def with_conditions(plain: str, conditional: str) -> dict[str, list[int]]:
+        behind = found(runs, check, conditional)
+        return found(runs, check, plain) | {f"{name}, conditional": trials for name, trials in behind.items()}
 
     said = "six functions, 20 seeds, the target that half of all random searches reach in 100 trials"
     seeds = tuple(range(SEEDS))
@@ -162,6 +222,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             1.6,
             compared("gp-batch", "gp"),
             seeds=seeds,
+            kind="drawn",
         ),
         Bar(
             "tune.gp-random",
@@ -170,6 +231,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             0.6,
             compared("gp-batch", "random"),
             seeds=seeds,
+            kind="drawn",
         ),
         Bar(
             "tune.gp-tpe",
@@ -180,5 +242,20 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             baseline="Optuna's TPE, multivariate, with the constant liar",
             seeds=seeds,
             peers=("optuna",),
+            kind="drawn",
+        ),
+        Bar(
+            "tune.gp-optuna-gp",
+            f"trials that the Gaussian process needs over those of Optuna's GPSampler, both eight at once; {said}; "
+            "each function also with a conditional key",
+            "<=",
+            1.0,
+            lambda _: ratio(
+                with_conditions("gp-batch", "gp-conditional"), with_conditions("optuna-gp", "optuna-gp-conditional")
+            ),
+            baseline="Optuna's GPSampler, one for the whole study, which draws the outcomes of running trials as well",
+            seeds=seeds,
+            peers=("optuna",),
+            kind="drawn",
         ),
     ]

@@ -157,6 +157,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             "<=",
             0.0,
             measure=lambda _: all_batches(lambda found: float(sum(len(each["wrong"]) for each in found))),
+            kind="exact",
         ),
         Bar(
             "tune.kills-repeated",
@@ -164,6 +165,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             "<=",
             1.0,
             measure=lambda _: all_batches(repeated),
+            kind="drawn",
         ),
     ]
 

@@ -32,7 +32,7 @@ from benchmarks.tune.postgresql import PostgresServer, programs
 from benchmarks.tune.toy_trial import train, undisturbed
 from benchmarks.tune.toy_worker import EVERY
 from benchmarks.tune.workers import spawn
-from shoestring.tune.store import engine_options
+from shoestring.tune.database import engine_options
 
 REPORT = 50
 """Steps between two values that a trial reports: a second, as often as our leases are renewed."""

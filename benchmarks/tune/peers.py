@@ -65,6 +65,7 @@ def peer_rows(peer: str, name: str, measure: Callable[[], list[dict[str, Any]] |
             0.0,
             lambda _: compared(off),
             baseline=name,
+            kind="drawn",
         ),
         Bar(
             f"tune.kills-{peer}-repeated",
@@ -73,5 +74,6 @@ def peer_rows(peer: str, name: str, measure: Callable[[], list[dict[str, Any]] |
             0.0,
             lambda _: compared(repeated),
             baseline=name,
+            kind="drawn",
         ),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.harness import Bar, Deadline, Measured, stored
+from benchmarks.intervals import of_mean
 
 SEEDS = (0, 1, 2)
 STEPS, TRIALS, EVERY = 300, 20, 50
@@ -41,7 +41,7 @@ def study(tables: Mapping[str, Any], run: Mapping[str, Any], space: Mapping[str,
 
 
 def _read(folder: Path) -> str:
-    from shoestring.commands.study import read_plan
+    from shoestring.verbs.study import read_plan
 
     here = Path.cwd()
     os.chdir(folder)  # the store lies below it
@@ -83,12 +83,12 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             hours = min(ours["hours"], theirs["hours"])
             best = [min(value for spent, value in each["curve"] if spent <= hours) for each in (ours, theirs)]
             gaps.append(best[0] - best[1])
-        return Measured(statistics.mean(gaps), "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
+        return of_mean(gaps, "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
     def against_fixed(method: str) -> Measured:
         pairs = zip(found(population, method), found(search, "random"), strict=True)
         gaps = [ours["best"] - theirs["best"] for ours, theirs in pairs]
-        return Measured(statistics.mean(gaps), "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
+        return of_mean(gaps, "each seed: " + ", ".join(f"{gap:+.4f}" for gap in gaps))
 
     small = "a GPT of 0.1 M parameters on Python's sources, 300 steps"
     fixed = f"the best of {TRIALS} fixed schedules (trapezoid; rate, decay and warm-up drawn at random)"
@@ -102,6 +102,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
             against_random,
             baseline="random search",
             seeds=SEEDS,
+            kind="drawn",
         ),
         *(
             Bar(
@@ -112,6 +113,7 @@ def rows(runs: Path, check: Callable[[], None]) -> list[Bar]:
                 lambda _, method=method: against_fixed(method),
                 baseline="fixed schedules",
                 seeds=SEEDS,
+                kind="drawn",
             )
             for method in ("pbt", "pb2")
         ),

@@ -1,6 +1,6 @@
 """Train, shrink and serve large models on hardware you can afford.
 
-The names here are the public ones, imported when first used:
+This module has the public names; each is imported when it is first used:
 
     import shoestring as ss
     job = ss.compose(ss.Job(model), [ss.optim.Clip(max_norm=1.0)])
@@ -13,10 +13,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shoestring.core.feature import AREAS
+from shoestring.areas import AREAS
 
 if TYPE_CHECKING:
-    from shoestring import checkpoint, comm, decode, graph, memory, optim, parallel, precision, profile, sparse
+    from shoestring import (
+        checkpoint,
+        comm,
+        decode,
+        graph,
+        memory,
+        optim,
+        parallel,
+        precision,
+        preference,
+        profile,
+        sparse,
+    )
+    from shoestring.core.attachments import Attachments
     from shoestring.core.compose import attach, compose
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job
@@ -30,6 +43,7 @@ if TYPE_CHECKING:
     from shoestring.training.failures import stop_on_signals
 
 _HOME = {
+    "Attachments": "core.attachments",
     "Curve": "core.feature",
     "Table": "core.feature",
     "Feature": "core.feature",
@@ -50,6 +64,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Attachments",
     "Curve",
     "Data",
     "Feature",
@@ -72,6 +87,7 @@ __all__ = [
     "optim",
     "parallel",
     "precision",
+    "preference",
     "prepare",
     "profile",
     "span",

@@ -1,6 +1,6 @@
-"""Every private import from torch, in one place, so that a new version of torch is checked in one place.
+"""All uses of torch's private interfaces, so that a new version of torch has to be checked in one place only.
 
-Checked with torch 2.11 to 2.13. What the conformance suite alone looks at is in `testing/_torch.py`.
+Checked with torch 2.11 to 2.13. Private interfaces that only the conformance suite uses are in `testing/_torch.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 foreach_mul_ = torch._foreach_mul_
-"""(tensors, scalar or 0-d tensor): multiply each in place, in one kernel where the device has one."""
+"""(tensors, factor) -> multiply each tensor in place by a scalar or 0-d tensor, in one kernel if the device has one."""
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -46,42 +46,42 @@ foreach_sub = torch._foreach_sub
 foreach_zero_ = torch._foreach_zero_
 
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""(tensors, found, factor): multiply each by the 0-d tensor `factor` in place; `found` (1,) becomes 1 where an entry
-is not finite. In one pass over memory, without waiting for the device."""
+"""(tensors, flag, factor) -> multiply each tensor in place by the 0-d tensor `factor`, and set `flag`, a tensor of
+shape (1,), to 1 if an entry is not finite. Takes one pass over memory, and does not synchronise with the device."""
 
 
 def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | float:
-    """What losses are multiplied by in this step, without waiting for the device."""
+    """Return the current loss scale without synchronising with the device; 1.0 if loss scaling is off."""
     return scaler._scale if scaler.is_enabled() and scaler._scale is not None else 1.0
 
 
-# Of 2:4 operands; cuSPARSELt's.
+# cuSPARSELt's operations on 2:4 sparse operands.
 cslt_compress = torch._cslt_compress
 cslt_sparse_mm = torch._cslt_sparse_mm
 cslt_sparse_mm_search = torch._cslt_sparse_mm_search
 sparse_semi_structured_tile = torch._sparse_semi_structured_tile
 
-# torch 2.13 gave them these names, and warns of those before.
+# torch 2.13 renamed these two collectives, and warns if the former names are used.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer without what wrappers (DDP, torch.compile) add to it."""
-    from torch.distributed.checkpoint.state_dict import _get_fqns  # takes a third of a second, which launching saves
+    """Return the name of a parameter or buffer without the prefixes that DDP and torch.compile add."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns  # importing it takes a third of a second
 
     (own,) = _get_fqns(model, name)
     return own
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long its collectives wait for another rank."""
+    """Return the timeout of the group's collectives, after which a rank stops waiting for the others."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
 
 
 def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Let collectives along the mesh wait for a lost rank as long as the world's do; torch says half an hour."""
+    """Set the timeout of the mesh's process groups to that of the default group, in place of torch's half an hour."""
     limit = timeout_of(dist.distributed_c10d._get_default_group())
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -89,61 +89,68 @@ def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """The mesh along several of its axes as one of a single dimension, with the same root; all ranks call it."""
+    """Flatten several axes of a mesh into a mesh with one axis, which has the same root mesh. A collective."""
     return mesh[axes[0]] if len(axes) == 1 else wait_as_the_world(mesh[axes]._flatten())
 
 
 def name_groups_from(number: int) -> None:
-    """Let the process groups to come be named by the numbers from this one on: equal on all ranks, or they hang."""
+    """Number new process groups from `number` on. All ranks must pass the same number, otherwise collectives hang."""
     dist.distributed_c10d._world.group_count = number
 
 
 def after_backward(work: Callable[[], None]) -> None:
-    """Do `work` at the end of the backward pass that runs now, after what was asked for before."""
+    """Call `work` at the end of the current backward pass, after functions that were registered before."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
 def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """For each device, 1.0 where a loss scaler has found an overflow among unscaled gradients, 0.0 elsewhere."""
+    """Return one tensor per device: 1.0 if the loss scaler found an overflow in the device's gradients, else 0.0."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def unscale_before_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let loss scalers treat a fused optimizer, which could unscale and skip inside its step, as any other one: they
-    unscale before the step, and leave out a step that overflows with its hooks. Returns what ends it."""
+    """Let loss scalers unscale a fused optimizer's gradients, and check them for overflow, before its step.
+
+    A fused optimizer would do this inside its step, so that hooks that run before the step would see scaled gradients.
+
+    Returns:
+        A function that undoes the change.
+    """
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     setattr(optimizer, "_step_supports_amp_scaling", False)  # noqa: B010
     return lambda: setattr(optimizer, "_step_supports_amp_scaling", fused)
 
 
 def allow_any_gradient(tensor: torch.Tensor) -> None:
-    """Let `tensor.grad` have another data type than the tensor."""
+    """Allow `tensor.grad` to have another data type than the tensor."""
     tensor.grad_dtype = None
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """One step of an optimizer, without what is registered to happen before and after its steps."""
+    """Step an optimizer without running its step hooks."""
     step: Any = type(optimizer).step
     step.__wrapped__(optimizer)
 
 
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Let a DDP that is put around the model later neither broadcast nor reduce its parameters and buffers of these
-    names; without names it takes all of them again."""
+    """Exclude parameters and buffers by name from DDP, which then neither broadcasts nor reduces them.
+
+    Must be called before the model is wrapped in DDP. An empty list of names excludes nothing any more.
+    """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
     if not names:
         del model._ddp_params_and_buffers_to_ignore
 
 
 def has_hook(model: nn.Module) -> bool:
-    """Whether it is in DDP, with a communication hook."""
+    """Whether the model is wrapped in DDP and has a communication hook."""
     return isinstance(model, DistributedDataParallel) and bool(model._comm_hooks)
 
 
 def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
-    """Let DDP form its buckets anew, of this size, as it does when it is unpickled; between steps only.
+    """Rebuild DDP's buckets with a size of `nbytes`, as unpickling the model does; may only be called between steps.
 
-    It then exchanges the parameters that are trained now, and has no communication hook.
+    Afterwards DDP reduces the gradients of the parameters that are trainable now, and has no communication hook.
     """
     model.bucket_bytes_cap, model.bucket_bytes_cap_default = nbytes, False
     if "_bucket_config" in vars(model):  # since torch 2.13
@@ -153,7 +160,7 @@ def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
     model._comm_hooks.clear()
     if model.static_graph:
-        model._static_graph_delay_allreduce_enqueued = False  # the new buckets have not seen the graph
+        model._static_graph_delay_allreduce_enqueued = False  # the graph has to be recorded for the new buckets
         model.reducer._set_static_graph()
         assert model.logger is not None
         model.logger._set_static_graph()
@@ -165,7 +172,7 @@ def has_bf16_units() -> bool:
 
 
 def activity_of(event: Any) -> str:
-    """Kineto's name for what an event is: "kernel", "gpu_memcpy", "gpu_memset", or another one."""
+    """Return Kineto's type of a profiler event, such as "kernel", "gpu_memcpy" or "gpu_memset"."""
     if hasattr(event, "activity_type"):
         return event.activity_type()
     if event.device_type() == torch.autograd.DeviceType.CPU or event.is_user_annotation():  # torch 2.11
@@ -174,10 +181,11 @@ def activity_of(event: Any) -> str:
 
 
 def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A backend of torch.compile: (graph, example inputs) -> callable."""
+    """Look up a backend of torch.compile by name; returns a function (graph, example inputs) -> compiled callable."""
     if not isinstance(backend, str):
         return backend
-    from torch._dynamo.backends.registry import lookup_backend  # takes seconds, which programs in eager mode save
+    # Imported here, because the import takes seconds, which programs without torch.compile should not wait for.
+    from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)
 
@@ -188,8 +196,11 @@ def compile_joint(
     inputs: Sequence[Any],
     work: Callable[[fx.GraphModule], fx.GraphModule],
 ) -> Callable[..., Any]:
-    """Compile `graph` with `backend` ("inductor" or "aot_eager"), after `work` on the joint graph of its forward and
-    backward pass."""
+    """Compile a graph after applying `work` to the joint graph of its forward and backward pass.
+
+    Args:
+        backend: "inductor"; any other backend stands for "aot_eager".
+    """
     if backend == "inductor":
         from torch._inductor import config
 
@@ -211,11 +222,20 @@ def compile_joint(
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition)(graph, inputs)
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Within, tensors are fake: operators know shapes and types, and neither compute nor take memory.
+def own_device(local_rank: int) -> torch.device:
+    """Return the GPU of a local rank, after setting it as the current device; the CPU if there is no GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
-    Asking one for its address raises RuntimeError, so that no native code writes where nothing is. Asked for a number,
-    it gives 1.
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Context in which new tensors are fake: operators compute only shapes and data types, and allocate no memory.
+
+    Asking for the address of a fake tensor raises RuntimeError, so that native code cannot write to it. `item()` of a
+    fake tensor returns 1.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -231,21 +251,21 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Within, new tensors are real, inside of `fake_tensors` too."""
+    """Context in which new tensors are real ones, even inside the context `fake_tensors`."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it is one of `fake_tensors`."""
+    """Whether a tensor was made in the context `fake_tensors`, and so has no data."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on any device; none of a fake one."""
+    """Return the bytes of a tensor on any device; empty for a fake tensor."""
     if is_fake(tensor):
         return memoryview(b"")
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -253,7 +273,7 @@ def content_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Within, this process is the first of so many ranks, whose collectives send nothing and change nothing."""
+    """Context in which this process is rank 0 of `size` ranks, the others of which are fake; collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -265,7 +285,7 @@ def fake_ranks(size: int) -> Iterator[None]:
 
 @contextmanager
 def modules_stay() -> Iterator[None]:
-    """Within, modules do not move to a device: torch cannot move the fake tensors of some, even to where they are."""
+    """Context in which `Module.to` changes data types but not devices, because torch cannot move all fake tensors."""
     to = nn.Module.to
 
     def stay_or_convert(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -281,7 +301,7 @@ def modules_stay() -> Iterator[None]:
 
 @contextmanager
 def resizes_heard(hear: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `hear` after each change of a storage's size within, on which FSDP2 relies to free parameters."""
+    """Context in which `hear` is called after each resize of a storage; FSDP2 frees parameters by resizing to 0."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

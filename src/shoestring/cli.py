@@ -1,8 +1,9 @@
-"""The command line: verbs only. Importing this module imports no torch; each verb imports what it needs."""
+"""The command line: a table of its commands, called verbs. Importing this module imports no torch and no verb."""
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -12,150 +13,405 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from importlib import import_module
 from importlib.metadata import version
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional, subcommand
+from tyro.conf import OmitArgPrefixes, subcommand
 
-from shoestring.commands.checkpoint import Checkpoint
-from shoestring.commands.generation import Generate, Skip
-from shoestring.commands.profiling import ProfileProgram, split
-from shoestring.commands.ranks import Check, DistillDrafter, Plan, Probe, Train
-from shoestring.commands.serve import Serve
-from shoestring.commands.shrink import PruneModel, QuantizeModel
-from shoestring.commands.tracing import RecordedMemory, of_runs
-from shoestring.commands.tune import Tune, with_action
+from shoestring.commands.printing import PrintableFormatter, say
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
+from shoestring.storage.whole import DISK_ERRORS
+
+
+class Verb(NamedTuple):
+    """A command of the command line: where its code is, and its help text."""
+
+    function: str
+    """Function that implements the verb, as `module:function` inside the package `shoestring`."""
+    arguments: str
+    """Class that declares the verb's arguments and prints the function's result, as `module:class` inside the package
+    `shoestring.commands`."""
+    help: str
+    rest: Literal["", "overrides", "command"] = ""
+    """Remaining arguments, with which the class is called: none, overrides of the run file, or a command to run."""
+
+    def load(self) -> Any:
+        """Import the class that declares the verb's arguments."""
+        module, _, name = self.arguments.partition(":")
+        return getattr(import_module(f"shoestring.commands.{module}"), name)
+
+
+# fmt: off
+VERBS: dict[str, Verb] = {
+    "train": Verb(
+        "training.loop:train", "runs:Train",
+        "Train as a run file says. Overrides: --area.technique.key VALUE, and --key VALUE for a key of [run].",
+        rest="overrides",
+    ),
+    "check": Verb(
+        "verbs.check:check", "runs:Check",
+        "Print the resolved settings of a run, its features in order, its parameters and its memory; start nothing. "
+        "With --model MODEL and no run: print how texts of a model begin and end, and its defaults of sampling. Code "
+        "that the run file names is left out, unless you have trained with that file or vouched for it (shoestring "
+        "trust).",
+        rest="overrides",
+    ),
+    "plan": Verb(
+        "verbs.plan:plan", "runs:Plan",
+        "Predict the step time under each gradient exchange from a short trial, and write a run file with the best "
+        "one. [comm.auto] lists the codecs that may be chosen; code that the run file names needs your word first, by"
+        " `train` or `shoestring trust`.",
+        rest="overrides",
+    ),
+    "distill": Verb(
+        "verbs.distill:distill", "runs:DistillDrafter",
+        "Train a small model to draft for a large one, as [decode.distill] says: first a reference on all tokens, "
+        "then the draft on those that are worth learning. Each stage writes to a folder of its own inside the run "
+        "folder.",
+        rest="overrides",
+    ),
+    "generate": Verb(
+        "verbs.generate:generate", "models:Generate",
+        "Continue a prompt with a trained model, token by token.",
+    ),
+    "skip": Verb(
+        "verbs.skip:skip", "models:Skip",
+        "Choose the attention and feed-forward sublayers whose skipping costs least, from sample text, for "
+        "`generate`.",
+    ),
+    "prune": Verb(
+        "verbs.prune:prune", "models:PruneModel",
+        "Make a trained model 2:4 sparse at once, without training, and write it to a new folder.",
+    ),
+    "quantize": Verb(
+        "verbs.quantize:quantize", "models:QuantizeModel",
+        "Round the weights of a trained model to 8 or 4 bits, without training, and write it to a new folder.",
+    ),
+    "probe": Verb(
+        "verbs.probe:probe", "runs:Probe",
+        "Measure this cluster: arithmetic and memory of each device, disks, and the links between ranks.",
+    ),
+    "compare": Verb(
+        "verbs.report:compare", "runs:CompareRuns",
+        "Show how runs differ in settings and results, with their curves in the same charts.",
+    ),
+    "report": Verb(
+        "verbs.report:report", "runs:Report",
+        "Rewrite the report.html of a run; the run may still be training.",
+    ),
+    "serve": Verb(
+        "verbs.serve:serve", "models:Serve",
+        "Serve a trained model over HTTP, with the interface of OpenAI's API and a page to try it in a browser.",
+    ),
+    "data show": Verb(
+        "verbs.data:show", "data:ShowData",
+        "Show what training reads of a file, a data set or a run file: the format, the first records as the model sees "
+        "them with the tokens that it learns, what is cut or left out, and why.",
+    ),
+    "profile run": Verb(
+        "verbs.profile:profile_program", "recordings:RunProfiled",
+        "Run a Python program and show which of its lines take the time.",
+        rest="command",
+    ),
+    "profile view": Verb(
+        "verbs.profile:view", "recordings:ViewProfile",
+        "Write a profile as one HTML page that works offline, and show its lines here.",
+    ),
+    "profile diff": Verb(
+        "verbs.profile:diff", "recordings:DiffProfiles",
+        "Compare two profiles: which lines became slower or faster; also where lines have moved in between.",
+    ),
+    "profile merge": Verb(
+        "verbs.profile:merge", "recordings:MergeProfiles",
+        "Merge profiles, such as those of several ranks, into one file that keeps the times of each.",
+    ),
+    "profile export": Verb(
+        "verbs.profile:export", "recordings:ExportProfile",
+        "Convert a profile for another tool.",
+    ),
+    "memory view": Verb(
+        "verbs.memory:view", "recordings:ViewMemory",
+        "Write a recording of memory as one HTML page that works offline, and show here its peak and what a static "
+        "plan of its addresses would take.",
+    ),
+    "memory diff": Verb(
+        "verbs.memory:diff", "recordings:DiffMemory",
+        "Compare two recordings: what made the peak of the later one higher, tensor by tensor.",
+    ),
+    "memory export": Verb(
+        "verbs.memory:export", "recordings:ExportMemory",
+        "Convert a recording of memory for torch's memory_viz page (pytorch.org/memory_viz).",
+    ),
+    "memory host": Verb(
+        "verbs.memory:list_leases", "recordings:LeasedMemory",
+        "Show which processes hold the memory of this host, among those that have agreed on it with [memory.broker].",
+    ),
+    "tune run": Verb(
+        "verbs.tune:tune", "tune:StartStudy",
+        "Start or continue a study, and work for it until it is over.",
+    ),
+    "tune join": Verb(
+        "verbs.tune:join", "tune:JoinStudy",
+        "Work for a study that another machine has started.",
+    ),
+    "tune best": Verb(
+        "verbs.tune:write_best", "tune:WriteBest",
+        "Write the run file of the best trial so far.",
+    ),
+    "tune page": Verb(
+        "verbs.tune:compare_studies", "tune:WritePage",
+        "Write the page of a study, beside others that had the same objective.",
+    ),
+    "lab up": Verb(
+        "testing.netlab.by_hand:up", "lab:StartLab",
+        "Start virtual hosts and return.",
+    ),
+    "lab run": Verb(
+        "testing.netlab.by_hand:run", "lab:RunInLab",
+        "Run the command after -- on the virtual hosts.",
+        rest="command",
+    ),
+    "lab down": Verb(
+        "testing.netlab.by_hand:down", "lab:EndLab",
+        "End the virtual hosts.",
+    ),
+    "checkpoint ls": Verb(
+        "verbs.archive:list_checkpoints", "checkpoint:ListCheckpoints",
+        "List the checkpoints of a run, on disk and in this host's shared memory.",
+    ),
+    "checkpoint verify": Verb(
+        "verbs.archive:verify", "checkpoint:VerifyCheckpoints",
+        "Read every checkpoint and say what is damaged; the exit code is 1 if anything is.",
+    ),
+    "checkpoint show": Verb(
+        "verbs.archive:show", "checkpoint:ShowCheckpoint",
+        "Show the content of a checkpoint: its states, and its tensors with types, shapes and shards.",
+    ),
+    "checkpoint explain": Verb(
+        "verbs.archive:explain", "checkpoint:ExplainResume",
+        'Say what `run.resume = "auto"` would resume from, why, and why from nothing newer. Reads that checkpoint, and '
+        "writes nothing.",
+    ),
+    "checkpoint export": Verb(
+        "verbs.interchange:export", "checkpoint:ExportCheckpoint",
+        "Convert a checkpoint for other programs.",
+    ),
+    "checkpoint import": Verb(
+        "verbs.interchange:import_checkpoint", "checkpoint:ImportCheckpoint",
+        "Convert what another program wrote to a checkpoint, from which a run resumes on any number of ranks.",
+    ),
+    "checkpoint trim": Verb(
+        "verbs.trim:trim", "checkpoint:TrimCheckpoints",
+        "Delete older checkpoints, and those that the run went back from, once those that are kept have been "
+        "verified.",
+    ),
+    "keys": Verb(
+        "verbs.keys:search", "runs:SearchKeys",
+        "Search the keys of run files by name and help text: `shoestring keys lr`. `shoestring train finetune --help` "
+        "lists those of a recipe.",
+    ),
+    "trust": Verb(
+        "verbs.trust:vouch", "runs:TrustPlaces",
+        "Trust somebody else's folder or run file: the code that it names may be run from now on, until it or that "
+        "code changes. What your own runs write is trusted already.",
+    ),
+}
+# fmt: on
+"""Maps the name of each verb to its function, the class of its arguments, and its help text."""
+GROUPS = {
+    "data": "Look at training data.",
+    "profile": "Profile any Python program by its own lines: `shoestring profile script.py [its arguments]`.",
+    "memory": "Show what the memory of a run was of, as [memory.tracing] or `memory.traced` has recorded it, and who "
+    "holds the memory of this host.",
+    "tune": "Search for the settings of a run, on workers that may join, leave or vanish at any time: `shoestring tune "
+    "tune.toml`.",
+    "lab": "Virtual hosts with slow links on this machine, to try several hosts by hand; needs root.",
+    "checkpoint": "List, verify, show, explain, export, import and delete the checkpoints of a run.",
+}
+"""Maps the first word of verbs with two words to the help text of the group."""
+RUN_IS_IMPLIED = ("profile", "tune")
+"""Groups whose verb `run` is meant if no verb is given: `shoestring tune FILE` is `shoestring tune run FILE`."""
+RENAMED = {"checkpoint prune": "checkpoint trim"}
+"""Maps the former name of a verb to its present one; former names still work."""
+RENAMED_FLAGS = {"generate": {"--tokens": "--max-tokens"}}
+"""Maps a verb to its renamed flags: former name to present one. Former names still work."""
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
-
-
-@dataclass(frozen=True)
-class Compare:
-    """Show how runs differ in settings and results, with their curves in the same charts."""
-
-    runs: Positional[tuple[Path, ...]]
-    """Two or more run folders."""
-    out: Path = Path("compare.html")
-    """Path of the page to write."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring import report
-
-        text, page = report.compare(self.runs, self.out)
-        print("\n".join([text, *of_runs(self.runs)]))
-        logging.getLogger("shoestring").info("page: %s", page)
-        return 0
-
-
-@dataclass(frozen=True)
-class Report:
-    """Rewrite the report.html of a run; the run may still be training."""
-
-    run: Positional[Path]
-    """Run folder to report on."""
-    trace: Path | None = None
-    """Path of a Chrome trace for Perfetto, with the spans of all ranks; without it none is written."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring import report
-        from shoestring.report.timeline import chrome, read
-
-        print(report.write(self.run))
-        if self.trace is not None:
-            ranks = [read(path) for path in sorted(self.run.glob("trace-*.jsonl"))]
-            self.trace.write_text(json.dumps(chrome(ranks)))
-            print(self.trace)
-        return 0
-
-
-@dataclass(frozen=True)
-class VirtualHosts:
-    """Virtual hosts with slow links on this machine, to try several hosts by hand; needs root."""
-
-    action: Positional[Literal["up", "down", "run"]]
-    """Action: up starts the hosts and returns, run runs the command after -- on them, down ends them."""
-    hosts: int = 2
-    """Number of hosts to start (up)."""
-    rate: str = "100mbit"
-    """Bandwidth of each host's link in each direction, as tc writes it: 10mbit, 1gbit (up)."""
-    delay: float = 0.0
-    """Delay of each link in each direction, in seconds; 0.02 is 20 ms (up)."""
-    coalesce: bool = False
-    """Let frames pass by the millisecond above 12 Mbit/s, so that the emulation of the links takes less processor time
-    from what runs on the hosts; changes a setting of the machine until down (up)."""
-    host: str = ""
-    """Host to run the command on, such as host0; defaults to all (run)."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring.testing.netlab import cli as lab
-
-        if self.action == "up":
-            lab.up(self.hosts, self.rate, delay=self.delay, coalesce=self.coalesce)
-        elif self.action == "down":
-            lab.down()
-        else:
-            return lab.run(list(overrides), self.host or None)
-        return 0
-
-
-VERBS = {"train": Train, "check": Check, "plan": Plan, "distill": DistillDrafter, "generate": Generate, "skip": Skip}
-VERBS |= {"prune": PruneModel, "quantize": QuantizeModel, "probe": Probe, "compare": Compare, "report": Report}
-VERBS |= {"serve": Serve, "profile": ProfileProgram, "memory": RecordedMemory}
-VERBS |= {"tune": Tune, "lab": VirtualHosts, "checkpoint": Checkpoint}
+UNUSABLE += (errno.EINVAL, errno.EFBIG)  # raised by `storage.guarded` for a file that is not regular, or too large
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code; a user error is 2 and one line on stderr, with `--debug` a traceback."""
+    """Run one verb and return its exit code.
+
+    A user's mistake prints one line on standard error, or a traceback with `--debug`.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
         print(f"shoestring {version('shoestring')}, torch {version('torch')}, Python {platform.python_version()}")
         return 0
-    if arguments[:1] == ["profile"]:
-        own, command = split(arguments[1:])
-        arguments = ["profile", *own]
-    else:
-        end = arguments.index("--") if "--" in arguments else len(arguments)
-        arguments, command = arguments[:end], arguments[end + 1 :]
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
-    if arguments[:1] == ["tune"]:
-        arguments = ["tune", *with_action(arguments[1:])]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("shoestring").setLevel(logging.DEBUG if debug else logging.INFO)
-    sys.path.insert(0, str(Path.cwd()))
+    line = _split(arguments)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("shoestring").setLevel(logging.DEBUG if line.debug else logging.INFO)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names may be bytes that are not UTF-8
     try:
-        for argument in (*arguments, *command):
+        _check_working_folder()
+        for argument in arguments:
             _check_utf8(argument)
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
-            raise ConfigError(f"there is no verb `{arguments[0]}`", hint=nearest(arguments[0], VERBS))
-        verb, rest = tyro.cli(
-            _verbs(),
-            prog="shoestring",
-            description="Train, shrink and serve large models on hardware you can afford.",
+        return _run(line)
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ShoestringError, OSError, UnicodeEncodeError) as error:
+        user_error = None if line.debug else _as_user_error(error)
+        if user_error is None:
+            raise
+        return _report_error(user_error)
+
+
+class _CommandLine(NamedTuple):
+    """A command line, split into its parts."""
+
+    verb: str
+    arguments: list[str]
+    """Arguments of the verb."""
+    command: list[str]
+    """The words after `--`, or the program to profile and its arguments."""
+    debug: bool
+
+
+def _split(arguments: list[str]) -> _CommandLine:
+    """Split a command line; `--debug` may stand anywhere before the command."""
+    if arguments[:1] == ["profile"]:  # `--` and `--debug` after the program to profile belong to the program
+        verb, own = find_verb(arguments)
+        command: list[str] = []
+        if verb == "profile run":
+            from shoestring.commands.recordings import split_program
+
+            own, command = split_program(own)
+        return _CommandLine(verb, [argument for argument in own if argument != "--debug"], command, "--debug" in own)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own = [argument for argument in arguments[:end] if argument != "--debug"]
+    return _CommandLine(*find_verb(own), arguments[end + 1 :], len(own) < end)
+
+
+def _run(line: _CommandLine) -> int:
+    """Parse the arguments of a verb and call it; without a verb, show the help of its group."""
+    name, arguments = _rename(line.verb, line.arguments)
+    if name not in VERBS:
+        return _show_group(name, arguments)
+    verb = VERBS[name]
+    try:
+        parsed, rest = tyro.cli(
+            verb.load(),
+            prog=f"shoestring {name}",
+            description=f"{verb.help}\n\nIn Python: shoestring.{verb.function.replace(':', '.')}",
             args=arguments,
             return_unknown_args=True,
             config=(OmitArgPrefixes,),
         )
-        if rest and not isinstance(verb, Train | Check | Plan | DistillDrafter):
-            action = " run" if isinstance(verb, ProfileProgram) and "run" in arguments[:2] else ""
-            raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {arguments[0]}{action} --help")
-        return verb(command if isinstance(verb, VirtualHosts | ProfileProgram) else rest)
-    except ShoestringError as error:
-        if debug:
-            raise
-        return _report_error(error)
-    except BrokenPipeError:
-        return 1
-    except OSError as error:
-        if debug or error.errno not in UNUSABLE or error.filename is None:
-            raise
-        return _report_error(ConfigError(f"cannot use `{_short(str(error.filename))}`: {error.strerror}"))
-    except KeyboardInterrupt:
-        return 130
+    except SystemExit as ending:
+        if ending.code == 0 and verb.rest == "overrides":  # tyro has printed the verb's help
+            _show_keys(arguments)
+        raise
+    if rest and verb.rest != "overrides":
+        raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {name} --help")
+    return parsed(rest if verb.rest == "overrides" else line.command) if verb.rest else parsed()
+
+
+def _show_keys(arguments: list[str]) -> None:
+    """Print the keys of the run file or recipe in the arguments; without one, say how to list them."""
+    from shoestring import run
+    from shoestring.commands.printing import say_lines
+    from shoestring.verbs.keys import keys_of_run
+
+    for argument in arguments:
+        if argument in run.recipes() or (not argument.startswith("-") and Path(argument).exists()):
+            say_lines(keys_of_run(argument))
+            return
+    say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(run.recipes())}")
+
+
+def _as_user_error(error: Exception) -> ShoestringError | None:
+    """Convert an exception that the user can correct to an error to print; None for a bug, whose traceback is shown."""
+    if isinstance(error, ShoestringError):
+        return error
+    if isinstance(error, OSError):
+        where = f"`{_short(os.fsdecode(error.filename))}`" if error.filename is not None else ""
+        if error.errno in UNUSABLE and where:
+            return ConfigError(f"cannot use {where}: {error.strerror}")
+        if error.errno in DISK_ERRORS:
+            message = f"cannot write {where or 'a file'}: {error.strerror}"
+            return ShoestringError(message, hint="no partial file is left; free disk space, then try again")
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        # Python represents bytes that are not UTF-8 as surrogates.
+        return ConfigError(f"{_short(error.object)!r} is not UTF-8", hint="rename the file or folder of that name")
+    return None
+
+
+def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the arguments into a leading verb or group (empty if there is none) and the remaining arguments."""
+    group, following = "".join(arguments[:1]), list(arguments[1:])
+    if group not in GROUPS:
+        return (group, following) if group in VERBS else ("", list(arguments))
+    words = " ".join(arguments[:2])
+    if words in VERBS or words in RENAMED:
+        return words, following[1:]
+    if group in RUN_IS_IMPLIED and following[:1] not in (["--help"], ["-h"]) and (following or group == "tune"):
+        return f"{group} run", following
+    return group, following
+
+
+def _rename(name: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Replace former names of a verb and its flags by the present ones; prints a line for each."""
+    if name in RENAMED:
+        say(f"`shoestring {name}` is now `shoestring {RENAMED[name]}`", sys.stderr)
+        name = RENAMED[name]
+    renamed = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if new := RENAMED_FLAGS.get(name, {}).get(flag):
+            say(f"`{flag}` is now `{new}`", sys.stderr)
+        renamed.append(f"{new or flag}{equals}{value}")
+    return name, renamed
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Stands for a verb without its arguments in the help of a group."""
+
+
+def _show_group(group: str, arguments: list[str]) -> int:
+    """Print the help of a group of verbs, or of all verbs if `group` is empty; an unknown verb raises ConfigError."""
+    names = [name.removeprefix(f"{group} ") for name in VERBS if group in ("", name.partition(" ")[0])]
+    helps = {name: VERBS[f"{group} {name}".strip()].help for name in names}
+    if not group:
+        helps = {name.partition(" ")[0]: GROUPS.get(name.partition(" ")[0], line) for name, line in helps.items()}
+    if arguments and not arguments[0].startswith("-"):
+        words = f"{group} {arguments[0]}".strip()
+        raise ConfigError(f"there is no verb `{words}`", hint=nearest(arguments[0], helps))
+    tyro.cli(
+        reduce(or_, (Annotated[_Listed, subcommand(name, description=line)] for name, line in helps.items())),
+        prog=f"shoestring {group}".strip(),
+        description=GROUPS.get(group, "Train, shrink and serve large models on hardware you can afford."),
+        args=arguments,
+        config=(OmitArgPrefixes,),
+    )
+    raise AssertionError("a group without a verb is refused")
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder has been removed", hint="change to a folder that exists") from error
 
 
 def _check_utf8(argument: str) -> None:
@@ -169,20 +425,16 @@ def _short(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:40]}…{name[-20:]}"
 
 
-def _verbs() -> Any:
-    return reduce(or_, (Annotated[verb, subcommand(name)] for name, verb in VERBS.items()))
-
-
 def _report_error(error: ShoestringError) -> int:
-    """Print the error; under an elastic agent hand it to the agent, which prints it once for all ranks."""
+    """Print an error and return the exit code; under torchrun, write it to a file, so that it is printed only once."""
     message = f"error: {error.parts()[1]}"
     if error.hint:
         message += f"\n\nhint: {error.hint}"
     agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if agent_file:
-        # The call stack is what torchrun prints.
+        # torchrun prints the entry `py_callstack` of the file.
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         Path(agent_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    if not agent_file or isinstance(error, PeerError):  # each rank sees its own side of a loss
-        sys.stderr.write(message + "\n")
+    if not agent_file or isinstance(error, PeerError):  # each rank may have lost another peer, so all ranks print
+        say(message, sys.stderr)
     return error.code

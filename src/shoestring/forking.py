@@ -1,8 +1,8 @@
-"""A process that has imported what others need and forks them: importing torch takes three CPU seconds, forking some
-hundredths.
+"""A fork server: a process that has imported modules, and starts other processes in hundredths of a second by forking.
 
-`python -m shoestring.forking FD MODULES` is that process. It has one thread, so a fork of it is as good as a new
-interpreter; what a process must not share with others (environment, `sys.path`, output) comes with each request.
+Without it, each process would spend three CPU seconds on importing torch. `python -m shoestring.forking FD MODULES`
+runs the server. The server has only one thread, so forking is safe. Each request gives the environment, `sys.path` and
+output of the new process, which must not be inherited from the server.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 20  # bytes of a request; most of it is the environment
+LARGEST = 1 << 20  # maximum size of a request in bytes; most of a request is the environment
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
 
 
 class ForkServer:
-    """The process that forks, and the only parent of what it has forked. It ends with this object or its process.
+    """Starts a fork server, which is the parent of all processes that it forks.
+
+    The server ends when this object is closed or the process that created the object ends.
 
     Args:
-        preloaded: names of the modules that it imports.
-        environment: returns what a process has unless it is told otherwise; by default this process's own.
-        more: what the server has in its environment besides.
+        preloaded: names of the modules that the server imports.
+        environment: returns the default environment of forked processes; by default the environment of this process.
+        more: environment variables to add for the server and the code that it imports.
     """
 
     def __init__(
@@ -44,18 +46,18 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             path = os.pathsep.join(path for path in sys.path if path)
-            command = [sys.executable, "-m", "shoestring.forking", str(theirs.fileno()), *preloaded]
+            command = [sys.executable, "-P", "-m", "shoestring.forking", str(theirs.fileno()), *preloaded]
             own = {**environment(), "PYTHONPATH": path, **(more or {})}
             self._process = subprocess.Popen(command, env=own, pass_fds=(theirs.fileno(),))
 
     @property
     def pid(self) -> int:
-        """The server's own."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether the server itself has ended, and what it has forked with it, if that dies with its parent."""
+        """Whether the server has ended."""
         return self._process.poll() is not None
 
     def fork(
@@ -63,29 +65,30 @@ class ForkServer:
         function: Callable[..., Any],
         arguments: Sequence[Any],
         output: int,
-        kept: Sequence[int] = (),
+        inherited: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> int:
-        """Start a process that calls a function of a module and ends.
+        """Start a process that calls a top-level function of a module and then ends.
 
         Args:
-            arguments: of JSON types, after the descriptors in `kept`, which have other numbers in that process.
-            output: the descriptor that standard output and error go to.
-            environment: the process's, instead of the server's own choice.
+            arguments: arguments of the function, of JSON types; they follow the descriptors in `inherited`.
+            output: descriptor to use as standard output and standard error.
+            inherited: descriptors that the process inherits, under other numbers; the function's first arguments.
+            environment: environment of the process; None takes the server's default.
 
         Returns:
-            The process's id. Only `wait` frees it.
+            The process id, which no other process gets before `wait` is called.
         """
         called = f"{function.__module__}:{function.__qualname__}"
         own = dict(self._environment() if environment is None else environment)
         request = {"call": called, "arguments": arguments, "environment": own, "path": sys.path}
-        return self._ask(request | {"folder": str(Path.cwd())}, (output, *kept))
+        return self._ask(request | {"folder": str(Path.cwd())}, (output, *inherited))
 
     def wait(self, pid: int, timeout: float | None = None) -> int:
-        """Wait until a process that this server has forked has ended: its status, or minus the signal that ended it.
+        """Wait for a forked process to end; returns its exit status, or minus the number of the signal that ended it.
 
         Raises:
-            TimeoutError: it has not within `timeout` seconds.
+            TimeoutError: the process did not end within `timeout` seconds.
         """
         end = os.pidfd_open(pid)
         try:
@@ -96,13 +99,16 @@ class ForkServer:
         return self._ask({"wait": pid})
 
     def close(self) -> None:
-        """End the server; what it has forked and nobody has waited for is left to itself."""
+        """End the server; the processes that it has forked continue."""
         self._socket.close()
         self._process.wait()
 
     def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> int:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        if not (answer := self._socket.recv(LARGEST)):
+        answer = b""
+        with suppress(ConnectionError):  # the server was killed
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(LARGEST)
+        if not answer:
             raise RuntimeError("the fork server has ended; standard error says why")
         return int(answer)
 
@@ -111,14 +117,14 @@ class ForkServer:
 
 
 def serve(descriptor: int, preloaded: Sequence[str]) -> None:
-    """Fork whenever asked, until whoever asks has ended."""
-    # Of a terminal or a scheduler, which whoever started this answers. Blocked, not ignored: what is sent to a process
-    # that has just been forked waits until that process takes it.
+    """Answer requests until the process that sends them has ended."""
+    # Signals from a terminal or a scheduler are meant for the process that started this one. They are blocked and not
+    # ignored, so that a signal to a newly forked process stays pending until the process has set its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     for module in preloaded:
         import_module(module)
     forked = False
-    with socket.socket(fileno=descriptor) as requests, suppress(ConnectionError):  # whoever asked was killed
+    with socket.socket(fileno=descriptor) as requests, suppress(ConnectionError):  # the client was killed
         while True:
             message, descriptors, _, _ = socket.recv_fds(requests, LARGEST, 16)
             if not message:
@@ -132,14 +138,14 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
             if forked := pid == 0:
                 break
             requests.send(str(pid).encode())
-            for each in descriptors:
-                os.close(each)
+            for descriptor in descriptors:
+                os.close(descriptor)
     if forked:
         run(request, *descriptors)
 
 
-def run(request: Mapping[str, Any], output: int, *kept: int) -> None:
-    """The forked process's part: take what is its own, and call."""
+def run(request: Mapping[str, Any], output: int, *inherited: int) -> None:
+    """Set up the forked process as the request says, and call its function."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
@@ -150,9 +156,9 @@ def run(request: Mapping[str, Any], output: int, *kept: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    random.seed()  # as a new interpreter does
+    random.seed()  # a new interpreter would do this too; otherwise all processes would draw the same numbers
     module, _, name = request["call"].partition(":")
-    getattr(import_module(module), name)(*kept, *request["arguments"])
+    getattr(import_module(module), name)(*inherited, *request["arguments"])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The run file, typed: [run], [model], [data], and a table [area.technique] for each feature that is on.
+"""Reads run files into typed settings: the tables [run], [model] and [data], and [area.technique] for each feature.
 
-This is the only module that knows every area. It imports no torch, so a run file is checked in milliseconds.
+This is the only module that imports from all areas. It does not import torch, so that checking a run file takes only
+milliseconds.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module, resources
 from inspect import isabstract
 from pathlib import Path
@@ -16,86 +19,106 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
+from shoestring import precedence, renames
+from shoestring.areas import AREAS
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import AREAS, DATA, LOCAL, Feature, Seam, area_of, arrange_mesh
+from shoestring.core.feature import DATA, LOCAL, Feature, Seam, area_of, arrange_mesh, resolve_all
 from shoestring.data import Data
+from shoestring.naming import USER, Trust, import_package
 from shoestring.report import trackers
-from shoestring.settings import structure
+from shoestring.run_code import TABLES, code_of, entry, trust_of
+from shoestring.settings import defaults, structure
+from shoestring.storage import foreign
 
 if TYPE_CHECKING:
     from shoestring.core.world import World
 
-TABLES = ("run", "model", "data")  # beside those of features
+DEFAULTS = {"parallel": "ddp", "optim": "adamw", "checkpoint": "tiered"}
+"""Maps an area to its default technique, for runs that name no technique of the area (see `Run.completed`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The table [run]: what is trained, on what, for how long, and where results go."""
+    """The table [run]: which model is trained on which data, for how long, and where results are written."""
 
     model: str = "shoestring.models.gpt:tiny"
-    """Model to train: `package.module:callable` that returns an nn.Module, `hf:PATH`, a causal language model that
-    transformers loads by that path or name, or the folder of a run or of a model, whose weights training starts from.
-    The table [model] holds its arguments."""
+    """Model to train: `package.module:callable`, a function that returns an nn.Module; `hf:PATH`, a causal language
+    model that transformers loads by a path or name; or the folder of a run or model, whose weights training starts
+    from. The table [model] contains the arguments."""
     data: str | tuple[str, ...] = "python-stdlib"
-    """Source of the data: `python-stdlib`, paths or globs of .txt, .jsonl and .parquet files, a .tokens file,
-    `hf:NAME`, a folder with MNIST's files, or `package.module:callable`. A list of sources is mixed in the proportion
-    of `data.weights`."""
+    """Source of the training data: `python-stdlib`, paths or globs of files of text or records (.txt, .jsonl, .json,
+    .csv, .parquet, also compressed), `-` for standard input, a .tokens file, `hf:NAME`, a folder with MNIST's files, or
+    `package.module:callable`. Several sources are mixed in the proportions of `data.weights`."""
     loss: str = ""
-    """Loss of your own: `package.module:callable` from (output, batch) to (sum, count); defaults to the
-    cross-entropy of the next token."""
+    """Your own loss function: `package.module:callable`, from (output, batch) to (sum of losses, number of targets).
+    Defaults to the cross-entropy of the next token."""
     steps: int = 400
-    """Number of optimizer steps; `minutes` and `epochs` take precedence."""
+    """Number of optimizer steps to train for, unless `epochs` or `minutes` is set."""
     epochs: float = 0.0
-    """Passes over the training data, in place of `steps`. 0 trains for `steps`."""
+    """Number of passes over the training data to train for, in place of `steps`. 0 trains for `steps`."""
     minutes: float = 0.0
-    """Training time in minutes, in place of `steps`: the number of steps follows from the pace of the first ones. 0
-    trains for `steps`."""
+    """Time to train for in minutes, in place of `steps`, summed over all starts of the run. The number of steps is
+    computed from the speed of the first steps. 0 trains for `steps`."""
     batch: int = 32
-    """Samples per optimizer step, over all ranks and micro-batches."""
+    """Batch size: number of samples per optimizer step, over all ranks and micro-batches."""
     accumulate: int = 1
-    """Micro-batches per optimizer step, whose gradients are accumulated; more need less memory."""
+    """Number of micro-batches per optimizer step, whose gradients are accumulated. More micro-batches take less memory
+    and more time."""
     evaluate_every: int = 0
-    """Steps between evaluations on part of the held-out data; 0 evaluates at the end only."""
+    """Number of steps between evaluations on part of the held-out data. 0 evaluates only at the end."""
     evaluate: str = ""
-    """Evaluation of your own: `package.module:callable` from the model to a dict of numbers, which are metrics. Every
-    rank calls it at each evaluation, in evaluation mode and without gradients; the first rank's numbers count."""
+    """Your own evaluation: `package.module:callable`, from the model to a dict of metrics. All ranks call the function
+    at each evaluation, with the model in evaluation mode and without gradients; the metrics of the first rank are
+    recorded."""
     patience: int = 0
-    """Evaluations in a row without a lower held-out loss after which training ends (early stopping); 0 never does."""
-    keep_best: bool = False
-    """Write the model with the lowest held-out loss so far to the folder `best` of the run, at each evaluation."""
+    """Early stopping: number of evaluations in a row without a lower held-out loss after which training ends. 0 turns
+    early stopping off."""
+    save_best: bool = False
+    """Whether to save the model to the folder `best` of the run whenever an evaluation finds a new lowest held-out
+    loss."""
     seed: int = 0
-    """Seed of all random numbers: initial weights, order of the data, dropout."""
+    """Seed of all random numbers, which decide on initial weights, order of the data and dropout."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another one before the run ends with an error."""
+    """Time in seconds that a rank waits for another rank before the run ends with an error."""
     deterministic: bool = False
-    """Refuse operations whose results may differ between two runs with the same seed."""
+    """Whether to refuse operations whose results may differ between two runs with the same seed."""
     resume: bool | str = False
-    """Checkpoint to resume from: `"auto"` takes the newest and starts afresh where there is none, `true` requires one,
-    a path names one."""
+    """Checkpoint to resume from: `"auto"` takes the newest one, or starts from step 0 if there is none; `true` takes
+    the newest one, and fails if there is none; a path names one. `shoestring checkpoint explain RUN` says which one
+    "auto" would take, and why."""
     folder: str = ""
-    """Folder that the run writes to; defaults to a new one in `runs/`."""
+    """Folder that the run writes to. Defaults to a new folder in `runs/`."""
     sinks: tuple[str, ...] = ()
-    """Destinations of the metrics besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow` (each an extra),
-    or `package.module:callable`, which is called with the folder, the name and the settings of the run."""
+    """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio` or `mlflow`
+    (install the extra of that name), or `package.module:callable`, which is called with the run's folder, name and
+    settings."""
     packages: tuple[str, ...] = ()
-    """Names of Python packages of your own: `["mypkg"]` opens a table `[mypkg.technique]` for each of its features."""
+    """Your own Python packages of features: `["mypkg"]` allows a table `[mypkg.technique]` for each feature of
+    mypkg."""
     prompts: tuple[str, ...] = ()
-    """Prompts of the text samples that are generated at the end."""
+    """Prompts from which text samples are generated at the end of training."""
     baselines: bool = False
-    """Compare the held-out bits per byte with gzip, xz and a 5-gram at the end."""
+    """Whether to compare the held-out bits per byte with those of gzip, xz and a 5-gram model at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One resolved run file."""
+    """The content of a run file, with types and values checked."""
 
     name: str
     settings: Settings = field(default_factory=Settings)
     model: Mapping[str, Any] = field(default_factory=dict)
     data: Data = field(default_factory=Data)
     features: tuple[Feature, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of [run] and tables of features that name untrusted code, with their values. This code was not imported."""
+    origin: Trust = USER
+    """Whether the user trusts the run file; only then may the code in `unread` be run."""
 
     def __post_init__(self) -> None:
+        for name, what in (("model", "the model to train"), ("data", "what to train on")):
+            if getattr(self.settings, name) == "":
+                raise ConfigError(f"`--{name}` is missing: {what}", hint=f"add --{name} and its name or path")
         trackers.check(self.settings.sinks)
         for name in ("batch", "accumulate", "steps"):
             if getattr(self.settings, name) < 1:
@@ -107,7 +130,7 @@ class Run:
         for name in ("minutes", "epochs", "evaluate_every", "patience", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
-        for name in ("patience", "keep_best"):
+        for name in ("patience", "save_best"):
             if getattr(self.settings, name) and not self.settings.evaluate_every:
                 hint = "set run.evaluate_every to the steps between two"
                 raise ConfigError(f"`run.{name}` needs evaluations during the run", hint=hint)
@@ -115,82 +138,161 @@ class Run:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """What `run.data` lists."""
+        """The data sources in `run.data`, as a tuple even if there is only one."""
         return (self.settings.data,) if isinstance(self.settings.data, str) else self.settings.data
 
     @property
     def document(self) -> dict[str, Any]:
-        """The run as a document that `parse` reads back to an equal run."""
-        document: dict[str, Any] = {"run": asdict(self.settings), "model": dict(self.model), "data": asdict(self.data)}
+        """The run as the content of a run file; `parse` reads an equal run from it."""
+        settings = asdict(self.settings)
+        length = "minutes" if self.settings.minutes else "epochs" if self.settings.epochs else "steps"
+        settings = {name: value for name, value in settings.items() if name == length or name not in precedence.LENGTHS}
+        document: dict[str, Any] = {"run": settings, "model": dict(self.model), "data": asdict(self.data)}
         for feature in self.features:
             area, key = feature.name.split(".")
-            document.setdefault(area, {})[key] = asdict(feature)
+            document.setdefault(area, {})[key] = asdict(getattr(feature, "requested", feature))
+        for name, table in self.unread.items():
+            area, key = name.split(".")
+            document.setdefault(area, {})[key] = table
         return document
 
+    def trust(self, key: str) -> Trust:
+        """Return the trust in the code that a key of [run] names."""
+        return self.origin if key in self.unread else USER
+
     def dump(self) -> str:
+        """Return the text of a run file in TOML that describes this run."""
         return tomli_w.dumps(self.document)
 
     def completed(self, world: World) -> Run:
-        """The run with the default owner of each seam that nobody owns: DDP, AdamW, the checkpoint cache."""
+        """Return a copy of the run with missing default features added: DDP, AdamW and tiered checkpoints."""
         world = arrange_mesh(world, self.features)
         areas = {area_of(type(feature)) for feature in self.features}
         owned = {seam for feature in self.features for seam in feature.seams}
-        resolved = [feature.resolve(world) for feature in self.features]
+        resolved = resolve_all(self.features, world)
         sharded = {dim for feature in resolved if Seam.SHARD in feature.seams for dim in feature.over}
         missing = []
+
+        def default(area: str) -> type[Feature]:
+            return technique(area, DEFAULTS[area])
+
         if world.ranks_over(DATA) > 1 and not sharded & set(DATA):
-            missing.append(technique("parallel", "ddp")())
+            missing.append(default("parallel")())
         elif world.ranks_over([LOCAL]) > 1 and LOCAL not in sharded:
-            missing.append(structure({"hosts": "leave"}, technique("parallel", "ddp"), "parallel.ddp", "this"))
+            missing.append(structure({"hosts": "leave"}, default("parallel"), "parallel.ddp", "this"))
         if Seam.OPTIM not in owned:
-            missing.append(technique("optim", "adamw")())
+            missing.append(default("optim")())
         if "checkpoint" not in areas:
-            missing.append(technique("checkpoint", "tiered")())
-        return replace(self, features=tuple(sorted((*self.features, *missing), key=_position)))
+            missing.append(default("checkpoint")())
+
+        def position(feature: Feature) -> int:
+            area = area_of(type(feature))
+            return AREAS.index(area) if area in AREAS else len(AREAS)
+
+        return replace(self, features=tuple(sorted((*self.features, *missing), key=position)))
 
     def placed(self, folder: Path) -> Run:
-        """The run with every folder that a feature writes to inside the run's own."""
+        """Return a copy of the run in which all features write to folders inside the run folder `folder`."""
         return replace(self, features=tuple(feature.placed(folder) for feature in self.features))
-
-
-def _position(feature: Feature) -> int:
-    """Where a feature's area stands in the order of application."""
-    area = area_of(type(feature))
-    return AREAS.index(area) if area in AREAS else len(AREAS)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load(source: str, overrides: Sequence[str] = ()) -> Run:
-    """Read a run file, or the recipe of that name, with overrides from the command line.
+def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) -> Run:
+    """Read a run file or a recipe in order to run it, with overrides from the command line.
+
+    By running a run file, the user declares that the code in it is trusted. A run folder must have been declared
+    trusted before: the user's own runs do this for the folders that they write, and the user has to do it for other
+    folders.
+
+    Args:
+        source: path of a run file or run folder, or name of a recipe.
+        trusted: whether running a run file declares that the code in it is trusted.
 
     Raises:
         ConfigError: there is no such file, it is not TOML, or a key or value in it is wrong.
+        TrustError: the file names code that has not been declared trusted.
     """
-    path = locate(source)
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
-    except OSError as error:
-        raise ConfigError(f"cannot read `{source}`: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{source}` is not TOML: {error}") from error
-    override(document, overrides)
+    path, document = read(source)
+    origin = trust_of(path, document)
+    if trusted and not Path(source).is_dir():
+        if os.environ.get("RANK", "0") == "0":
+            origin.remember()
+    elif _unknown(document, overrides):
+        origin.require()
+    override(document, overrides, source)
     return parse(document, name=_name(path), source=source)
 
 
+def look(source: str, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file in order to show it; keys that name untrusted code are put into `Run.unread`.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
+    path, document = read(source)
+    origin = trust_of(path, document)
+    unread = _unknown(document, overrides)
+    if unread and origin.holds:
+        unread = ()
+    override(document, overrides, source)
+    return parse(document, name=_name(path), source=source, unread=unread, origin=origin)
+
+
+def vouch(folder: Path) -> None:
+    """Record that the user's own run wrote the run file in a folder, so that the code that it names is trusted."""
+    trust_of(*read(str(folder))).remember()
+
+
+def read(source: str) -> tuple[Path, dict[str, Any]]:
+    """Read the TOML of a run file, a run folder or a recipe, without checking its keys.
+
+    Returns:
+        The path of the file, and its content.
+
+    Raises:
+        ConfigError: there is no such file, or it is not TOML.
+    """
+    path = locate(source)
+    try:
+        return path, foreign.read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read `{source}`: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"`{source}` is not TOML: {error}") from error
+
+
+def _unknown(document: Mapping[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
+    """List the keys and tables of a run file that name code, except code that the command line names as well."""
+    typed: dict[str, Any] = {}
+    override(typed, overrides)
+    known = {name for names in code_of(typed).values() for name in names}
+    changed = copy.deepcopy(dict(document))
+    override(changed, overrides)
+    return tuple(key for key, names in code_of(changed).items() if not known.issuperset(names))
+
+
+# -- the document -----------------------------------------------------------------------------------------------------
+
+
 def _name(path: Path) -> str:
-    """Of the run file, or of the folder that it was found in: a plain `run.toml` is named alike wherever it lies."""
+    """Return the name of a run: its file's name without suffix, or its folder's name if the file is called
+    `run.toml`."""
     folder = path.parent.name
     return folder if path.name == "run.toml" and folder not in ("", "..") else path.stem
 
 
 def locate(source: str) -> Path:
-    """The run file at a path, in a run folder, or in the packaged recipes."""
+    """Find the run file that `source` means: the path of a file or of a run folder, or the name of a recipe."""
     path = Path(source)
     if path.is_dir() and (path / "run.toml").is_file():
         return path / "run.toml"
     if path.exists() or path.suffix or path.name != source:
+        if path.is_dir():
+            raise ConfigError(f"the folder `{source}` holds no run.toml", hint=f"recipes: {', '.join(recipes())}")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"`{source}` is a pipe or a device, not a file", hint="save it as a file first")
         if not path.is_file():
             raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes())}")
         return path
@@ -200,28 +302,37 @@ def locate(source: str) -> Path:
 
 
 def recipes() -> list[str]:
-    """The names of the recipes in the package."""
+    """List the names of the recipes that are installed with shoestring."""
     root = Path(str(resources.files("shoestring_recipes")))
     return sorted(path.parent.name for path in root.glob("*/run.toml"))
 
 
-def override(document: dict[str, Any], flags: Sequence[str]) -> None:
-    """Apply `--area.technique.field value` (or `=value`) to a document; a name without dots belongs to [run].
+def override(document: dict[str, Any], flags: Sequence[str], source: str = "the run file") -> None:
+    """Apply flags `--area.technique.key value` (or `=value`) to a document, in place; keys without a dot belong to
+    [run].
 
-    Values are TOML, or plain strings where they are not. `--area.technique` alone turns the technique on.
+    A value that is not valid TOML is taken as a string. `--area.technique` without a value turns the technique on. Keys
+    of the document that a flag overrules are removed: `--steps` removes `minutes`. Former names of keys are accepted.
     """
-    rest = list(flags)
+    renames.rename(document, source)
+    rest, overridden = list(flags), set[str]()
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"unexpected argument `{flag}`", hint="overrides look like --area.technique.field value")
         name, equals, value = flag[2:].partition("=")
-        *tables, key = name.replace("-", "_").split(".")
+        name = name.replace("-", "_")
+        if "." not in name and name not in (run_keys := [field.name for field in fields(Settings)]):
+            name = renames.new_name(f"run.{name}").removeprefix("run.")
+            if name not in run_keys and (same := _flags_of(name, document)):
+                raise ConfigError(f"`{flag}` is no key of [run]", hint=f"did you mean {same}?")
+        *tables, key = renames.new_name(name if "." in name else f"run.{name}").split(".")
         table = document
-        for each in tables or ["run"]:
-            table = table.setdefault(each, {})
+        for table_name in tables:
+            table = table.setdefault(table_name, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"`{flag}`: `{each}` is a value, not a table")
+                raise ConfigError(f"`{flag}`: `{table_name}` is a value, not a table")
+        overridden.add(".".join((*tables, key)))
         if equals:
             table[key] = _literal(value)
         elif rest and not rest[0].startswith("--"):
@@ -230,17 +341,51 @@ def override(document: dict[str, Any], flags: Sequence[str]) -> None:
             table.setdefault(key, {})
         else:
             raise ConfigError(f"`{flag}` needs a value", hint=f"for a switch: {flag} true")
+    precedence.settle(document, overridden)
+
+
+def _flags_of(name: str, document: Mapping[str, Any]) -> str:
+    """Suggest up to three flags for a key of this name in other tables; tables of the document come first."""
+    tables: dict[str, type] = {"data": Data, **keys()}
+    named = [table for table, settings in tables.items() if name in {field.name for field in fields(settings)}]
+    named.sort(key=lambda table: not _is_on(table, document))
+    return " or ".join(f"`--{table}.{name}`" for table in named[:3])
+
+
+def _is_on(table: str, document: Mapping[str, Any]) -> bool:
+    """Whether a run file turns a technique on, or names no technique of its area and gets this one by default."""
+    area, _, technique = table.partition(".")
+    return technique in document.get(area, {}) or (area not in document and DEFAULTS.get(area) == technique)
 
 
 def _literal(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]  # own file: it is a flag of the command line
     except (tomllib.TOMLDecodeError, KeyError):
         return text
 
 
-def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the run file") -> Run:
-    """A document as a Run; a ConfigError says where a table, key or type is wrong, and what is near."""
+def parse(
+    document: Mapping[str, Any],
+    *,
+    name: str = "run",
+    source: str = "the run file",
+    unread: Collection[str] = (),
+    origin: Trust = USER,
+) -> Run:
+    """Turn the content of a run file into a Run.
+
+    Args:
+        name: name of the run.
+        source: name of the file, for error messages.
+        unread: keys of [run] and tables of features to skip, because they name untrusted code; see `Run.unread`.
+        origin: trust in the file, which decides whether the code in `unread` may be run.
+
+    Raises:
+        ConfigError: a table, key or type is wrong; the error says where, and suggests the nearest key.
+    """
+    document = copy.deepcopy(dict(document))
+    renames.rename(document, source)
     settings = structure(document.get("run", {}), Settings, "run", source)
     areas = (*AREAS, *dict.fromkeys(settings.packages))
     known = {*TABLES, *areas}
@@ -250,11 +395,14 @@ def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the 
             raise ConfigError(f"{source}: unknown table [{key}]", hint=hint)
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: `{key}` must be a table, got {table!r}", hint=f"write [{key}]")
-    for package in settings.packages:  # each is imported, so that an error about it comes at once
+    for package in settings.packages:  # packages are imported here, so that errors are raised at once
         if package in (*TABLES, *AREAS, "shoestring"):
-            raise ConfigError(f"{source}: `run.packages` names `{package}`, which is shoestring's own name")
-        techniques(package, source)
-    return Run(
+            raise ConfigError(
+                f"{source}: `run.packages` names `{package}`, which is a name that shoestring uses itself"
+            )
+        if "run.packages" not in unread:
+            techniques(package, source)
+    run = Run(
         name=name,
         settings=settings,
         model=document.get("model", {}),
@@ -263,12 +411,25 @@ def parse(document: Mapping[str, Any], *, name: str = "run", source: str = "the 
             structure(values, technique(area, key, source), f"{area}.{key}", source)
             for area in areas
             for key, values in document.get(area, {}).items()
+            if f"{area}.{key}" not in unread
         ),
+        unread={key: entry(document, key) for key in unread},
+        origin=origin,
     )
+    precedence.check(document, lambda table: defaults(_settings_of(table, source)), source)
+    return run
+
+
+def _settings_of(table: str, source: str) -> type[Any]:
+    """Return the dataclass of the settings in a table of a run file."""
+    if table in ("run", "data"):
+        return Settings if table == "run" else Data
+    area, _, key = table.partition(".")
+    return technique(area, key, source)
 
 
 def techniques(area: str, source: str = "the run file") -> dict[str, type[Feature]]:
-    """The techniques of an area, or of a package that `run.packages` names, by their names in the run file.
+    """Map the names of techniques in a run file to their classes, for an area or a package in `run.packages`.
 
     Raises:
         ConfigError: there is no such package, importing it fails, or it exports no feature.
@@ -276,21 +437,21 @@ def techniques(area: str, source: str = "the run file") -> dict[str, type[Featur
     module = import_module(f"shoestring.{area}") if area in AREAS else _package(area, source)
     names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     exported = [getattr(module, name) for name in names]
-    kinds = [each for each in exported if isinstance(each, type) and issubclass(each, Feature)]
-    found = {kind.__name__.lower(): kind for kind in kinds if area_of(kind) == area and not isabstract(kind)}
-    if not found and area not in AREAS:
+    kinds = [value for value in exported if isinstance(value, type) and issubclass(value, Feature)]
+    features = {kind.__name__.lower(): kind for kind in kinds if area_of(kind) == area and not isabstract(kind)}
+    if not features and area not in AREAS:
         hint = f"its features are the subclasses of shoestring.Feature that `import {area}` brings"
         raise ConfigError(f"{source}: the package `{area}` of `run.packages` exports no feature", hint=hint)
-    return found
+    return features
 
 
 def _package(name: str, source: str) -> ModuleType:
-    """Import a package of the user's own, whose name is also the name of its tables."""
+    """Import a package of the user's own."""
     if not name.isidentifier():
         hint = f"name the package that it belongs to, `{name.partition('.')[0]}`, and export its features there"
         raise ConfigError(f"{source}: `run.packages` takes names of packages, not `{name}`", hint=hint)
     try:
-        return import_module(name)
+        return import_package(name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         hint = "is it installed, or below the current directory?"
@@ -298,12 +459,13 @@ def _package(name: str, source: str) -> ModuleType:
 
 
 def technique(area: str, key: str, source: str = "the run file") -> type[Feature]:
-    found = techniques(area, source)
-    if key not in found:
-        raise ConfigError(f"{source}: unknown technique [{area}.{key}]", hint=nearest(key, found))
-    return found[key]
+    """Return the class of the technique of a table [area.key]; raises ConfigError if there is none."""
+    features = techniques(area, source)
+    if key not in features:
+        raise ConfigError(f"{source}: unknown technique [{area}.{key}]", hint=nearest(key, features))
+    return features[key]
 
 
 def keys(areas: Sequence[str] = AREAS) -> dict[str, type[Feature]]:
-    """Every table that features of these areas and packages may have, with the class of its settings."""
+    """Map the tables of all features in these areas and packages to the classes of their settings."""
     return {f"{area}.{name}": kind for area in areas for name, kind in techniques(area).items()}

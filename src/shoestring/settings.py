@@ -1,9 +1,10 @@
-"""Tables of a run file as frozen dataclasses: strict types, no unknown keys, errors that say where and what is near."""
+"""Reads tables of a run file into frozen dataclasses; checks types strictly and refuses unknown keys."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import math
 import textwrap
 from collections.abc import Callable, Mapping
@@ -21,43 +22,57 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+log = logging.getLogger("shoestring")
 
 
 def structure(table: object, settings: type[T], where: str, source: str) -> T:
-    """Make `settings` from a table.
+    """Read a table into the dataclass `settings`.
 
     Args:
-        where: the table's name, for errors. source: the file's.
+        where: name of the table, for error messages.
+        source: name of the file, for error messages.
 
     Raises:
-        ConfigError: a key is unknown (with the nearest one), a value is of another type, or a value is refused.
+        ConfigError: a key is unknown or missing, or a value has a wrong type or is not finite.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{source}: `{where}` must be a table, got {table!r}", hint=f"write [{where}]")
-    names = [each.name for each in fields(settings)]
+    names, retired = [field.name for field in fields(settings)], getattr(settings, "retired", ())
+    if former := [f"`{key}`" for key in table if key in retired]:
+        message = "%s: [%s] contains results of an earlier run, which are not settings and are ignored: %s"
+        log.warning(message, source, where, ", ".join(former))
+        table = {key: value for key, value in table.items() if key not in retired}
     for key in table:
         if key not in names:
             raise ConfigError(f"{source}: unknown key `{key}` in [{where}]", hint=nearest(key, names))
-    for each in fields(settings):
-        if each.name not in table and each.default is each.default_factory is MISSING:
-            raise ConfigError(f"{source}: `{where}.{each.name}` is missing")
+    for field in fields(settings):
+        if field.name not in table and field.default is field.default_factory is MISSING:
+            raise ConfigError(f"{source}: `{where}.{field.name}` is missing")
     hints = get_type_hints(settings)
     values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
     for key, value in values.items():
-        endless = getattr(getattr(settings, "neutral", None), key, None) == value  # a bound that bounds nothing
+        # Infinity is allowed where it is the neutral value of a bound.
+        endless = getattr(getattr(settings, "neutral", None), key, None) == value
         if isinstance(value, float) and not math.isfinite(value) and not endless:
             raise ConfigError(f"{source}: `{where}.{key}` must be a finite number, got {value}")
     return settings(**values)
 
 
+def defaults(settings: type[DataclassInstance]) -> dict[str, Any]:
+    """Map the names of the fields that have a default to it."""
+    return {field.name: field.default for field in fields(settings) if field.default is not MISSING}
+
+
 def _value(value: Any, kind: Any, where: str, source: str) -> Any:
-    listed = isinstance(value, list | tuple)  # a string would become its characters
+    if isinstance(kind, type) and is_dataclass(kind):
+        return structure(value, kind, where, source)
+    listed = isinstance(value, list | tuple)  # cattrs would also take a string, as a list of its characters
     if listed and (settings := _settings_in(kind)):
-        return tuple(structure(each, settings, f"{where}[{index}]", source) for index, each in enumerate(value))
+        return tuple(structure(item, settings, f"{where}[{index}]", source) for index, item in enumerate(value))
     choices = [kind] if get_origin(kind) is not UnionType else get_args(kind)
-    for choice in choices if any(get_origin(each) is tuple for each in choices) else [kind]:
+    for choice in choices if any(get_origin(choice) is tuple for choice in choices) else [kind]:
         if (get_origin(choice) is tuple) <= listed:
-            with suppress(Exception):  # cattrs has no common base for what it raises
+            with suppress(Exception):  # the exceptions that cattrs raises have no common base class
                 return _converter().structure(value, choice)
     if get_origin(kind) is Literal and isinstance(value, str):
         hint = nearest(value, [str(choice) for choice in get_args(kind)])
@@ -66,18 +81,20 @@ def _value(value: Any, kind: Any, where: str, source: str) -> Any:
 
 
 def _settings_in(kind: Any) -> type | None:
-    """The dataclass of which `kind` is a list: an array of tables."""
+    """Return the dataclass of the items if `kind` is a tuple of dataclasses (an array of tables in TOML), else None."""
     inside = get_args(kind)[0] if get_origin(kind) is tuple else None
     return inside if isinstance(inside, type) and is_dataclass(inside) else None
 
 
 def describe(kind: Any) -> str:
-    """A type in words for users: `a number`, `one of "a", "b"`."""
+    """Describe a type in words for users, such as `a number` or `one of "a", "b"`."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     if kind in words:
         return words[kind]
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
+    if is_dataclass(kind):
+        return "a table"
     if _settings_in(kind):
         return "a list of tables"
     if get_origin(kind) is tuple:
@@ -91,11 +108,21 @@ def describe(kind: Any) -> str:
 
 @cache
 def _converter() -> cattrs.Converter:
-    """Strict: a string is no number, true is no 1; only a whole number may stand for a number."""
+    """Make a strict converter, which accepts an int for a float, but no string for a number and no bool for an int."""
     converter = cattrs.Converter()
     for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
         converter.register_structure_hook(kind, _strict(kind, accepted))
-    converter.register_structure_hook_func(_is_scalar_union, _any_of)
+
+    def is_scalar_union(kind: Any) -> bool:
+        parts = set(get_args(kind))
+        return parts != set() and parts <= {int, float, str, bool} and get_origin(kind) is not tuple
+
+    def keep_if_member(value: Any, kind: Any) -> Any:
+        if type(value) not in get_args(kind):
+            raise TypeError("none of the union")
+        return value
+
+    converter.register_structure_hook_func(is_scalar_union, keep_if_member)
     return converter
 
 
@@ -108,31 +135,22 @@ def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]
     return hook
 
 
-def _is_scalar_union(kind: Any) -> bool:
-    return get_args(kind) != () and set(get_args(kind)) <= {int, float, str, bool} and get_origin(kind) is not tuple
-
-
-def _any_of(value: Any, kind: Any) -> Any:
-    if type(value) not in get_args(kind):
-        raise TypeError("none of the union")
-    return value
-
-
 def help_texts(settings: type) -> dict[str, str]:
-    """Each field's help: the string that stands under it in the class, or in the class it inherits the field from."""
+    """Map fields to their help texts: the strings below the fields in the class, or in the base class that has them."""
     texts: dict[str, str] = {}
-    for each in reversed(settings.__mro__):
-        if is_dataclass(each):
-            texts |= _texts(each)
+    for base in reversed(settings.__mro__):
+        if is_dataclass(base):
+            texts |= _texts(base)
     return texts
 
 
+@cache
 def _texts(settings: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
-    for one, following in zip(body.body, body.body[1:], strict=False):
-        match one, following:
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())
     return texts

@@ -66,7 +66,7 @@ class Short(Deadline):
 
 def contest(folder: Path, deadline: Deadline | None = None, size: AtSize = SIZE) -> AtSizeContest:
     folder.mkdir(exist_ok=True)
-    return AtSizeContest(size, folder, folder, CPU, deadline or Deadline(), commit="0")
+    return AtSizeContest(size, folder, folder, CPU, deadline or Deadline())
 
 
 def data(folder: Path, seed: int = 1) -> SeedData:

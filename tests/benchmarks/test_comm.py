@@ -25,7 +25,7 @@ from benchmarks.comm.wire_bytes import ALL, codecs, sparse
 from benchmarks.comm.worker import sent_bytes
 from benchmarks.rows import unique
 from shoestring import comm
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.testing.netlab import netlab_available
 
@@ -155,7 +155,7 @@ def test_every_setting_can_be_attached_to_the_small_model():
     for method in (method for family in (*OURS_FAMILIES, *PEERS) for method in family.bases if method.kind == "ours"):
         job = Job(model, world=World(size=4, local_size=1))
         job.progress.total = method.horizon or Sizes().steps
-        getattr(comm, method.feature)(**method.settings).check(job)
+        method.build(getattr(comm, method.feature)).check(attachments_of(job))
 
 
 def test_a_slow_link_is_given_the_setting_with_fewer_bytes(contest):

@@ -11,7 +11,7 @@ from benchmarks.gpu import main as run_gpu
 from benchmarks.harness import Bar, Deadline, Environment, report, shared
 from benchmarks.rows import read
 
-HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, commit="0123abc")
+HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, tree="0123abc")
 WITH_GPU = replace(HERE, gpu="1 × planted")
 
 
@@ -29,7 +29,8 @@ def areas(tmp_path, monkeypatch):
 
         def gpu_rows():
             names = ("one", "two")
-            return [Bar(f"fast.{name}", name, ">=", 1, measure=lambda deadline: 2.0, gpu=True) for name in names]
+            more = {"measure": lambda deadline: 2.0, "gpu": True, "kind": "exact"}
+            return [Bar(f"fast.{name}", name, ">=", 1, **more) for name in names]
         """
     for name, text in {"fast": fast, "plain": "", "broken": "import no_such_module_at_all"}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
@@ -59,7 +60,7 @@ def test_gpu_bars_run_within_the_budget_and_stay_when_there_is_no_gpu_later(area
     assert stored(tmp_path, "fast")["fast.one"].command == "python -m benchmarks.gpu --only fast.one"
     capsys.readouterr()
     assert run_gpu([], package, tmp_path, HERE) == 0
-    assert "(no GPU); kept: 2 at 0123abc" in capsys.readouterr().out
+    assert "(no GPU); kept: 2 of " in capsys.readouterr().out
     assert stored(tmp_path, "fast")["fast.one"].measured == 2.0
     assert run_gpu(["--budget", "601"], package, tmp_path, HERE) == 2
 
@@ -75,7 +76,7 @@ def test_a_bar_that_takes_too_long_leaves_time_for_the_others(areas, tmp_path):
                 pass
 
         def gpu_rows():
-            return [Bar("broken.one", "one", ">=", 1, measure=forever, gpu=True)]
+            return [Bar("broken.one", "one", ">=", 1, measure=forever, gpu=True, kind="exact")]
         """)
     )
     wanted = ["--only", "broken", "--only", "fast", "--skip", "fast.two"]
@@ -100,10 +101,10 @@ def test_what_bars_of_an_area_share_is_gone_before_those_of_the_next(tmp_path):
             held.pop()
 
     def of(name):
-        return Bar(name, "", ">=", 1, measure=lambda deadline: weights() and float(len(held)), gpu=True)
+        return Bar(name, "", ">=", 1, measure=lambda deadline: weights() and float(len(held)), gpu=True, kind="exact")
 
     def after(name):
-        return Bar(name, "", "<=", 0, measure=lambda deadline: float(len(held)), gpu=True)
+        return Bar(name, "", "<=", 0, measure=lambda deadline: float(len(held)), gpu=True, kind="exact")
 
     bars = [of("one.a"), of("one.b"), after("two.a")]
     assert report(bars, WITH_GPU, Deadline(), tmp_path, strict=True) == 0
@@ -112,6 +113,6 @@ def test_what_bars_of_an_area_share_is_gone_before_those_of_the_next(tmp_path):
 
 def test_gpu_rows_that_do_not_ask_for_a_gpu_are_refused(areas, tmp_path, capsys):
     package, folder = areas
-    (folder / "fast.py").write_text((folder / "fast.py").read_text().replace(", gpu=True", ""))
+    (folder / "fast.py").write_text((folder / "fast.py").read_text().replace('"gpu": True, ', ""))
     assert run_gpu([], package, tmp_path, HERE) == 1
     assert "in gpu_rows() without gpu=True" in capsys.readouterr().err

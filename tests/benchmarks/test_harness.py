@@ -17,18 +17,22 @@ from benchmarks import harness
 from benchmarks.evidence import CELL
 from benchmarks.evidence import main as write_evidence
 from benchmarks.harness import Bar, Deadline, Environment, Measured, NotRun, main, measure, selected
-from benchmarks.machine import git_commit
+from benchmarks.machine import ROOT, git_tree
 from benchmarks.rows import declare, hold, not_run, read, record, status, unique, write
 from benchmarks.timing import run_command
 from shoestring.core.errors import ConfigError, DataError
 
-HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, commit="0123abc")
+HERE = Environment(cpu="abacus", cores=2, memory_gib=4.0, gpu=None, tree="0123abc")
 WITH_GPU = replace(HERE, gpu="1 × planted")
 
 
-def bar(name="one", op=">=", number=2.0, found=3.0, **more):
+def bar(name="one", op=">=", number=2.0, found=3.0, kind="exact", **more):
     measured = found if callable(found) else lambda deadline: found
-    return Bar(f"area.{name}", f"what {name} does", op, number, measure=measured, **more)
+    return Bar(f"area.{name}", f"what {name} does", op, number, measure=measured, kind=kind, **more)
+
+
+def taken(bar, value=3.0, **more):
+    return hold(bar, Measured(value, **more), HERE)
 
 
 def stored(folder, area="area"):
@@ -38,15 +42,49 @@ def stored(folder, area="area"):
 # -- rows and their files ---------------------------------------------------------------------------------------------
 
 
-def test_status_is_held_at_the_bar_and_missed_beside_it():
-    assert [status(">=", 2.0, value) for value in (2.0, 1.999, None)] == ["held", "missed", "not-run"]
-    assert [status("<=", 2.0, value) for value in (2.0, 2.001, None)] == ["held", "missed", "not-run"]
+def test_an_exact_figure_is_held_at_the_bar_and_missed_beside_it():
+    assert [status(">=", 2.0, value, "exact", None) for value in (2.0, 1.999, None)] == ["held", "missed", "not-run"]
+    assert [status("<=", 2.0, value, "exact", None) for value in (2.0, 2.001, None)] == ["held", "missed", "not-run"]
+
+
+@pytest.mark.parametrize("kind", ["drawn", "timed"])
+@pytest.mark.parametrize(
+    ("interval", "above", "below"),
+    [
+        ((2.0, 2.4), "held", "open"),
+        ((1.9, 2.4), "open", "open"),
+        ((1.9, 2.0), "open", "held"),
+        ((2.1, 2.4), "held", "missed"),
+        ((1.1, 1.9), "missed", "held"),
+    ],
+)
+def test_a_figure_that_varies_is_judged_by_the_ends_of_its_interval(kind, interval, above, below):
+    middle = sum(interval) / 2
+    assert status(">=", 2.0, middle, kind, interval) == above
+    assert status("<=", 2.0, middle, kind, interval) == below
+
+
+def test_a_figure_that_varies_and_has_no_interval_is_never_held():
+    assert [status(">=", 2.0, value, "timed", None) for value in (3.0, 1.0)] == ["open", "missed"]
+    assert status("<=", 2.0, 1.0, "drawn", None) == "open"
+
+
+def test_a_figure_outside_of_its_interval_is_not_written(tmp_path):
+    with pytest.raises(ConfigError, match="outside of its interval"):
+        taken(bar(kind="timed"), 2.55, interval=(3.46, 5.57))
+    row = asdict(taken(bar(kind="timed"), 3.5, interval=(3.46, 5.57)))
+    (tmp_path / "area.json").write_text(json.dumps([row | {"measured": 2.55}]))
+    with pytest.raises(DataError, match="outside of its interval"):
+        read(tmp_path / "area.json")
 
 
 def test_a_row_has_exactly_the_designs_fields_and_survives_its_file(tmp_path):
-    row = hold(bar(seeds=(1, 2), peers=("pytest", "no-such-package"), baseline="DDP"), np.float32(3), HERE, note="±1")
+    row = taken(bar(seeds=(1, 2), peers=("pytest", "no-such-package"), baseline="DDP"), np.float32(3), note="±1")
     write(tmp_path / "area.json", [row])
-    keys = "id what op bar measured status reason baseline command commit hardware versions seeds date"
+    keys = (
+        "id what op bar kind measured interval status reason baseline command rests_on seconds hardware versions "
+        "seeds date"
+    )
     assert " ".join(asdict(row)) == keys
     assert read(tmp_path / "area.json") == {"area.one": row}
     assert (row.status, row.command) == ("held", "python -m benchmarks.area --only area.one")
@@ -58,11 +96,11 @@ def test_a_row_has_exactly_the_designs_fields_and_survives_its_file(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "3", None])
 def test_only_finite_numbers_are_measured(value):
     with pytest.raises(ConfigError, match="no finite number"):
-        hold(bar(), value, HERE)
+        taken(bar(), value)
 
 
 def test_files_are_sorted_stable_and_leave_nothing_beside_them(tmp_path):
-    rows = [hold(bar(name), 3.0, HERE) for name in ("b", "a", "c")]
+    rows = [taken(bar(name)) for name in ("b", "a", "c")]
     write(tmp_path / "area.json", rows)
     first = (tmp_path / "area.json").read_bytes()
     write(tmp_path / "area.json", reversed(rows))
@@ -72,15 +110,15 @@ def test_files_are_sorted_stable_and_leave_nothing_beside_them(tmp_path):
 
 
 FAULTS = {
-    "id": "Area One", "what": 1, "op": ">", "bar": "2", "measured": math.nan, "status": "fine", "reason": None,
-    "baseline": 3, "command": [], "commit": "main", "hardware": {}, "versions": {"torch": 2}, "seeds": [1.5],
-    "date": "1/2/2026",
+    "id": "Area One", "what": 1, "op": "==", "bar": "2", "kind": "rough", "measured": math.nan, "interval": "1 to 2",
+    "status": "fine", "reason": None, "baseline": 3, "command": [], "rests_on": [{"tree": "main"}], "seconds": "1",
+    "hardware": {}, "versions": {"torch": 2}, "seeds": [1.5], "date": "1/2/2026",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", FAULTS)
 def test_each_malformed_field_is_refused(tmp_path, key):
-    good = asdict(hold(bar(), 3.0, HERE))
+    good = asdict(taken(bar()))
     (tmp_path / "area.json").write_text(json.dumps([good | {key: FAULTS[key]}]))
     with pytest.raises(DataError, match=f"row 0: `{key}` is"):
         read(tmp_path / "area.json")
@@ -91,10 +129,10 @@ def test_each_malformed_field_is_refused(tmp_path, key):
 
 
 def test_files_that_contradict_themselves_are_refused(tmp_path):
-    path, good = tmp_path / "area.json", asdict(hold(bar(), 3.0, HERE))
+    path, good = tmp_path / "area.json", asdict(taken(bar()))
     planted = {
         "stands there twice": [good, good],
-        "says missed, but measured 3.0 >= 2.0": [good | {"status": "missed"}],
+        "says missed, but is held: 3.0 >= 2.0": [good | {"status": "missed"}],
         "no reason is given": [good | {"status": "not-run", "measured": None}],
         "belongs to another area": [good | {"id": "other.one"}],
         "not a list": good,
@@ -111,18 +149,18 @@ def test_files_that_contradict_themselves_are_refused(tmp_path):
 
 def test_a_not_run_row_never_takes_a_measured_ones_place(tmp_path):
     path = tmp_path / "area.json"
-    for row in (not_run(bar(), "budget", HERE), not_run(bar(), "no GPU", HERE), hold(bar(), 3.0, HERE)):
+    for row in (not_run(bar(), "budget", HERE), not_run(bar(), "no GPU", HERE), taken(bar())):
         record(path, row)
         assert stored(tmp_path)["area.one"] == row
     record(path, not_run(bar(), "no GPU", HERE))
     assert stored(tmp_path)["area.one"].measured == 3.0
-    record(path, hold(bar(), 1.0, HERE))
+    record(path, taken(bar(), 1.0))
     assert stored(tmp_path)["area.one"].status == "missed"
 
 
 def test_a_bar_that_moves_judges_the_stored_value_again(tmp_path):
     path = tmp_path / "area.json"
-    record(path, hold(bar(), 3.0, HERE))
+    record(path, taken(bar()))
     declare(path, [bar(number=5.0), bar("two")], HERE)
     rows = stored(tmp_path)
     assert (rows["area.one"].status, rows["area.one"].measured) == ("missed", 3.0)
@@ -133,7 +171,7 @@ def test_malformed_bars_are_refused():
     with pytest.raises(ConfigError, match="malformed"):
         bar("Top K")
     with pytest.raises(ConfigError, match="op is"):
-        bar(op=">")
+        bar(op="==")
     with pytest.raises(ConfigError, match="finite"):
         bar(number=math.inf)
     with pytest.raises(ConfigError, match="declared twice"):
@@ -142,21 +180,21 @@ def test_malformed_bars_are_refused():
         unique([bar()], "other")
 
 
-def test_the_commit_says_when_the_code_differs_but_not_when_results_do(tmp_path):
+def test_the_tree_says_when_the_code_differs_but_not_when_results_do(tmp_path):
     def git(*args):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *args], cwd=tmp_path, check=True)
 
-    assert git_commit(tmp_path) == "unknown"
+    assert git_tree(tmp_path) == "unknown"
     git("init", "-q")
     (tmp_path / "code.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "one")
-    assert len(git_commit(tmp_path)) == 12
+    assert len(git_tree(tmp_path)) == 12
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "area.json").write_text("[]")
-    assert len(git_commit(tmp_path)) == 12
+    assert len(git_tree(tmp_path)) == 12
     (tmp_path / "code.py").write_text("2")
-    assert git_commit(tmp_path).endswith("-dirty")
+    assert git_tree(tmp_path).endswith("-dirty")
 
 
 # -- an area's command line -------------------------------------------------------------------------------------------
@@ -275,7 +313,8 @@ child.wait()
 # -- evidence ----------------------------------------------------------------------------------------------------------
 
 
-def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
+def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.machine._given", {ROOT: "0123456789ab"})
     results, page = tmp_path / "results", tmp_path / "docs" / "evidence.md"
     hostile = replace(bar("two", found=1.0), what="a | b <script> [x](y) *z*\n# w", seeds=(1, 2))
     long = replace(bar("four"), what="many words " * 40)
@@ -285,7 +324,7 @@ def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
     assert write_evidence([], results, page) == 0
     assert write_evidence(["--check"], results, page) == 0
     text = page.read_text()
-    assert "4 bars: 2 held, 1 missed, 1 not run." in text
+    assert "4 bars: 2 held, 1 missed, 0 open, 1 not run; 0 of them stale." in text
     assert '| <a id="area.one"></a>area.one | what one does | &gt;= 2 | 3 | held |' in text
     assert r"a &#124; b &lt;script&gt; \[x\](y) \*z\* \# w |" in text
     assert "- **area.three.** Not run: no disk." in text
@@ -301,7 +340,7 @@ def test_evidence_is_generated_escaped_and_checked(tmp_path, capsys):
     assert write_evidence(["--check"], results, page) == 2
 
 
-def test_a_commit_that_was_given_is_that_of_stored_runs_too(monkeypatch, tmp_path):
+def test_a_tree_that_was_given_is_that_of_stored_runs_too(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.machine._given", {})
-    assert Environment.capture(commit="0123456789ab").commit == git_commit() == "0123456789ab"
-    assert harness.stored(tmp_path / "run.json", lambda: None, dict)["commit"] == "0123456789ab"
+    assert Environment.capture(tree="0123456789ab").tree == git_tree() == "0123456789ab"
+    assert harness.stored(tmp_path / "run.json", lambda: None, dict)["tree"] == "0123456789ab"

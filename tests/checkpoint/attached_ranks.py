@@ -18,13 +18,13 @@ from shoestring import checkpoint
 from shoestring.checkpoint import Plain, Tiered
 from shoestring.checkpoint.attached import Attached
 from shoestring.core.compose import attach, compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.parallel import DDP, FSDP
 
 
 def saving(folder: str, state: dict[str, Any]) -> Attached:
     place = Path(folder)
-    settings = Tiered(folder=str(place / "saves"), memory=str(place / "memory"), memory_every=0, disk_every=0)
+    settings = Tiered(folder=str(place / "saves"), memory_folder=str(place / "memory"), memory_every=0, disk_every=0)
     return checkpoint.attach(state, settings=settings)
 
 
@@ -125,7 +125,7 @@ def replicated(*, folder: str, first: int, stop: int) -> dict[str, Any]:
 def in_a_job(*, folder: str, first: int, stop: int) -> dict[str, Any]:
     """The same by features that are attached to the model and its optimizer."""
     model, optimizer = normed()
-    settings = Tiered(folder=f"{folder}/saves", memory=f"{folder}/memory", memory_every=0, disk_every=0)
+    settings = Tiered(folder=f"{folder}/saves", memory_folder=f"{folder}/memory", memory_every=0, disk_every=0)
     with attach(model, optimizer, DDP(), settings) as job:
         assert job.restore is not None and (job.restore("auto") or 0) == first
         job.progress.total = stop
@@ -142,7 +142,7 @@ def in_one_file(*, folder: str, first: int, stop: int, sharded: bool) -> dict[st
     torch.manual_seed(0)
     model, rank = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)), 0
     job = Job(model, loss=lambda output, _: (output.sum(), torch.tensor(4)), forward=lambda model, batch: model(batch))
-    job.optimizer = partial(AdamW, lr=1e-2)
+    attachments_of(job).build_optimizer = partial(AdamW, lr=1e-2)
     if job.world.size > 1:
         rank = dist.get_rank()
     with compose(job, [FSDP() if sharded else DDP(), Plain(folder=folder)]):

@@ -6,7 +6,7 @@ import pytest
 
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import build_checkpointer
+from tests.rigs.checkpointing.known import build_checkpointer
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from saving_ranks import digests
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from torch.utils.data import TensorDataset
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.differences.difference import StepContent
 from shoestring.checkpoint.differences.differences import Differences
+from shoestring.checkpoint.differences.ring import parsed, wholes
+from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tree import encode as encode_tree
 from shoestring.core.compose import compose
 from shoestring.core.job import Job
@@ -76,7 +79,7 @@ def job_of(
     local = world.size // hosts
     world = replace(world, local_size=local, local_rank=world.rank % local, layout=world.axes)
     given = {"memory_every": 4, "peers_every": 0, "disk_every": 0, "differences": 16} | settings
-    tiered = Tiered(folder=str(place / "checkpoints"), memory=str(place / "memory"), **given)
+    tiered = Tiered(folder=str(place / "checkpoints"), memory_folder=str(place / "memory"), **given)
     model = WithStatistics(jobs.tiny(0.1)) if statistics else jobs.tiny(0.1)
     job = Job(model, optimizer=partial(AdamW, lr=lr), progress=Progress(total=total), world=world)
     return compose(job, [*map(decode, features), tiered])
@@ -198,6 +201,16 @@ def ring_of(folder: str, rank: int) -> Path:
     """The file with the differences of a rank of the only host."""
     (path,) = Path(folder, "memory").glob(f"*/*/host-0/steps-{rank}.ring")
     return path
+
+
+def change_average(path: Path, at: int) -> None:
+    """Change an average of the difference in a cell, whose checksum then fits."""
+    data = torch.from_numpy(np.memmap(path, np.uint8, mode="r+"))
+    cell = next(wholes(data[at:]))
+    _, tensors = parsed(cell)
+    tensors["average 0.0"].view(-1)[:1000].view(torch.uint8).add_(1)
+    mark = struct.pack("<I", crc32(cell[24:].numpy().data))
+    cell[8:12] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
 
 
 def flip(path: Path, at: int) -> None:

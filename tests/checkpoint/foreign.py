@@ -37,7 +37,7 @@ def main(folder, steps, die_at):
     loader = Counter()
     torch.manual_seed(100 + rank)
     settings = checkpoint.Tiered(
-        folder=str(folder / "saves"), memory=str(folder / "memory"), memory_every=2, disk_every=5
+        folder=str(folder / "saves"), memory_folder=str(folder / "memory"), memory_every=2, disk_every=5
     )
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
     with checkpoint.attach(state, own={"loader": loader}, settings=settings) as saves:

@@ -21,9 +21,9 @@ from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import Slot, seals
 from shoestring.memory.broker.tenant import BrokeredMemory, Terms
-from shoestring.testing.checkpointing.known import RunSetup, Trainee
-from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.scenarios import here
+from tests.rigs.checkpointing.known import RunSetup, Trainee
+from tests.rigs.checkpointing.surroundings import listening
 
 CHUNKS = 9 << 20  # bytes of each rank's own state: three chunks
 

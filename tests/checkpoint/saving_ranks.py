@@ -27,7 +27,7 @@ def made(folder: str, total: int = 0, **settings: Any) -> Job:
     world, place = here(), Path(folder)
     under = [] if world.size == 1 else [FSDP() if "fsdp" in place.name else DDP()]
     given = {"memory_every": 0, "peers_every": 0, "disk_every": 2} | settings
-    tiered = Tiered(folder=str(place / "checkpoints"), memory=str(place / "memory"), **given)
+    tiered = Tiered(folder=str(place / "checkpoints"), memory_folder=str(place / "memory"), **given)
     job = Job(jobs.tiny(), optimizer=partial(AdamW, lr=1e-2), progress=Progress(total=total), world=world)
     return compose(job, [*under, tiered])
 

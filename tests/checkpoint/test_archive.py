@@ -15,13 +15,13 @@ from shoestring.checkpoint import Plain, Tiered, attach
 from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.claim import LOCK
 from shoestring.cli import main
-from shoestring.commands.archive import COMPLETE, Archive
-from shoestring.commands.pruning import users
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.models.loading import load_model
 from shoestring.testing import jobs
+from shoestring.verbs.archive import COMPLETE, Archive
+from shoestring.verbs.trim import users
 from tests.small_runs import write_run_file, write_texts
 
 
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("archive")
     folder = root / "run"
     run = {"data": write_texts(root), "steps": 4, "folder": str(folder)}
-    tiered = {"memory": str(root / "memory"), "memory_every": 0, "disk_every": 2}
+    tiered = {"memory_folder": str(root / "memory"), "memory_every": 0, "disk_every": 2}
     file = write_run_file(root / "run.toml", {"run": run, "checkpoint": {"tiered": tiered}})
     assert main(["train", str(file)]) == 0
     return folder
@@ -199,17 +199,17 @@ def test_an_exported_model_is_read_as_the_run_s_own(run, way, tmp_path, capsys):
 def test_hf_needs_a_model_with_such_a_layout(dead, capsys, tmp_path):
     shutil.copytree(dead / "checkpoints", tmp_path / "alone")
     said = refused(capsys, "export", tmp_path / "alone", "--to", tmp_path / "out", "--as", "hf")
-    assert "no run.toml" in said and "--as safetensors needs none" in said
+    assert "no run.toml" in said and "--as safetensors needs no run file" in said
     said = refused(capsys, "export", dead, "--to", tmp_path / "out", "--as", "hf")
-    assert "`shoestring.testing.jobs:tiny` has no layout of Hugging Face's" in said
+    assert "`shoestring.testing.jobs:tiny` has no Hugging Face layout" in said
 
 
-def test_prune_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
+def test_trim_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     acts = []
     monkeypatch.setattr(file_acts.Files, "before", lambda _, act, path, *__: acts.append((act, path.name)))
     (run / "checkpoints/.step-00000001-0000-abc.tmp").mkdir()
     old = of(run, 2)
-    gone = told(capsys, "prune", run, "--keep", 1)
+    gone = told(capsys, "trim", run, "--keep", 1)
     assert {str(old), str(run / "checkpoints/.step-00000001-0000-abc.tmp")} == set(gone)
     assert steps(told(capsys, "ls", run)) == [(4, "disk", COMPLETE)]
     aside = f".{old.name}.tmp"  # the name of what is not committed, by which the rest of it is found
@@ -217,7 +217,7 @@ def test_prune_keeps_the_newest_and_half_deletes_none(run, capsys, monkeypatch):
     assert acts[at : at + 3] == [("rename", old.name), ("sync folder", old.parent.name), ("remove", aside)]
 
 
-def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
+def test_trim_leaves_what_others_have_put_there(run, tmp_path, capsys):
     saves = run / "checkpoints"
     linked = tmp_path / "linked"
     shutil.copytree(of(run, 2), linked)
@@ -230,25 +230,25 @@ def test_prune_leaves_what_others_have_put_there(run, tmp_path, capsys):
     left.mkdir()
     lock = file_acts.Files().lock(saves / LOCK, "another process")
     before = sorted(saves.rglob("*"))
-    assert told(capsys, "prune", run, "--keep", 1) == []  # it is running
+    assert told(capsys, "trim", run, "--keep", 1) == []  # it is running
     assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
     lock.release()
-    assert told(capsys, "prune", run, "--keep", 1) == [str(left)]
+    assert told(capsys, "trim", run, "--keep", 1) == [str(left)]
     left.mkdir()
     assert sorted(saves.rglob("*")) == before and (linked / "manifest.json").exists()
 
 
-def test_prune_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
+def test_trim_deletes_nothing_where_what_is_kept_is_damaged(run, capsys):
     flip(of(run, 4) / "private-0.safetensors")
-    assert "nothing is deleted: the checkpoint of step 4 is damaged" in refused(capsys, "prune", run, "--keep", 1)
-    assert "must be at least 1" in refused(capsys, "prune", run, "--keep", 0)
+    assert "nothing is deleted: the checkpoint of step 4 is damaged" in refused(capsys, "trim", run, "--keep", 1)
+    assert "must be at least 1" in refused(capsys, "trim", run, "--keep", 0)
     assert len(told(capsys, "ls", run)) == 2
 
 
 def test_what_a_run_went_back_from_is_not_what_it_goes_on_from(tmp_path, capsys):
-    """Neither for `prune` and `show`, nor in the list."""
+    """Neither for `trim` and `show`, nor in the list."""
     run = tmp_path / "run"
-    settings = {"memory": str(tmp_path / "memory"), "memory_every": 0, "disk_every": 2, "keep": 9}
+    settings = {"memory_folder": str(tmp_path / "memory"), "memory_every": 0, "disk_every": 2, "keep": 9}
 
     def start(where, steps):
         saves = attach({"it": jobs.tiny()}, settings=Tiered(folder=str(run / "checkpoints"), **settings))
@@ -267,7 +267,7 @@ def test_what_a_run_went_back_from_is_not_what_it_goes_on_from(tmp_path, capsys)
     abandoned = f"{COMPLETE}, abandoned"
     assert listed() == [(6, abandoned), (4, COMPLETE), (2, COMPLETE)]  # 4 was done again
     assert told(capsys, "show", run)["checkpoint"]["start"] == 1
-    told(capsys, "prune", run, "--keep", 2)
+    told(capsys, "trim", run, "--keep", 2)
     assert listed() == [(4, COMPLETE), (2, COMPLETE)]
     assert start("auto", 0) == 4
 
@@ -286,7 +286,7 @@ def test_nor_is_it_where_each_checkpoint_is_one_file(tmp_path, capsys):
     assert start("auto", 2) is None
     assert start(folder / "step-00000001.safetensors", 0) == 1
     assert [state for _, _, state in steps(told(capsys, "ls", folder))] == [f"{COMPLETE}, abandoned", COMPLETE]
-    assert told(capsys, "prune", folder, "--keep", 1) == [str(folder / "step-00000002.safetensors")]
+    assert told(capsys, "trim", folder, "--keep", 1) == [str(folder / "step-00000002.safetensors")]
     assert start("auto", 0) == 1
 
 
@@ -298,7 +298,7 @@ def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
         (folder / "run.toml").write_text(f'[checkpoint.tiered]\nmemory = "{folder / "memory"}"\n')
         memory = Archive.of(folder).memory
         assert users(memory) != []
-        assert "is in use by process" in refused(capsys, "prune", folder, "--keep", 1, "--memory")
+        assert "is in use by process" in refused(capsys, "trim", folder, "--keep", 1, "--memory")
         assert any(memory.rglob("*.seal"))
         left = tmp_path / "left"
         shutil.copytree(memory, left)
@@ -309,7 +309,7 @@ def test_memory_is_cleared_of_dead_runs_only(tmp_path, capsys):
     memory.parent.mkdir(parents=True)
     shutil.copytree(left, memory)
     assert {row["level"] for row in told(capsys, "ls", folder)} == {"memory"}
-    assert told(capsys, "prune", folder, "--keep", 1, "--memory") == [str(memory)]
+    assert told(capsys, "trim", folder, "--keep", 1, "--memory") == [str(memory)]
     assert not memory.exists()
 
 
@@ -318,7 +318,7 @@ def test_checkpoints_in_one_file_are_read_too(tmp_path, capsys):
     with job:
         for number in range(2):
             job.step(jobs.batch(number))
-        expected = job.module.state_dict()
+        expected = attachments_of(job).module.state_dict()
     assert steps(told(capsys, "ls", tmp_path / "run")) == [(2, "disk", COMPLETE), (1, "disk", COMPLETE)]
     assert main(["checkpoint", "export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out/model.safetensors")
@@ -327,10 +327,10 @@ def test_checkpoints_in_one_file_are_read_too(tmp_path, capsys):
     assert "optimizer" in [each["name"] for each in told(capsys, "show", tmp_path / "run", 1)["states"]]
     flip(tmp_path / "run/checkpoints/step-00000002.safetensors")
     assert [bool(row["damage"]) for row in told(capsys, "verify", tmp_path / "run", code=1)] == [True, False]
-    assert len(told(capsys, "prune", tmp_path / "run/checkpoints/step-00000001.safetensors", "--keep", 1)) == 0
+    assert len(told(capsys, "trim", tmp_path / "run/checkpoints/step-00000001.safetensors", "--keep", 1)) == 0
     flip(tmp_path / "run/checkpoints/step-00000002.safetensors")
     linked = tmp_path / "run/checkpoints/step-00000003.safetensors"
     linked.symlink_to(tmp_path / "elsewhere.safetensors")
     shutil.copy(tmp_path / "run/checkpoints/step-00000002.safetensors", tmp_path / "elsewhere.safetensors")
-    assert told(capsys, "prune", tmp_path / "run", "--keep", 2) == []  # a link counts for nothing and is left
+    assert told(capsys, "trim", tmp_path / "run", "--keep", 2) == []  # a link counts for nothing and is left
     assert linked.is_symlink() and (tmp_path / "elsewhere.safetensors").exists()

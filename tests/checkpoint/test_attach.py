@@ -18,7 +18,7 @@ from shoestring.checkpoint.attached import addresses
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.testing import jobs
 from tests.waiting import until
@@ -53,7 +53,7 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
     """State without an optimizer that could be watched: the copy is waited for at once."""
     model = nn.Linear(3, 3)
     nn.init.zeros_(model.weight)
-    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=1)
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=1)
     with checkpoint.attach({"model": model}, settings=settings) as saves:
         assert saves.restore() == 0
         for _ in range(4):
@@ -71,12 +71,12 @@ def test_one_process_and_no_optimizer_hook(tmp_path):
 
 def test_a_checkpoint_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet(tmp_path):
     """As on a GPU, where they are read after the next step: they are copied beside it, like weights."""
-    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=3)
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=3)
 
     def start(steps):
         job = compose(Job(jobs.tiny(), optimizer=partial(SGD, lr=0.1), world=World()), [settings])
         with closing(job):  # which saves nothing more
-            job.defers = True
+            attachments_of(job).defers = True
             began = job.restore("auto")
             for number in range(steps):
                 job.step(jobs.batch(number))
@@ -91,7 +91,7 @@ def test_a_checkpoint_counts_the_tokens_of_a_step_whose_numbers_are_not_read_yet
 
 def test_what_a_rank_has_for_itself_resumes_where_it_was(tmp_path):
     """The position of a loader, and the random numbers that come next."""
-    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=2)
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=2)
 
     def start(steps):
         loader = Counter()
@@ -117,7 +117,7 @@ def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
     """From when the step was saved that it resumed from; an end that was asked for is no failure."""
     clock = [1000.0]
     monkeypatch.setattr("time.time", lambda: clock[0])
-    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=1)
+    settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=1)
 
     def start(steps, last=False):
         with checkpoint.attach({"model": nn.Linear(3, 3)}, settings=settings) as saves:
@@ -141,7 +141,7 @@ def test_what_failures_took_is_added_up_over_all_starts(tmp_path, monkeypatch):
 def test_a_loop_that_ends_right_after_a_checkpoint_saves_it_once(tmp_path):
     """Nobody knew that this step would be the last one; the checkpoint on disk says so afterwards."""
     folder = tmp_path / "checkpoints"
-    every = {"memory_every": 1, "disk_every": 3, "folder": str(folder), "memory": str(tmp_path / "memory")}
+    every = {"memory_every": 1, "disk_every": 3, "folder": str(folder), "memory_folder": str(tmp_path / "memory")}
 
     def job():
         return compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), [checkpoint.Tiered(**every)])
@@ -158,7 +158,12 @@ def test_a_loop_that_ends_right_after_a_checkpoint_saves_it_once(tmp_path):
 
 
 def attached(tmp_path, state, **settings):
-    given = {"folder": str(tmp_path / "saves"), "memory": str(tmp_path / "memory"), "memory_every": 0, "disk_every": 0}
+    given = {
+        "folder": str(tmp_path / "saves"),
+        "memory_folder": str(tmp_path / "memory"),
+        "memory_every": 0,
+        "disk_every": 0,
+    }
     return checkpoint.attach(state, settings=checkpoint.Tiered(**given | settings))
 
 
@@ -168,7 +173,10 @@ def test_a_state_that_was_renamed_is_told_of(tmp_path, caplog):
     with attached(tmp_path, {"net": nn.Linear(3, 3), "other": nn.Linear(1, 1)}) as saves:
         assert saves.restore() == 1
     place = f"step 1 of `{tmp_path / 'saves'}`"
-    assert caplog.messages == [f"{place} holds no `net`, which starts afresh", f"of {place} nothing takes `model`"]
+    assert caplog.messages == [
+        f"{place} holds no `net`, which starts afresh",
+        f"{place} holds `model`, which this run does not load",
+    ]
 
 
 @pytest.mark.parametrize(("state", "said"), [
@@ -181,7 +189,7 @@ def test_what_is_no_state_is_refused_at_once(tmp_path, state, said):
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    (checkpoint.Tiered(peers="none"), r"`checkpoint.tiered.peers` cannot be 'none'"),
+    (checkpoint.Tiered(redundancy="none"), r"`checkpoint.tiered.redundancy` cannot be 'none'"),
     (checkpoint.Tiered(keep=2.5), r"`checkpoint.tiered.keep` must be a whole number, at least 1, got 2.5"),
     (checkpoint.Tiered(differences_on="disk"), r"no differences are kept"),
     (checkpoint.Plain(), r"`settings` must be a checkpoint.Tiered, got a Plain"),

@@ -63,7 +63,9 @@ def test_buffers_that_differ_between_replicas_are_those_of_each_rank(pool, tmp_p
     assert alone["begun"] == again[0]["ended"]  # on another number of ranks all resume from the first one's
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("sharded", [
+    pytest.param(False, id="ddp"), pytest.param(True, id="fsdp", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_checkpoint_in_one_file_holds_the_buffers_of_each_rank(pool, tmp_path, sharded):
     def trained(name, first, stop):
         folder = str(tmp_path / name)

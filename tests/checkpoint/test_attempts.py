@@ -18,16 +18,16 @@ from shoestring.checkpoint.tiers.disk import CRASH, MARK, UNDER_WAY, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer, trained
-from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.fork_server import ForkedProcess
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer, trained
+from tests.rigs.checkpointing.surroundings import copied, listening
 
 RESTART = """
 import logging, os, signal, sys
 from pathlib import Path
-from shoestring.testing.checkpointing.known import trained
-from shoestring.testing.checkpointing.known import build_checkpointer
+from tests.rigs.checkpointing.known import trained
+from tests.rigs.checkpointing.known import build_checkpointer
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.recovery.resume import resume
 logging.basicConfig(level=logging.INFO, format="%(message)s")

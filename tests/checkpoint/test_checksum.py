@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoestring.checkpoint.format import checksum
-from shoestring.checkpoint.format.checksum import CHUNK, sums, threads_beside
+from shoestring.checkpoint.format.checksum import CHUNK, sums
 from shoestring.checkpoint.tiers import checksum_process
 from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess
 
@@ -50,8 +50,8 @@ def test_each_chunk_has_its_own_in_order_however_many_compute_them(computing, th
 
 
 def test_threads_beside_training_are_a_quarter_of_a_ranks_share(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
-    assert [threads_beside(ranks) for ranks in (1, 2, 8, 16)] == [4, 2, 1, 1]
+    monkeypatch.setattr("shoestring.checkpoint.tiers.checksum_process.processors", lambda: 16)
+    assert [checksum_process.threads_beside(ranks) for ranks in (1, 2, 8, 16)] == [4, 2, 1, 1]
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from shoestring.checkpoint.format.part import Part
-from shoestring.testing.checkpointing import damage
-from shoestring.testing.checkpointing.damage import corrupted, places
-from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing import damage
+from tests.rigs.checkpointing.damage import corrupted, places
+from tests.rigs.checkpointing.known import STEPS, RunSetup, Trainee
 
 pytestmark = pytest.mark.slow
 RANKS, EACH = 3, 67  # 201 in all; benchmarks/checkpoint makes 10,000

@@ -11,9 +11,10 @@ from torch import nn
 
 from shoestring import comm, optim, parallel
 from shoestring.checkpoint import Tiered, attach
+from shoestring.checkpoint.recovery.explain import explain
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.testing import jobs
@@ -30,7 +31,7 @@ def pool():
 AROUND = [optim.Clip(max_norm=0.3), optim.Schedule(warmup=3), optim.EMA(decay=0.9)]
 CASES = {
     "four bits": [parallel.DDP(), comm.Quantize(bits=4)],
-    "before the step": [comm.Quantize(bits=4, parts=3, channels=2), *AROUND],
+    "before the step": [comm.Quantize(bits=4, transport=comm.Transport(parts=3, channels=2)), *AROUND],
     "dense": [parallel.DDP(find_unused=True), comm.Dense(), *AROUND],
     "bf16": [comm.BF16()],
     "random entries": [parallel.DDP(), comm.RandomK(density=0.2, feedback=False)],
@@ -107,9 +108,17 @@ def test_what_is_damaged_on_one_rank_ends_the_replay_on_all(struck, states, rank
     """In the averages of step 15, then in the header of step 14, then in the mark of step 13."""
     path = differing_ranks.ring_of(struck.folder, rank)
     cells = differing_ranks.cells_of(path)
+
+    def explained():
+        explanation = explain(Path(struck.folder, "checkpoints"), path.parents[1])
+        return explanation.plan.step, explanation.replayed, [line for line in explanation.lines() if "replayed" in line]
+
+    step, replayed, lines = explained()
+    assert (step, replayed) == (12, 15) and lines[0].startswith("Steps 13 to 15 would be replayed after it")
     assert struck.resumed() == (15, states[15])
     for step, inside in ((15, 20_000), (14, 40), (13, 0)):
         differing_ranks.flip(path, cells[step] + inside)
+        assert explained()[:2] == (12, step - 1)
         assert struck.resumed() == (step - 1, states[step - 1])
 
 
@@ -117,6 +126,27 @@ def test_what_is_damaged_on_one_rank_ends_the_replay_on_all(struck, states, rank
 def test_a_step_that_comes_out_differently_on_one_rank_is_trained_again(struck, states):
     """One byte of an average was changed together with its checksum: the weights after the step tell."""
     assert struck.resumed(fault="other average") == (13, states[13])
+
+
+def test_a_step_whose_average_was_changed_with_its_checksum_is_trained_again(struck, states):
+    """Nothing but the entries of the weights that were noted after the step can tell."""
+    ring = differing_ranks.ring_of(struck.folder, 1)
+    differing_ranks.change_average(ring, differing_ranks.cells_of(ring)[14])
+    assert struck.resumed() == (13, states[13])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "features",
+    [[comm.Quantize(bits=8)], [parallel.DDP(), comm.Dense(), optim.Muon()], [parallel.DDP(), comm.BF16(), optim.SGD()]],
+    ids=["before the step", "Muon", "SGD"],
+)
+def test_a_changed_average_is_told_by_the_weights_in_every_mode(features, pool, tmp_path):
+    given = {"features": [encode(feature) for feature in features]}
+    struck = Struck(pool, tmp_path / "run", **given)
+    ring = differing_ranks.ring_of(struck.folder, 0)
+    differing_ranks.change_average(ring, differing_ranks.cells_of(ring)[15])
+    assert struck.resumed(**given)[0] == 14
 
 
 @pytest.mark.slow
@@ -136,7 +166,9 @@ def test_steps_under_another_learning_rate_are_not_replayed(struck, states):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [comm.Quantize(bits=8), comm.Quantize(bits=4, parts=3), comm.Dense()])
+@pytest.mark.parametrize(
+    "other", [comm.Quantize(bits=8), comm.Quantize(bits=4, transport=comm.Transport(parts=3)), comm.Dense()]
+)
 def test_what_another_codec_exchanged_is_not_replayed(struck, other):
     assert struck.resumed(features=[FOUR_BITS[0], encode(other)])[0] == 12
 
@@ -267,9 +299,9 @@ def refused(*features: Feature, **settings) -> ConfigError:
     """How a job of two ranks is refused, before anything is taken."""
     given = {"differences": 8, "memory_every": 4} | settings
     job = Job(jobs.tiny(), world=World(rank=0, size=2))
-    job.features = (*features, Tiered(**given))
+    attachments_of(job).features = (*features, Tiered(**given))
     with pytest.raises(ConfigError) as caught:
-        job.features[-1].check(job)
+        attachments_of(job).features[-1].check(attachments_of(job))
     return caught.value
 
 
@@ -279,7 +311,7 @@ def refused(*features: Feature, **settings) -> ConfigError:
         ([parallel.DDP()], "no codec"),
         ([parallel.DDP(), comm.PowerSGD()], "comm.powersgd"),
         ([parallel.DDP(), comm.Quantize(bits=4, feedback=True)], "comm.quantize"),
-        ([parallel.DDP(), comm.BF16(select="knapsack", budget_kb=3)], "comm.bf16"),
+        ([parallel.DDP(), comm.BF16(transport=comm.Transport(select="knapsack", kb_per_step=3))], "comm.bf16"),
         ([parallel.DDP(), comm.TernGrad()], "comm.terngrad"),
         ([comm.LocalSGD()], "comm.localsgd"),
         ([parallel.FSDP(), comm.Quantize()], "parallel.fsdp"),
@@ -313,10 +345,10 @@ def test_a_run_says_that_at_most_one_step_is_repeated_and_what_that_costs(pool, 
     (first, _) = pool.call(differing_ranks.train, folder=str(tmp_path), features=FOUR_BITS, steps=9)
     trace = Trace(steps=9, facts=first["facts"])
     told = Tiered().reduction(trace)
-    assert told is not None and (told.used, told.without) == (0, 9) and "MB of differences" in told.cost
+    assert told is not None and (told.used, told.without) == (0, 9) and "B of differences" in told.cost
     job = Job(jobs.tiny(), world=World(rank=0, size=2))
-    assert "at most the newest step repeated: 8 are replayed" in Tiered(differences=8).explain(job)
-    alone = Tiered(differences=8).explain(Job(jobs.tiny(), world=World()))
+    assert "at most the newest step repeated: 8 are replayed" in Tiered(differences=8).explain(attachments_of(job))
+    alone = Tiered(differences=8).explain(attachments_of(Job(jobs.tiny(), world=World())))
     assert "newest step" not in alone and alone.endswith("differences off: one rank")
 
 

@@ -40,7 +40,7 @@ def plain(tmp_path: Path) -> Plain:
 @pytest.fixture
 def tiered(tmp_path: Path) -> Tiered:
     settings = {"memory_every": 0, "peers_every": 0, "disk_every": 0}
-    return Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), **settings)
+    return Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), **settings)
 
 
 def test_what_tiered_saved_plain_resumes_from_and_back_again(plain, tiered):

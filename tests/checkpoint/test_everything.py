@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from shoestring.testing.checkpointing import everything
-from shoestring.testing.checkpointing.damage import DAMAGES
-from shoestring.testing.checkpointing.drawn_plans import POINTS, STEPPED, smallest
-from shoestring.testing.checkpointing.everything import FaultPlan, Rig, Round
-from shoestring.testing.checkpointing.strikes import Strike
-from shoestring.testing.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
+from tests.rigs.checkpointing import everything
+from tests.rigs.checkpointing.damage import DAMAGES
+from tests.rigs.checkpointing.drawn_plans import POINTS, STEPPED, smallest
+from tests.rigs.checkpointing.everything import FaultPlan, Rig, Round
+from tests.rigs.checkpointing.strikes import Strike
+from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
 
 DRAWN = 15  # benchmarks/checkpoint carries 500 plans out
 KILLED = Strike(kind="kill", rank=1, point="after forward", count=7)

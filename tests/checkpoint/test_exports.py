@@ -21,10 +21,11 @@ from shoestring.checkpoint.interop.pickles import Call, inert, plain
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.cli import main
-from shoestring.commands.archive import Archive
-from shoestring.commands.interchange import export, take_in
 from shoestring.core.errors import CheckpointError
 from shoestring.testing.pool import Pool
+from shoestring.verbs.archive import Archive
+from shoestring.verbs.interchange import export, import_checkpoint
+from shoestring.verbs.settings import CheckpointImport
 
 KINDS = ("one", "ddp", "fsdp")
 
@@ -46,12 +47,11 @@ def runs(pool, tmp_path_factory):
 
 
 def exported(folder, to, way):
-    archive = Archive.of(folder)
-    return export(archive, archive.pick(None), to, way)
+    return export(folder, to, format=way)
 
 
 def imported(source, to, way, **names):
-    return take_in(Archive.of(to), source, way, None, **{"model": "model", "optimizer": "optimizer"} | names)
+    return import_checkpoint(source, to, CheckpointImport(format=way, **names))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +167,7 @@ def test_the_optimizer_of_a_foreign_loop_keeps_its_numbers(tmp_path):
     assert states["optimizer"]["state"].keys() == {0, 1}
     fresh = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
     fresh.load_state_dict(states["optimizer"])
-    with pytest.raises(CheckpointError, match=r"no `model` in it \(hint: it has: net, optim"):
+    with pytest.raises(CheckpointError, match=r"has no `model` \(hint: it has: net, optim"):
         dcp.renamed(dcp.read(tmp_path / "out"), "model", "optimizer")
 
 
@@ -187,7 +187,7 @@ def test_a_pickle_that_would_run_a_command_runs_none(tmp_path):
         dcp.read(tmp_path / "out")
     found = inert(attack, "it")
     assert isinstance(found, Call) and found.target == "posix.system"
-    with pytest.raises(CheckpointError, match="it holds"):
+    with pytest.raises(CheckpointError, match="it contains"):
         plain([found], "it")
     assert not (tmp_path / "mark").exists()
 
@@ -231,8 +231,8 @@ def test_a_part_of_a_larger_storage_is_read_where_it_lies(tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [("flip", "a checksum differs"), ("cut", "not a zip file"), ("outside", "'../secret' for a file"),
-     ("larger", "`model.a` is incomplete")],
+    [("flip", "a checksum does not match"), ("cut", "not a zip file"),
+     ("outside", "'../secret' is not the name of a file"), ("larger", "`model.a` is incomplete")],
 )  # fmt: skip
 def test_damage_to_what_torch_wrote_is_found(tmp_path, damage, said):
     folder = tmp_path / "out"

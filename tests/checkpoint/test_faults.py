@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.disk_faults import injected, named
-from shoestring.testing.checkpointing.known import BETWEEN, STEPS, RunSetup, Trainee, build_checkpointer, trained
-from shoestring.testing.checkpointing.surroundings import copied, listening, tmpfs
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing.disk_faults import injected, named
+from tests.rigs.checkpointing.known import BETWEEN, STEPS, RunSetup, Trainee, build_checkpointer, trained
+from tests.rigs.checkpointing.surroundings import copied, listening, tmpfs
 
 POINTS = 16  # benchmarks/checkpoint tries 120
 

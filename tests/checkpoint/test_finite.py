@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, RunSetup, Trainee, build_checkpointer, trained
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing.known import BETWEEN, RunSetup, Trainee, build_checkpointer, trained
 
 
 def one_more(checkpointer, state, progress, loss):

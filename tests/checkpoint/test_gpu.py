@@ -15,7 +15,7 @@ from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.tiers.slots import Slot, seals, slots_folder
 from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.testing import jobs
@@ -28,7 +28,7 @@ LARGE = 1 << 28  # weights, a gigabyte: copying them takes ten times as long as 
 def settings(tmp_path):
     """Saves to memory after every step; a file system in memory, for others' files cannot be pinned."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        yield Tiered(folder=str(tmp_path / "saves"), memory=memory, memory_every=1, disk_every=0)
+        yield Tiered(folder=str(tmp_path / "saves"), memory_folder=memory, memory_every=1, disk_every=0)
 
 
 class Counting(nn.Module):
@@ -106,7 +106,10 @@ def tiny(settings, steps):
 def go_on(job, until):
     for number in range(job.progress.step, until):
         job.step({name: each.cuda() for name, each in jobs.batch(number).items()})
-    tensors = [*job.module.parameters(), *(v for state in job.built_optimizer.state.values() for v in state.values())]
+    tensors = [
+        *attachments_of(job).module.parameters(),
+        *(v for state in job.optimizer.state.values() for v in state.values()),
+    ]
     return [each.detach().cpu() for each in tensors], torch.cuda.get_rng_state()
 
 
@@ -141,7 +144,7 @@ def test_state_of_the_optimizer_that_lies_on_the_host_is_of_the_same_step(settin
 def test_memory_that_cannot_be_pinned_does(tmp_path):
     """A file on a disk. That CUDA refused it must not come up as an error of some later kernel."""
     with closing(
-        tiny(Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path), memory_every=1, disk_every=0), 9)
+        tiny(Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path), memory_every=1, disk_every=0), 9)
     ) as job:
         go_on(job, 9)
         assert job.trace.facts["checkpoint_bytes"] > 0

@@ -11,6 +11,7 @@ from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.attached import close
 from shoestring.checkpoint.format.history import HISTORY
 from shoestring.checkpoint.recovery.resume import resume
+from shoestring.checkpoint.tiers import file_acts
 from shoestring.checkpoint.tiers.disk import manifests
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import seals, slots_folder
@@ -19,8 +20,8 @@ from shoestring.core.errors import CheckpointError
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import BETWEEN, KnownState, trained
-from shoestring.testing.checkpointing.surroundings import listening
+from tests.rigs.checkpointing.known import BETWEEN, KnownState, trained
+from tests.rigs.checkpointing.surroundings import listening
 
 GOLDEN = Path(__file__).parents[1] / "golden/checkpoint-format-2"
 
@@ -73,9 +74,7 @@ def test_where_only_others_are_left_nothing_is_begun_beside_them(start, saves, t
     checkpointer.close()
     shutil.rmtree(tmp_path / "disk-memory-0")
     checkpointer, *_ = start()
-    with pytest.raises(
-        CheckpointError, match=rf"no checkpoint of the newest start, though others up to step {BETWEEN}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"no checkpoint of the newest start, only others up to step {BETWEEN}"):
         resume(checkpointer, "auto")
     assert resume(checkpointer, str(manifests(saves)[0][0])) == BETWEEN
 
@@ -105,7 +104,9 @@ def test_a_history_that_is_lost_or_damaged_loses_no_checkpoint(start, saves, tmp
 def earlier(tmp_path):
     """A start in a folder with checkpoints of format 2: (checkpointer, state, progress)."""
     state, progress = KnownState(lambda step: {"weight": torch.arange(6.0).view(2, 3) * step, "step": step}), Progress()
-    settings = Tiered(folder=str(tmp_path / "saves"), memory=str(tmp_path / "memory"), memory_every=2, disk_every=2)
+    settings = Tiered(
+        folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=2, disk_every=2
+    )
     kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
     return Checkpointer(kept, progress, World(), settings, slots_folder(settings, World()), set), state, progress
 
@@ -199,9 +200,78 @@ def test_slots_removed_under_a_running_process_are_not_said_to_be_safe(start, tm
     assert checkpointer.safe["memory"] in (0, 4)
     held = [record.checkpoint.step for _, record in seals(checkpointer.folder)]
     assert checkpointer.safe["memory"] in (0, *held)
-    assert (what == "seals") or any("has been removed by another program" in line for line in said)
+    assert (what == "seals") or any("another program has removed files" in line for line in said)
     trained(checkpointer, state, progress, range(6, 12))
     assert checkpointer.safe["memory"] == 10  # there are new files
     checkpointer.close()
     checkpointer, state, _ = start()
     assert resume(checkpointer, "auto") == 11 and state.content["bytes"].equal(state.make(11)["bytes"])
+
+
+# -- a record that is damaged or gone ---------------------------------------------------------------------------------
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:40]),
+    "one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture
+def often(tmp_path, monkeypatch):
+    """Makes starts of one run that save to memory at each step, and to disk at each fourth."""
+    monkeypatch.setattr(file_acts, "WAIT", 0.2)
+    checkpointers = []
+
+    def begin():
+        state, progress = KnownState(lambda step: {"weight": torch.arange(6.0) * step, "step": step}), Progress()
+        settings = Tiered(
+            folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"), memory_every=1, disk_every=4, keep=9
+        )
+        kept = {"mine": Kept(state, "own", None), "progress": Kept(progress, "same", None)}
+        checkpointers.append(Checkpointer(kept, progress, World(), settings, slots_folder(settings, World()), set))
+        return checkpointers[-1], state, progress
+
+    yield begin
+    for checkpointer in checkpointers:
+        checkpointer.close()
+
+
+def on_line(begin, steps, where=None):
+    """A start that resumes, does these steps, and is killed."""
+    checkpointer, state, progress = begin()
+    if where is not None:
+        resume(checkpointer, str(where))
+    trained(checkpointer, state, progress, steps)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_newer_steps_in_memory_are_resumed_whatever_became_of_the_record(damage, often, tmp_path):
+    """On disk are steps 4 and 8, of which the run has gone back from 8; in memory is step 6 of the newest start."""
+    on_line(often, range(1, 10))
+    on_line(often, [5, 6], next(path for path, record in manifests(tmp_path / "saves") if record.checkpoint.step == 4))
+    DAMAGES[damage](tmp_path / "saves" / HISTORY)
+    for _ in range(2):
+        checkpointer, state, progress = often()
+        assert resume(checkpointer, "auto") == 6 == progress.step
+        assert state.content["weight"].equal(state.make(6)["weight"])
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {"gone"}))
+def test_a_damaged_record_hides_nothing_where_the_disk_holds_no_checkpoint_yet(damage, often, tmp_path):
+    on_line(often, range(1, 4))
+    assert not manifests(tmp_path / "saves")
+    DAMAGES[damage](tmp_path / "saves" / HISTORY)
+    assert resume(often()[0], "auto") == 3
+
+
+def test_what_another_run_left_in_memory_is_not_resumed(often, tmp_path):
+    """Its folder was removed; a run of the same name has no record."""
+    on_line(often, range(1, 4))
+    shutil.rmtree(tmp_path / "saves")
+    assert resume(often()[0], "auto") is None

@@ -188,9 +188,7 @@ def honest(tmp_path_factory):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_bytes_in_what_torch_wrote_are_read_or_refused(honest, tmp_path, data):
     changed = data.draw(st.sampled_from(sorted(honest)))
@@ -210,7 +208,7 @@ def test_any_bytes_in_what_torch_wrote_are_read_or_refused(honest, tmp_path, dat
 CODES = b"])}(abNK\x01\x85\x86\x87\x80\x02c\nRq\x00h\x00sutle\x94\x93\x8cxJ\x8aQ"  # instructions, and arguments
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*CODES]), max_size=60))
 def test_any_pickle_is_read_or_refused(data):
     with suppress(CheckpointError):

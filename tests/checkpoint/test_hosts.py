@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoestring.testing.checkpointing import kills
-from shoestring.testing.checkpointing.lost_hosts import HOSTS, STEPS, Fleet, lose, resumed
-from shoestring.testing.checkpointing.trainee import FaultyRun, began, finished, run
 from shoestring.testing.netlab import netlab, netlab_available
+from tests.rigs.checkpointing import kills
+from tests.rigs.checkpointing.lost_hosts import HOSTS, STEPS, Fleet, lose, resumed
+from tests.rigs.checkpointing.trainee import FaultyRun, began, finished, run
 
 REASON = netlab_available()
 slow = pytest.mark.slow
@@ -19,8 +19,8 @@ slow = pytest.mark.slow
 @pytest.mark.netlab
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
-    fleet, how = Fleet.made(tmp_path), ("--checkpoint.tiered.peers", "parity")
-    expected = fleet.local("local", "--checkpoint.tiered.memory", str(tmp_path / "memory"), workers=HOSTS)
+    fleet, how = Fleet.made(tmp_path), ("--checkpoint.tiered.redundancy", "parity")
+    expected = fleet.local("local", "--checkpoint.tiered.memory_folder", str(tmp_path / "memory"), workers=HOSTS)
     with netlab(hosts=HOSTS, shared=fleet.shared) as lab:
         job = lose(lab, fleet, "lost", 10, 2, *how)
         assert fleet.losses("lost") == expected and list(expected) == list(range(1, STEPS + 1))
@@ -34,7 +34,7 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
     pytest.param("fsdp", 4, "parity", marks=slow),
 ])  # fmt: skip
 def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
-    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
+    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "redundancy": how}
     task = FaultyRun(folder=str(tmp_path / "task"), ranks=hosts, under=under, settings=settings, steps=14)
     expected = kills.undisturbed(task)
     for lost in range(hosts):
@@ -63,7 +63,7 @@ def test_without_peers_a_lost_host_costs_everything_since_the_last_checkpoint_on
 @slow
 @pytest.mark.parametrize("how", ["copy", "parity"])
 def test_where_no_host_comes_for_a_lost_one_the_others_continue(tmp_path, how):
-    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "peers": how}
+    settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "redundancy": how}
     task = FaultyRun(folder=str(kills.fresh(tmp_path / "task")), ranks=3, under="fsdp", settings=settings, steps=14)
     struck = replace(task, victim=2, point="after forward", count=11)
     assert not run(struck)

@@ -76,7 +76,7 @@ class OwnLoop:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 4)
         self.optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        places = {"folder": str(folder / "saves"), "memory": str(folder / "memory")}
+        places = {"folder": str(folder / "saves"), "memory_folder": str(folder / "memory")}
         self.settings = checkpoint.Tiered(**places, memory_every=2, disk_every=0)
 
     def step(self):

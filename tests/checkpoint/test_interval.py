@@ -306,8 +306,8 @@ def test_the_waste_of_what_is_no_plan_is_refused():
     levels = [level("memory"), level("disk")]
     for steps, what in (
         ({"memory": 5}, "`disk` must be used"),
-        ({"disk": 5, "peer": 1}, "levels that there are"),
-        ({"memory": 5, "disk": 12}, "12 steps are no multiple of 5"),
+        ({"disk": 5, "peer": 1}, "and only levels of"),
+        ({"memory": 5, "disk": 12}, "12 steps are not a multiple of 5"),
         ({"memory": 5, "disk": 0}, "0 steps"),
         ({"memory": 0, "disk": 5}, "0 steps"),
     ):

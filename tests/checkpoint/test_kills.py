@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoestring.testing.checkpointing import kills
-from shoestring.testing.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
+from tests.rigs.checkpointing import kills
+from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
 
 pytestmark = pytest.mark.slow
 POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands

@@ -11,7 +11,7 @@ import torch
 from shoestring.checkpoint.attached import addresses
 from shoestring.checkpoint.tiers import tiered
 from shoestring.cli import main
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.report.sinks import JsonLines
 from shoestring.testing.fork_server import ForkedProcess
@@ -22,7 +22,7 @@ from tests.small_runs import write_run_file
 STEPS, KILLED = 6, 4
 CHECKPOINTS = {
     "plain": lambda folder: {"plain": {"every": 1}},
-    "memory": lambda folder: {"tiered": {"memory_every": 1, "disk_every": 0, "memory": f"{folder}/memory"}},
+    "memory": lambda folder: {"tiered": {"memory_every": 1, "disk_every": 0, "memory_folder": f"{folder}/memory"}},
 }
 
 
@@ -32,15 +32,15 @@ def train(folder):
 
 def train_and_die(folder, late):
     """Train, and be killed once step 4 is saved and before its row is written."""
-    checkpointers, step, begin, built = [], Meter.step, tiered.Checkpointer.begin, Job.__post_init__
+    checkpointers, step, begin, built = [], Meter.step, tiered.Checkpointer.begin, Job.__init__
 
     def begun(checkpointer, *given):
         checkpointers.append(checkpointer)
         begin(checkpointer, *given)
 
-    def deferring(job, total):
-        built(job, total)
-        job.defers = late  # as on an accelerator
+    def deferring(job, *arguments, **settings):
+        built(job, *arguments, **settings)
+        attachments_of(job).defers = late  # as on an accelerator
 
     def killed(meter, loss):
         if meter.job.progress.step == KILLED:
@@ -49,7 +49,7 @@ def train_and_die(folder, late):
             os.kill(os.getpid(), signal.SIGKILL)
         step(meter, loss)
 
-    tiered.Checkpointer.begin, Meter.step, Job.__post_init__ = begun, killed, deferring
+    tiered.Checkpointer.begin, Meter.step, Job.__init__ = begun, killed, deferring
     train(folder)
 
 
@@ -121,7 +121,7 @@ def test_rows_of_another_form_keep_no_run_from_resuming(state):
 
 def test_on_an_accelerator_numbers_are_saved_without_being_read():
     found = newest([])
-    found.job.defers = True
+    attachments_of(found.job).defers = True
     found.unwritten = lambda: [
         MetricsRow(4, {"loss": torch.tensor(0.5), "lr": 0.1}),
         MetricsRow(5, {"loss": torch.tensor(0.25)}),

@@ -18,9 +18,9 @@ from shoestring.checkpoint.tiers.slots import slots_folder
 from shoestring.checkpoint.tiers.tiered import REPLACED, Checkpointer
 from shoestring.core.errors import CheckpointError
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
-from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.fork_server import ForkedProcess
+from tests.rigs.checkpointing.known import BETWEEN, build_checkpointer, trained
+from tests.rigs.checkpointing.surroundings import listening
 from tests.waiting import until
 
 
@@ -148,7 +148,7 @@ def other_host(tmp_path, saves, done):
     (saves / LOCK).unlink()
     checkpointer, state, progress = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     memory = tmp_path / "other-memory"
-    checkpointer.settings = replace(checkpointer.settings, memory=str(memory))
+    checkpointer.settings = replace(checkpointer.settings, memory_folder=str(memory))
     checkpointer = Checkpointer(
         checkpointer.kept,
         progress,

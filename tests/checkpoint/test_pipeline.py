@@ -16,7 +16,7 @@ from shoestring.checkpoint.tiers.tiered import Checkpointer
 from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import KnownState
+from tests.rigs.checkpointing.known import KnownState
 
 
 class Gated(Files):
@@ -47,7 +47,7 @@ class Rig:
         kept = {"mine": Kept(self.state, "own", None), "progress": Kept(self.progress, "same", None)}
         self.settings = Tiered(
             folder=str(folder / "saves"),
-            memory=str(folder / "memory"),
+            memory_folder=str(folder / "memory"),
             **{"memory_every": 1, "disk_every": 0} | settings,
         )
         self.folder = slots_folder(self.settings, World())

@@ -11,7 +11,7 @@ from shoestring import checkpoint, optim
 from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.storage.whole import write_atomic
 
@@ -23,7 +23,7 @@ def made(folder, width=4, **settings):
 
 
 def train(job, steps=1):
-    width = job.module[0].in_features
+    width = attachments_of(job).module[0].in_features
     for _ in range(steps):
         job.step((torch.eye(width), torch.arange(width)))
     return job
@@ -51,16 +51,16 @@ def test_saves_at_the_end_and_when_asked_to_stop(tmp_path):
     train(job)
     job.stop()
     train(job)
-    assert job.stopping and names(tmp_path) == [name(3), name(5)]
+    assert attachments_of(job).stopping and names(tmp_path) == [name(3), name(5)]
 
 
 def test_restores_the_newest(tmp_path):
     first = train(made(tmp_path, every=1), 5)
     again = made(tmp_path)
     assert again.restore("auto") == 5
-    assert torch.equal(again.module[0].weight, first.module[0].weight)
+    assert torch.equal(attachments_of(again).module[0].weight, attachments_of(first).module[0].weight)
     assert again.progress == first.progress
-    assert torch.equal(train(again).module[0].weight, train(first).module[0].weight)
+    assert torch.equal(attachments_of(train(again)).module[0].weight, attachments_of(train(first)).module[0].weight)
 
 
 def test_an_empty_folder_is_a_new_start_for_auto_and_an_error_by_name(tmp_path):
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
         CheckpointError, match=f"{name(1)}` does not fit this run's model: size mismatch for 0.bias"
     ) as refused:
         made(tmp_path, width=5).restore("auto")
-    assert "another one than the checkpoint's" in refused.value.hint and "--run.folder NEW" in refused.value.hint
+    assert "differs from the checkpoint's" in refused.value.hint and "--run.folder NEW" in refused.value.hint
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
@@ -198,7 +198,9 @@ def test_a_rollback_lasts_though_the_run_is_killed_before_it_saves(tmp_path):
     train(again, 1)  # saves step 4, and so ends what was abandoned
     assert names(tmp_path) == [name(1), name(2), name(4)]
     last = made(tmp_path)
-    assert last.restore("auto") == 4 and torch.equal(last.module[0].weight, again.module[0].weight)
+    assert last.restore("auto") == 4 and torch.equal(
+        attachments_of(last).module[0].weight, attachments_of(again).module[0].weight
+    )
 
 
 def test_a_start_that_restores_nothing_deletes_no_later_checkpoints(tmp_path):
@@ -206,7 +208,9 @@ def test_a_start_that_restores_nothing_deletes_no_later_checkpoints(tmp_path):
     job = train(made(tmp_path, every=1, keep=2), 3)
     assert [each for each in names(tmp_path) if each.startswith("step")] == [name(step) for step in (2, 3, 6, 8)]
     again = made(tmp_path)
-    assert again.restore("auto") == 3 and torch.equal(again.module[0].weight, job.module[0].weight)
+    assert again.restore("auto") == 3 and torch.equal(
+        attachments_of(again).module[0].weight, attachments_of(job).module[0].weight
+    )
 
 
 def test_leftovers_of_others_stay(tmp_path):

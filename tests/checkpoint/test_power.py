@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoestring.testing.checkpointing.known import PAGE
-from shoestring.testing.checkpointing.power_loss import Act, DiskHistory, Model, crashes, recorded, replayed
+from tests.rigs.checkpointing.known import PAGE
+from tests.rigs.checkpointing.power_loss import Act, DiskHistory, Model, crashes, recorded, replayed
 
 SAVES, SUBSETS = 3, 8
 

@@ -13,10 +13,10 @@ import torch
 
 from shoestring import checkpoint
 from shoestring.checkpoint.tiers.slots import seals, slots_folder
-from shoestring.commands import archive
 from shoestring.core.errors import ShoestringError
 from shoestring.core.world import World
 from shoestring.storage.guarded import open_regular, private_folder
+from shoestring.verbs import archive
 
 OTHER = 65534
 USER = f"shoestring-{os.geteuid()}"
@@ -56,12 +56,12 @@ def as_another_user(work):
 
 
 def attached(folder, place, **state):
-    settings = checkpoint.Tiered(folder=str(folder), memory=str(place), memory_every=1, disk_every=0)
+    settings = checkpoint.Tiered(folder=str(folder), memory_folder=str(place), memory_every=1, disk_every=0)
     return checkpoint.attach(state or {"model": torch.nn.Linear(40, 40)}, settings=settings)
 
 
 def slots(folder, place):
-    return slots_folder(checkpoint.Tiered(folder=str(folder), memory=str(place)), World(), make=False)
+    return slots_folder(checkpoint.Tiered(folder=str(folder), memory_folder=str(place)), World(), make=False)
 
 
 def test_links_that_another_user_put_there_are_not_followed(place, tmp_path):
@@ -82,7 +82,7 @@ def test_links_that_another_user_put_there_are_not_followed(place, tmp_path):
         attached(tmp_path / "saves", place)
     assert secret.read_text() == "four years of work"
     with pytest.raises(ShoestringError, match="is not private"):
-        archive.slots(checkpoint.Tiered(memory=str(place)), tmp_path / "saves")
+        archive.slots(checkpoint.Tiered(memory_folder=str(place)), tmp_path / "saves")
 
 
 @pytest.mark.parametrize("level", range(3))

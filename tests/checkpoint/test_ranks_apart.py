@@ -28,19 +28,19 @@ def test_what_is_held_for_others_is_freed_at_the_next_step_when_it_is_called_bac
         assert found["before"] == [True, True, 4]
         assert found["after"] == [False, False, 4]  # at a step after which nothing is copied
         assert found["refused"] == [False, False, 4]
-        assert any("others on this host need the" in line for line in found["said"])
+        assert any("other processes on this host need the" in line for line in found["said"])
 
 
 def test_a_copy_that_is_not_what_was_sent_is_no_copy_on_any_rank(pool, tmp_path):
-    said = "rank 1 holds another copy of rank 0's state than was sent"
+    said = "rank 1 holds a damaged copy of rank 0's state"
     assert pool.call(ranks_apart.copied, folder=str(tmp_path)) == [said] * 2
 
 
 @pytest.mark.parametrize(
     ("parity", "why"),
     [
-        (False, "rank 1 holds another copy of rank 0's state than was sent"),
-        (True, "what rank 0 sent to rank 1 did not arrive whole"),
+        (False, "rank 1 holds a damaged copy of rank 0's state"),
+        (True, "data that rank 0 sent to rank 1 arrived damaged"),
     ],
 )
 def test_checkpoints_to_peers_continue_after_one_that_was_miscopied(pool, tmp_path, parity, why):

@@ -18,9 +18,9 @@ from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.plain import saves
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer
-from shoestring.testing.checkpointing.surroundings import copied, listening
 from shoestring.testing.pool import Pool
+from tests.rigs.checkpointing.known import STEPS, RunSetup, Trainee, build_checkpointer
+from tests.rigs.checkpointing.surroundings import copied, listening
 
 TOO_LONG = "x" * 300  # for a name: the system refuses to look for it
 
@@ -115,7 +115,7 @@ def rebuilt(folder, killed=False, room=True):
     setting = replace(setting, disk_every=100)
     again = Trainee.of(setting)
     if not room:
-        again.checkpointer.settings = replace(again.checkpointer.settings, budget=1.1 * own / 1e9)
+        again.checkpointer.settings = replace(again.checkpointer.settings, max_memory_gb=1.1 * own / 1e9)
     step, reason = again.restored()
     if killed:
         again.checkpointer.close()

@@ -7,8 +7,8 @@ import pytest
 from shoestring.checkpoint.recovery.resume import resume
 from shoestring.checkpoint.tiers.disk import checked, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
-from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
-from shoestring.testing.checkpointing.surroundings import listening
+from tests.rigs.checkpointing.known import BETWEEN, build_checkpointer, trained
+from tests.rigs.checkpointing.surroundings import listening
 
 
 class Flipping(Files):
@@ -36,7 +36,7 @@ def test_a_disk_that_flips_a_bit_costs_no_earlier_checkpoint(tmp_path, kind):
         trained(checkpointer, state, progress, range(BETWEEN + 1, 3 * BETWEEN + 1))
     assert checkpointer.safe["disk"] == BETWEEN and len(said) == 1  # although each checkpoint has a folder of its own
     assert all(
-        "no checkpoints to disk: it holds other bytes than were written" in line and kind in line for line in said
+        "no checkpoints to disk: it does not hold the bytes that were written" in line and kind in line for line in said
     )
     saves = files.root / "run" / "saves"
     ((path, record),) = manifests(saves)

@@ -11,9 +11,9 @@ from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.keeper import Standing
 from shoestring.checkpoint.tiers.save_schedule import LEVELS, CheckpointSchedule
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
-from shoestring.testing.checkpointing.known import build_checkpointer, trained
+from tests.rigs.checkpointing.known import build_checkpointer, trained
 
 
 def planned(schedule, steps, seconds=0.0, step=10.0):
@@ -33,7 +33,7 @@ def test_the_start_says_how_each_loss_is_survived():
     assert (
         CheckpointSchedule(Tiered(memory_every=0, disk_every=0), 1).survives() == "to disk at the end and on a signal"
     )
-    fixed = CheckpointSchedule(Tiered(memory_every=2, peers_every=6, disk_every=60, peers="parity"), 8)
+    fixed = CheckpointSchedule(Tiered(memory_every=2, peers_every=6, disk_every=60, redundancy="parity"), 8)
     assert "one host of 8 lost: yes, by parity over sets of 4, saved every 6 steps" in fixed.survives()
     assert planned(fixed, (2, 6, 60), 1.0) == ""  # that is no news
 
@@ -80,10 +80,10 @@ def test_a_level_that_does_not_work_promises_nothing():
 def test_steps_between_checkpoints_are_no_more_than_the_run_has():
     schedule = CheckpointSchedule(Tiered(), 1)
     schedule.total = 100
-    assert "from disk, at the end only, for the run is short" in planned(schedule, (3, 0, 600), 9)
+    assert "from disk, at the end only, because the run is short" in planned(schedule, (3, 0, 600), 9)
     fixed = CheckpointSchedule(Tiered(disk_every=100), 1)
     fixed.total = 100
-    assert fixed.survives().endswith("from disk, at the end only, for the run is short")
+    assert fixed.survives().endswith("from disk, at the end only, because the run is short")
 
 
 def test_levels_that_are_dropped_are_not_planned_again():
@@ -144,10 +144,10 @@ def test_the_report_promises_what_the_run_could_do(tmp_path):
     """At its end a run knows that its memory had no room; at its start it cannot."""
     checkpointer, *_ = build_checkpointer(tmp_path / "disk", 0, 1, Files())
     job = Job(nn.Linear(2, 2), world=World())
-    before = checkpointer.settings.explain(job)
+    before = checkpointer.settings.explain(attachments_of(job))
     job.keep("checkpoint", checkpointer.schedule)
     checkpointer.standing.lacks("memory", "no room for 3 MB in `/dev/shm`")
-    after = checkpointer.settings.explain(job)
+    after = checkpointer.settings.explain(attachments_of(job))
     checkpointer.close()
     assert "a killed process: yes, from memory" in before and "a killed process: yes, from disk" in after
 

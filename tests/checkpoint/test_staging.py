@@ -83,7 +83,7 @@ def rig(tmp_path):
     found.stager.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_checkpoint_is_of_the_state_as_it_is(data):
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -66,7 +66,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(st.dictionaries(keys, values, max_size=4))
 def test_round_trip(state):
     assert same(unpack(pack(state)), state)

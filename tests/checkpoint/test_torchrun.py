@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoestring.testing.checkpointing.torchrun_kills import run, went_back
-from shoestring.testing.checkpointing.trainee import FaultyRun, finished, fresh, say
+from tests.rigs.checkpointing.torchrun_kills import run, went_back
+from tests.rigs.checkpointing.trainee import FaultyRun, finished, fresh, say
 
 
 def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):

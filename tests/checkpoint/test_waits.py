@@ -13,7 +13,7 @@ from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.checkpoint.tiers.slots import SEAL
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.errors import CheckpointError
-from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
+from tests.rigs.checkpointing.known import BETWEEN, build_checkpointer, trained
 
 
 def test_work_that_does_not_end_is_named_with_how_long_it_was_waited_for():

@@ -10,7 +10,7 @@ from benchmarks.checkpoint.waste import HOUR, Sizes, cache, compared, rows, two
 from benchmarks.harness import Deadline, OutOfBudget
 from benchmarks.rows import unique
 from shoestring.checkpoint.tiers.interval import Level, waste
-from shoestring.testing.checkpointing.failure_simulation import (
+from tests.rigs.checkpointing.failure_simulation import (
     Failures,
     FailureSetting,
     Intervals,
@@ -103,7 +103,9 @@ def test_failures_are_renewals_of_the_mean_and_shape_asked_for(shape):
 
 
 @pytest.mark.parametrize("setting", [cache(600.0), cache(10 * HOUR), two()])
-@pytest.mark.parametrize("factor", [0.4, 1, 3])
+@pytest.mark.parametrize("factor", [
+    1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.4, 3)),
+])  # fmt: skip
 def test_the_waste_that_plans_are_made_by_is_the_simulated_one(setting, factor):
     choice = Intervals.planned(setting)
     bottom = max(1, round(choice.every[0] * factor))

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from shoestring.comm import attach
 from shoestring.comm.exchange import wire
 from shoestring.comm.exchange.ddp_hook import in_memory_order
-from shoestring.core.compose import compose
+from shoestring.core.attachments import Attachments
+from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.core.feature import Feature, Phase, Seam
 from shoestring.core.job import Job
@@ -59,7 +59,7 @@ def closed(*, feature: dict[str, Any], again: bool) -> dict[str, Any]:
             digests.append(digest(model))
 
     for round_ in range(2 if again else 1):
-        with attach(model, scenarios.decode(feature), optimizer):
+        with attach(model, optimizer, scenarios.decode(feature)):
             steps(6 * round_)
         steps(6 * round_ + 3)
     return {"digests": digests, "cap": [cap, model.bucket_bytes_cap]}
@@ -68,7 +68,7 @@ def closed(*, feature: dict[str, Any], again: bool) -> dict[str, Any]:
 def static(*, feature: dict[str, Any] | None, steps: int) -> list[float]:
     model = DistributedDataParallel(Awkward(), static_graph=True)  # of one bucket, which attaching splits
     optimizer = SGD(model.parameters(), lr=0.05)
-    job = attach(model, scenarios.decode(feature), optimizer) if feature else None
+    job = attach(model, optimizer, scenarios.decode(feature)) if feature else None
     for step in range(steps):
         backward(model, step)
         optimizer.step()
@@ -86,7 +86,7 @@ def frozen(*, feature: dict[str, Any]) -> dict[str, Any]:
     model.conv.to(memory_format=torch.channels_last)
     optimizer = SGD(model.parameters(), lr=0.05)
     digests, heads = [], []
-    with attach(model, scenarios.decode(feature), optimizer):
+    with attach(model, optimizer, scenarios.decode(feature)):
         digests.append(digest(model))
         for step in range(6):
             model.head.requires_grad_(step not in (2, 3))
@@ -102,7 +102,7 @@ def added(*, feature: dict[str, Any], thaw: bool) -> str:
     """Train what was not trained when the exchange was attached: a layer that is new, or one that was frozen."""
     model = Awkward()
     optimizer = SGD(model.parameters(), lr=0.05)
-    with attach(model, scenarios.decode(feature), optimizer):
+    with attach(model, optimizer, scenarios.decode(feature)):
         if thaw:
             model.frozen.requires_grad_(True)
         else:
@@ -113,14 +113,6 @@ def added(*, feature: dict[str, Any], thaw: bool) -> str:
             optimizer.step()
         except ShoestringError as error:
             return str(error)
-    return ""
-
-
-def without_optimizer(*, feature: dict[str, Any]) -> str:
-    try:
-        attach(replicated(), scenarios.decode(feature))
-    except ShoestringError as error:
-        return str(error)
     return ""
 
 
@@ -138,7 +130,7 @@ def conserved(
     """The largest difference between all gradients there were and those that were used, with the residuals in the end.
 
     Args:
-        own_step: attach without an optimizer, which needs DDP. none: set gradients to None after a step, not to zero.
+        own_step: leave out the optimizer's step. none: set gradients to None after a step, not to zero.
         micro: backward passes a step, each of which is exchanged. scaled: by a loss scaler, whose scale doubles.
     """
     world = World.current()
@@ -147,7 +139,7 @@ def conserved(
     optimizer = SGD(model.parameters(), lr=0.0)
     settings = scenarios.decode(feature)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
-    job = attach(model, settings, None if own_step else optimizer, scaler=scaler)
+    job = attach(model, optimizer, settings, scaler=scaler)
     trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     there, used = ({name: torch.zeros_like(p) for name, p in trained.items()} for _ in range(2))
     with job:
@@ -197,7 +189,7 @@ def overflowed(*, feature: dict[str, Any], size: float) -> dict[str, Any]:
     pattern = torch.randn(40, 48).clamp_(-1, 1)
     optimizer = SGD(model.parameters(), lr=0.0)
     finite, states = [], []
-    with attach(model, scenarios.decode(feature), optimizer) as job:
+    with attach(model, optimizer, scenarios.decode(feature)) as job:
         for step in range(4):
             model.weight.grad = (size if step == 2 else 1.0) * pattern
             optimizer.step()
@@ -213,7 +205,7 @@ def skipped(*, feature: dict[str, Any], fused: bool) -> dict[str, Any]:
     model = Awkward(torch.contiguous_format)
     optimizer, scaler = SGD(model.parameters(), lr=0.05, fused=fused), GradScaler("cpu", init_scale=1024.0)
     digests, scales = [], []
-    with attach(model, scenarios.decode(feature), optimizer, scaler=scaler) as job:
+    with attach(model, optimizer, scenarios.decode(feature), scaler=scaler) as job:
         for step in range(4):
             backward(model, step, scaler)
             if step == 1 and world.rank == 1:
@@ -234,7 +226,7 @@ def scaled(*, feature: dict[str, Any]) -> list[str]:
     local, said = scenarios.decode(feature), []
     model = Awkward()
     try:
-        attach(model, local, SGD(model.parameters(), lr=0.05), scaler=GradScaler("cpu"))
+        attach(model, SGD(model.parameters(), lr=0.05), local, scaler=GradScaler("cpu"))
     except ConfigError as error:
         said.append(str(error))
     try:
@@ -249,7 +241,7 @@ def alone(*, feature: dict[str, Any], timeout: float) -> str:
     wire.timeout_of = lambda _: timedelta(seconds=timeout)
     model = Awkward()
     optimizer, said = SGD(model.parameters(), lr=0.05), ""
-    with attach(model, scenarios.decode(feature), optimizer):
+    with attach(model, optimizer, scenarios.decode(feature)):
         if World.current().first:
             backward(model, 0)
             try:
@@ -284,10 +276,10 @@ class Norms(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         def measure() -> None:
-            grads = [each.grad for each in job.parameters if each.grad is not None]
+            grads = [each.grad for each in attachments.parameters if each.grad is not None]
             whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-            job.numbers["norm"] = torch.nn.utils.get_total_norm(whole)
+            attachments.numbers["norm"] = torch.nn.utils.get_total_norm(whole)
 
-        job.at(Phase.GRAD, measure)
+        attachments.at(Phase.GRAD, measure)

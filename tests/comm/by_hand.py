@@ -46,6 +46,12 @@ class Replicas:
             optimizer.step()
             optimizer.zero_grad()
 
+    @torch.no_grad()
+    def loss(self, number: int) -> float:
+        """Of one replica alone, before its step."""
+        (model,), batch = self.models, jobs.batch(number, 0, 1, ragged=self.ragged)
+        return float(F.cross_entropy(model(batch["inputs"]).flatten(0, -2), batch["targets"].flatten()))
+
     def flat(self, rank: int) -> list[float]:
         return torch.cat([each.detach().flatten() for each in self.weights[rank].values()]).tolist()
 

@@ -16,7 +16,7 @@ from shoestring.comm.auto.chooser import rebucket
 from shoestring.comm.auto.decision import Candidate
 from shoestring.comm.auto.trial import Trial
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import here
 from shoestring.training.throughput import Meter
@@ -36,7 +36,9 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def digest(job: Job) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in job.module.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in attachments_of(job).module.parameters())
+    ).hexdigest()
 
 
 def steps(*, choice: dict[str, Any] | None = None, count: int = 4) -> dict[str, Any]:
@@ -87,10 +89,10 @@ def trial_leaves_nothing() -> dict[str, Any]:
         job.model.train()
         before, state = digest(job), torch.get_rng_state()
         chooser = job.kept["comm.auto"].state
-        evidence = Trial(job, chooser.forward, batch(0), chooser.codecs, trials=1, torus=True).measure()
+        evidence = Trial(attachments_of(job), chooser.forward, batch(0), chooser.codecs, trials=1, torus=True).measure()
         return {
             "same": digest(job) == before and torch.equal(torch.get_rng_state(), state),
-            "gradients": sum(p.grad is not None for p in job.module.parameters()),
+            "gradients": sum(p.grad is not None for p in attachments_of(job).module.parameters()),
             "order": list(evidence.arrival),
             "kinds": [each.kind for each in evidence.links],
             "slowdown": dict(evidence.cluster().slowdown),

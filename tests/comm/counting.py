@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shoestring._torch import TorchDispatchMode
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.exchange.wire import Wire
+from shoestring.core.compose import attach
 
 WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 
@@ -88,7 +89,9 @@ def joined_under_ddp(*, parts: int) -> list[list[bool]]:
 
     dense.join = join_and_note
     try:
-        with comm.attach(model, comm.Dense(parts=parts)):
+        with attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), comm.Dense(transport=comm.Transport(parts=parts))
+        ):
             for _ in range(3):
                 found.append([])
                 model(torch.randn(2, 600)).sum().backward()

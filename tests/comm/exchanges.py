@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoestring import parallel
-from shoestring.comm import attach
-from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.compose import attach, compose
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.testing import scenarios
@@ -68,7 +67,7 @@ def foreign(*, feature: dict[str, Any], steps: int, bucket_mb: float, no_sync: b
     model = DistributedDataParallel(Awkward(), bucket_cap_mb=bucket_mb, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     digests, losses = [], []
-    with attach(model, scenarios.decode(feature), optimizer) as job:
+    with attach(model, optimizer, scenarios.decode(feature)) as job:
         for step in range(steps):
             model.module.path = step % 2
             total = 0.0
@@ -104,7 +103,7 @@ def train(
             if delays:
                 time.sleep(float(torch.rand((), generator=waits)) * 0.02)
             losses.append(float(job.step(_data(2 * step, world), _data(2 * step + 1, world))))
-            digests.append(digest(job.module))
+            digests.append(digest(attachments_of(job).module))
         residual = {name: float(v) for name, v in job.numbers.items()}
     return {"digests": digests, "losses": losses, "numbers": residual, "facts": job.trace.facts}
 
@@ -115,7 +114,7 @@ def nan(*, features: Sequence[dict[str, Any]], at: int) -> dict[str, Any]:
     model = DistributedDataParallel(Awkward(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen = []
-    with attach(model, scenarios.decode(features[0]), optimizer) as job:
+    with attach(model, optimizer, scenarios.decode(features[0])) as job:
         for step in range(at + 3):
             x, y = _data(step, world)
             loss = F.cross_entropy(model(x), y)

@@ -16,7 +16,6 @@ from shoestring.comm.codecs.dgc import DGCCodec
 from shoestring.comm.codecs.fused import Taken, WeightedSum, take_entries
 from shoestring.comm.codecs.grad_table import BLOCK, GradTable
 from shoestring.comm.codecs.lockstep import run_lockstep
-from shoestring.comm.codecs.oktopk import OkTopKCodec
 from shoestring.comm.codecs.topk import FlatCodec, TopKCodec
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,8 +26,6 @@ MAKERS = [
     partial(TopKCodec, 0.5),
     partial(DGCCodec, 0.05, nesterov=True),
     partial(DGCCodec, 0.02, warmup=3),
-    partial(OkTopKCodec, 0.02, wire="bf16"),
-    partial(OkTopKCodec, 0.1, slack=1.0),
 ]
 
 

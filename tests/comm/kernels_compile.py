@@ -31,7 +31,7 @@ def compiled(kernel: Any, types: dict[str, str], warps: int = 4, **constants: An
         assert made.metadata.shared <= 99 * 1024, (kernel, constants)
 
 
-SIZES = ("tensors", "bucket", "width", "own", "one", "other", "rows", "row_buckets", "first", "last", "buckets")
+SIZES = ("tensors", "bucket", "width", "own", "low_key", "high_key", "rows", "row_buckets", "first", "last", "buckets")
 BUCKETS |= dict.fromkeys((*SIZES, "stride", "code_stride", "scale_stride"), "i32")
 HALF = {"DEPTH": 8, "KIND": 1, "FIRST": True, "TYPE": tl.bfloat16, "ALIGNED": True}
 

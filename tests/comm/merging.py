@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.task import cross_entropy
 from shoestring.core.world import World
@@ -52,13 +52,17 @@ def world_of(local: int) -> World:
 
 def weights(job: Job) -> list[float]:
     """All trained weights, whole."""
-    parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in job.module.parameters() if p.requires_grad]
+    parts = [
+        p.full_tensor() if isinstance(p, DTensor) else p
+        for p in attachments_of(job).module.parameters()
+        if p.requires_grad
+    ]
     return torch.cat([part.detach().double().flatten() for part in parts]).tolist()
 
 
 def digest(job: Job) -> str:
     """Of the weights and buffers."""
-    tensors = [*job.module.parameters(), *job.module.buffers()]
+    tensors = [*attachments_of(job).module.parameters(), *attachments_of(job).module.buffers()]
     parts = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
     return hashlib.sha256(b"".join(p.detach().contiguous().numpy().tobytes() for p in parts)).hexdigest()
 
@@ -119,12 +123,12 @@ def train(
                 found["digests"].append(digest(job))
                 found["weights"].append(weights(job))
                 found["numbers"].append({name: float(value) for name, value in job.numbers.items()})
-                if job.stopping:
+                if attachments_of(job).stopping:
                     break
         except NonFiniteError as error:
             found["said"] = str(error)
         found["step"], found["tokens"] = job.progress.step, job.progress.tokens
-        reductions = [feature.reduction(job.trace) for feature in job.features]
+        reductions = [feature.reduction(job.trace) for feature in attachments_of(job).features]
         found["reductions"] = [f"{cut.used:.6g} {cut.cost}" for cut in reductions if cut is not None]
     return found
 

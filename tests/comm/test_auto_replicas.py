@@ -16,7 +16,7 @@ import merging
 from by_hand import train
 
 from shoestring.checkpoint import Plain
-from shoestring.comm import Auto, DiLoCo, LocalSGD, PowerSGD, Quantize, Sign, SparseLoCo
+from shoestring.comm import Auto, DiLoCo, LocalSGD, PowerSGD, Quantize, Sign, SparseLoCo, Transport
 from shoestring.comm.auto.decision import Measurements, RankMeasurements
 from shoestring.comm.auto.probes import CodecTiming
 from shoestring.comm.auto.replicas import choose_method
@@ -25,7 +25,7 @@ from shoestring.comm.settings.worth import estimate_worth
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import DATA
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.parallel import DDP
 from shoestring.planning.cluster import Collective
@@ -101,7 +101,7 @@ def test_the_choice_is_by_what_steps_are_worth() -> None:
 def test_known_values_of_steps() -> None:
     assert estimate_worth(Quantize(bits=4, feedback=True), 0) == 1.0
     assert estimate_worth(PowerSGD(rank=4), 0) == 0.5
-    assert [estimate_worth(Sign(bucket=bucket), 0) for bucket in (32, 64, 512)] == [0.48, 0.48, 0.28]
+    assert [estimate_worth(Sign(group_size=bucket), 0) for bucket in (32, 64, 512)] == [0.48, 0.48, 0.28]
     assert estimate_worth(SparseLoCo(), 0) is None and estimate_worth(LocalSGD(codec="terngrad"), 0) is None
     for moment, known in (("own", (0.85, 0.7, 0.46)), ("global", (0.94, 0.8, 0.6))):
         local = partial(LocalSGD, second_moment=moment)
@@ -120,7 +120,7 @@ LOCAL_CALL, CODEC_CALL = "localsgd(every=3, codec='4bit')", "quantize(bits=8)"
 
 @pytest.mark.parametrize(("worth", "feature"), [
     ((1e6, 1.0), LocalSGD(every=3, codec="4bit", replica="rank")),
-    ((1.0, 1e6), Quantize(bits=8, parts=1)),
+    pytest.param((1.0, 1e6), Quantize(bits=8, transport=Transport(parts=1)), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_chosen_method_trains_as_if_it_had_been_named(pool: Pool, worth: Any, feature: Any) -> None:
     auto = Auto(allow=(LOCAL_CALL, CODEC_CALL), worth=worth, trials=1)
@@ -165,14 +165,14 @@ def test_a_plan_without_ddp_is_written(tmp_path: Path) -> None:
 def test_without_other_ranks_nothing_is_chosen() -> None:
     with compose(Job(jobs.tiny(), optimizer=jobs.sgd(), world=World()), [Auto(allow=(LOCAL_CALL,))]) as job:
         job.step(jobs.batch(0))
-        assert job.features[0].explain(job) == "off: one rank"
+        assert attachments_of(job).features[0].explain(attachments_of(job)) == "off: one rank"
 
 
 @pytest.mark.parametrize(("features", "kind", "said"), [
     ([Auto(allow=("localsgd(evry=8)",))], ConfigError, "did you mean `every`"),
     ([Auto(allow=("localsgd(every=0)",))], ConfigError, "`comm.localsgd.every` must be at least 1"),
-    ([Auto(allow=(LOCAL_CALL, "topk"))], ConfigError, "does not know what a step of `topk` is worth"),
-    ([Auto(allow=("bf16", "topk"), worth=(0, 0))], ConfigError, "does not know what a step of `topk` is worth"),
+    ([Auto(allow=(LOCAL_CALL, "topk"))], ConfigError, "does not know how many DDP steps"),
+    ([Auto(allow=("bf16", "topk"), worth=(0, 0))], ConfigError, "does not know how many DDP steps"),
     ([Auto(allow=(LOCAL_CALL,), worth=(0.5, 0.5))], ConfigError, "for each of the 1 methods in `allow`"),
     ([Auto(allow=(LOCAL_CALL,)), DDP()], ConflictError, "both own SHARD"),
     ([Auto(allow=(LOCAL_CALL,)), DiLoCo()], ConflictError, "both own SHARD"),

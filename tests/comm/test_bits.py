@@ -13,7 +13,7 @@ from shoestring.comm.codecs.bits import decode_indices, encode_indices, index_by
 
 
 @given(bits=st.integers(1, 32), rows=st.integers(1, 3), count=st.integers(0, 70), seed=st.integers(0, 99))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_codes_come_back(bits, rows, count, seed):
     codes = torch.randint(2**bits, (rows, count), generator=torch.Generator().manual_seed(seed))
     codes[:, -1:] = 2**bits - 1
@@ -35,7 +35,7 @@ def test_packing_is_dense(bits, count):
 
 
 @given(data=st.data(), n=st.integers(1, 5000), rows=st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_indices_come_back(data, n, rows):
     """Ascending, equal ones among them, the least and the largest possible too."""
     count = data.draw(st.integers(1, n))

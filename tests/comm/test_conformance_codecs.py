@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from shoestring.comm import DGC, Dense, PowerSGD, Quantize, TopK
+from shoestring.comm import DGC, Dense, PowerSGD, Quantize, TopK, Transport
 from shoestring.testing import Case, FeatureSuite
 
 
@@ -20,7 +20,7 @@ class CodecSuite(FeatureSuite):
 
 @pytest.mark.slow
 class TestDense(FeatureSuite):
-    feature = Dense(parts=3, channels=2)
+    feature = Dense(transport=Transport(parts=3, channels=2))
     representative = False
 
 
@@ -37,7 +37,7 @@ class TestPowerSGD(FeatureSuite):
 
 @pytest.mark.slow
 class TestQuantize(CodecSuite):
-    feature = Quantize(bits=4, bucket=64, rounding="nearest", feedback=True)
+    feature = Quantize(bits=4, group_size=64, rounding="nearest", feedback=True)
     tolerance = 0.1
 
 
@@ -57,15 +57,15 @@ class TestDGC(FeatureSuite):
 
 @pytest.mark.slow
 class TestSelection(CodecSuite):
-    feature = Dense(select="hypernetwork", budget_kb=3.0)
+    feature = Dense(transport=Transport(select="hypernetwork", kb_per_step=3.0))
     tolerance = 0.5
 
 
 @pytest.mark.slow
 class TestSelectionByGain(TestSelection):
-    feature = Dense(select="gain", budget_kb=3.0)
+    feature = Dense(transport=Transport(select="gain", kb_per_step=3.0))
 
 
 @pytest.mark.slow
 class TestSelectionPerNode(TestSelection):
-    feature = Dense(select="per-node", budget_kb=3.0)
+    feature = Dense(transport=Transport(select="per-node", kb_per_step=3.0))

@@ -16,20 +16,19 @@ from shoestring.testing.pool import Pool
 from shoestring.testing.scenarios import encode
 
 EXCHANGES: list[Feature] = [
-    comm.Dense(parts=3, channels=2),
+    comm.Dense(transport=comm.Transport(parts=3, channels=2)),
     comm.BF16(),
     comm.PowerSGD(rank=2),
-    comm.PowerSGD(rank=2, alternate=True, parts=3, channels=2),
+    comm.PowerSGD(rank=2, alternate=True, transport=comm.Transport(parts=3, channels=2)),
     comm.Quantize(bits=4, rounding="nearest", feedback=True),
     comm.Sign(),
-    comm.TernGrad(channels=2),
+    comm.TernGrad(transport=comm.Transport(channels=2)),
     comm.TopK(density=0.2, wire="int8"),
-    comm.OkTopK(density=0.2),
     comm.RandomK(density=0.3),
     comm.DGC(lr=0.05, density=0.2),
-    comm.PowerSGD(rank=2, select="hypernetwork", budget_kb=3),
-    comm.BF16(select="knapsack", budget_kb=3),
-    comm.BF16(select="per-node", budget_kb=3),
+    comm.PowerSGD(rank=2, transport=comm.Transport(select="hypernetwork", kb_per_step=3)),
+    comm.BF16(transport=comm.Transport(select="knapsack", kb_per_step=3)),
+    comm.BF16(transport=comm.Transport(select="per-node", kb_per_step=3)),
 ]
 
 
@@ -68,8 +67,8 @@ def test_replicas_are_equal_at_every_step(pool, feature):
     quick(
         [
             comm.PowerSGD(rank=2),
-            comm.PowerSGD(rank=2, parts=4, channels=3),
-            comm.Quantize(bits=4, rounding="nearest", feedback=True, parts=5),
+            comm.PowerSGD(rank=2, transport=comm.Transport(parts=4, channels=3)),
+            comm.Quantize(bits=4, rounding="nearest", feedback=True, transport=comm.Transport(parts=5)),
         ],
         0,
     ),
@@ -131,7 +130,7 @@ def test_a_foreign_script_needs_one_line(pool, no_sync, bucket_mb):
     assert sum(results[0]["losses"][-5:]) < sum(results[0]["losses"][:5])
 
 
-@pytest.mark.parametrize("feature", quick(EXCHANGES, 0, 2, 4, 6, 8, 10, 12), ids=label)
+@pytest.mark.parametrize("feature", quick(EXCHANGES, 0, 4, 10), ids=label)
 def test_an_infinite_gradient_is_seen_by_all_and_kept_by_none(pool, feature):
     results = pool.call(exchanges.nan, features=[encode(feature)], at=2)
     for result in results:

@@ -12,7 +12,6 @@ from sparse_ranks import RANKS, gradients
 from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, Mean, advance
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.lockstep import answer_all, run_lockstep
-from shoestring.comm.codecs.oktopk import OkTopKCodec
 from shoestring.comm.codecs.powersgd import PowerSGDCodec
 from shoestring.comm.codecs.quantize import QuantizeCodec
 from shoestring.comm.codecs.sign import SignCodec
@@ -29,7 +28,6 @@ CODECS = [
     partial(PowerSGDCodec, 2, least=1),
     feedback,
     partial(SignCodec, bucket=64),
-    partial(OkTopKCodec, 0.05),
     lambda: BudgetedCodec(feedback, Uniform(), 3000.0, warmup=1),
     lambda: BudgetedCodec(partial(PowerSGDCodec, 2, least=1), Uniform(), 3000.0, warmup=1),
     lambda: SelectiveCodec(PowerSGDCodec(2, least=1), ["long"]),

@@ -24,22 +24,22 @@ from shoestring.core.world import World
 from shoestring.testing import Pool, jobs
 from shoestring.testing.scenarios import encode
 
-WHOLE = LocalSGD(every=10, delay=8, late_merge="mix", alpha=1.0)
-GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, late_merge="mix", alpha=1.0)
+WHOLE = LocalSGD(every=10, delay=8, late_merge="mix", own_weight=1.0)
+GROWING = LocalSGD(every=4, final_every=9, fragments=2, delay=3, late_merge="mix", own_weight=1.0)
 
 
 @pytest.mark.parametrize(("feature", "steps", "stop", "last"), [
     (WHOLE, 17, 0, 17),
     pytest.param(WHOLE, 18, 0, 18, marks=pytest.mark.slow),
     pytest.param(WHOLE, 19, 0, 19, marks=pytest.mark.slow),
-    (WHOLE, 40, 15, 28),
-    (GROWING, 17, 0, 17),
+    pytest.param(WHOLE, 40, 15, 28, marks=pytest.mark.slow),
+    pytest.param(GROWING, 17, 0, 17, marks=pytest.mark.slow),
     (GROWING, 40, 15, 18),  # what is sent after step 15 carries the vote, and arrives three steps later
 ])  # fmt: skip
 def test_no_step_is_lost_at_the_end(pool: Pool, feature: LocalSGD, steps: int, stop: int, last: int) -> None:
     """An exchange that begins after step 10 is merged after step 18: the run ends before that, with it, or after it.
 
-    With `alpha` 1 a merge leaves replicas as they are, so what remains is the mean of replicas that trained alone.
+    With `own_weight` 1 a merge leaves replicas as they are, so what remains is the mean of replicas that trained alone.
     """
     results = train(pool, feature, steps=steps, stops={"1": stop} if stop else None)
     assert [result["step"] for result in results] == [last, last]

@@ -264,7 +264,7 @@ def test_codecs_are_written_as_calls():
         ("powersgd(4)", "write"),
         ("powersgd(rank=open('x'))", "cannot read"),
         ("import os", "cannot read"),
-        ("powersgd(parts=2)", "no setting `parts`"),
+        ("powersgd(parts=2)", "no setting `transport`"),
         ("powersgd(rank='x')", "`powersgd.rank` must be a whole number, got 'x'"),
         ("quantize(bits=3)", '`quantize.bits` must be one of "8", "4", got 3'),
         ("localsgd(every='x')", "`localsgd.every` must be a whole number"),
@@ -280,11 +280,11 @@ def test_wrong_calls_say_what_is_near(call, words):
 @pytest.mark.parametrize(
     "feature",
     [
-        comm.RandomK(block=0),
+        comm.RandomK(block_size=0),
         comm.DGC(lr=-1.0),
         comm.DGC(momentum=2.0),
         comm.DGC(warmup=-3),
-        comm.DGC(clip=-1.0),
+        comm.DGC(max_norm=-1.0),
         comm.DGC(weight_decay=-0.1),
     ],
     ids=lambda feature: feature.name,
@@ -374,7 +374,17 @@ def test_the_verb_writes_a_run_file_with_the_choice(tmp_path):
     shape = "[model]\ndim = 32\nlayers = 1\nheads = 2\nkv_heads = 2\nhidden = 64\n"
     data = "[data]\ntokenizer = 'bytes'\nsequence = 32\n[comm.bf16]\n"
     source.write_text(f"[run]\ndata = '{text}'\nfolder = '{tmp_path / 'run'}'\nbatch = 4\n{shape}{data}")
-    command = [sys.executable, "-m", "shoestring", "plan", str(source), "--workers", "2", "--comm.bf16.parts", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "shoestring",
+        "plan",
+        str(source),
+        "--workers",
+        "2",
+        "--comm.bf16.transport.parts",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

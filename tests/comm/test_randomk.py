@@ -30,7 +30,7 @@ class TestContract(contract.Contract, contract.ConservingContract):
 
 
 @given(n=st.integers(1, 3000), density=st.floats(0, 1), block=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_draws_distinct_entries_in_whole_blocks(n, density, block, seed):
     found = RandomKCodec(density, block=block).draw(n, seed, CPU)
     assert len(found.unique()) == len(found) <= max(density * n + block, block)

@@ -23,7 +23,7 @@ from shoestring.comm import DiLoCo, LocalSGD
 from shoestring.comm.local.second_moment import SecondMoments
 from shoestring.core.compose import compose
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.parallel import DDP
 from shoestring.testing import Pool, jobs
@@ -70,21 +70,21 @@ class Noisy:
         holder = nn.Module()
         holder.weight = self.weight
         self.job = compose(Job(holder, optimizer=kind([self.weight], lr=0.0, **settings), world=World()))
-        self.moments = SecondMoments(self.job, replicas)
+        self.moments = SecondMoments(attachments_of(self.job), replicas)
 
     def step(self, grad: Tensor, *, averaged: bool = False) -> None:
         self.weight.grad = grad.clone()
         self.moments.before_step(averaged=averaged)
-        self.job.built_optimizer.step()
+        self.job.optimizer.step()
         self.moments.after_step()
 
     @property
     def second(self) -> float:
-        return float(self.job.built_optimizer.state[self.weight]["exp_avg_sq"].mean())
+        return float(self.job.optimizer.state[self.weight]["exp_avg_sq"].mean())
 
     def corrected(self, beta: float) -> float:
         """The second moment that the optimizer divides by."""
-        return self.second / (1 - beta ** float(self.job.built_optimizer.state[self.weight]["step"]))
+        return self.second / (1 - beta ** float(self.job.optimizer.state[self.weight]["step"]))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5, 2.0])
@@ -117,13 +117,13 @@ def test_weight_decay_that_adam_adds_to_the_gradient_is_a_part_of_it(
         grad = torch.randn(20_000, generator=noise)
         noisy.step(grad)
         plain.step(sign * grad + decay * noisy.weight.detach())
-    one, other = (each.job.built_optimizer.state[each.weight]["exp_avg_sq"] for each in (noisy, plain))
+    one, other = (each.job.optimizer.state[each.weight]["exp_avg_sq"] for each in (noisy, plain))
     assert torch.allclose(one, other, rtol=1e-4) and float(one.min()) > 0
 
 
 def test_betas_stay_the_programs() -> None:
     noisy = Noisy(4, betas=(0.9, 0.95))
-    (group,) = noisy.job.built_optimizer.param_groups
+    (group,) = noisy.job.optimizer.param_groups
     noisy.step(torch.ones(20_000))
     assert group["betas"] == (0.9, 0.95)
     noisy.moments.before_step()  # and no step, because of an error
@@ -136,14 +136,14 @@ def test_betas_stay_the_programs() -> None:
 
 def test_a_checkpoint_of_the_step_before_may_copy_it_until_the_last_moment() -> None:
     job = compose(Job(jobs.tiny(), optimizer=Adam, world=World()), [DiLoCo(every=9)])
-    job.kept["outer"].state.outer.moments = SecondMoments(job, 2)
+    job.kept["outer"].state.outer.moments = SecondMoments(attachments_of(job), 2)
 
     def second() -> float:
-        return sum(float(state["exp_avg_sq"].sum()) for state in job.built_optimizer.state.values())
+        return sum(float(state["exp_avg_sq"].sum()) for state in job.optimizer.state.values())
 
     waiting, captured = list[float](), list[float]()
-    job.at(Phase.WAIT, lambda: waiting.append(second()))
-    job.at(Phase.CAPTURE, lambda: captured.append(second()))
+    attachments_of(job).at(Phase.WAIT, lambda: waiting.append(second()))
+    attachments_of(job).at(Phase.CAPTURE, lambda: captured.append(second()))
     with job:
         for number in range(3):
             job.step(jobs.batch(number))
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_the_step_before_may_copy_it_until_the_last_moment() -> 
 def test_sgd_steps_as_before() -> None:
     def run(replicas: int) -> Tensor:
         noisy = Noisy(replicas, SGD)
-        noisy.job.built_optimizer.param_groups[0]["lr"] = 0.1
+        noisy.job.optimizer.param_groups[0]["lr"] = 0.1
         for step in range(3):
             noisy.step(torch.full((20_000,), 1.0 + step))
         return noisy.weight.detach()
@@ -166,7 +166,7 @@ def test_moments_of_low_precision_stay_positive() -> None:
     noisy.weight.data = noisy.weight.data.bfloat16()
     for size in (1e-3, 1e3, 1.0):
         noisy.step(size * torch.randn(20_000, generator=noise).bfloat16())
-    assert float(noisy.job.built_optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
+    assert float(noisy.job.optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
 
 
 @pytest.mark.parametrize("replicas", [4, 4096])
@@ -174,7 +174,7 @@ def test_a_large_gradient_leaves_it_positive(replicas: int) -> None:
     noisy = Noisy(replicas)
     for size in (1e-6, 1e6, 1e-6):
         noisy.step(torch.full((20_000,), size))
-        assert float(noisy.job.built_optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
+        assert float(noisy.job.optimizer.state[noisy.weight]["exp_avg_sq"].min()) > 0
 
 
 def test_a_step_that_overflowed_leaves_it_alone() -> None:
@@ -184,7 +184,7 @@ def test_a_step_that_overflowed_leaves_it_alone() -> None:
     before = noisy.second
     noisy.weight.grad = torch.full((20_000,), torch.inf)
     scaler.scale(torch.ones(()))
-    optimizer = noisy.job.built_optimizer
+    optimizer = noisy.job.optimizer
     optimizer.register_step_pre_hook(lambda *_: noisy.moments.before_step())
     optimizer.register_step_post_hook(lambda *_: noisy.moments.after_step())
     scaler.step(optimizer)
@@ -216,7 +216,7 @@ def test_replicas_go_on_from_averaged_gradients_with_steps_as_long() -> None:
 def test_moments_that_were_there_before_become_those_of_the_longer_average() -> None:
     noisy = Noisy(4)
     for replicas in (1, 4, 2):
-        noisy.moments = SecondMoments(noisy.job, replicas)
+        noisy.moments = SecondMoments(attachments_of(noisy.job), replicas)
         for _ in range(30):
             noisy.step(torch.ones(20_000))
             assert noisy.corrected(1 - 0.001 / replicas) == pytest.approx(1, rel=0.03)

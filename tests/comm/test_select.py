@@ -21,7 +21,7 @@ from shoestring.comm.selection.budget import BudgetedCodec, Selector, Uniform, m
 from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.comm.selection.knapsack import GainKnapsack, Knapsack
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 
 RANKS = 3
@@ -258,7 +258,7 @@ def test_uniform_sends_all_layers_equally_often():
     ],
 )
 def test_a_budget_is_spent_by_a_selector(select, selector):
-    codec = comm.Dense(budget_kb=3, select=select).make_budgeted_codec()
+    codec = comm.Dense(transport=comm.Transport(kb_per_step=3, select=select)).make_budgeted_codec()
     assert isinstance(codec, BudgetedCodec) and type(codec.selector) is selector and codec.budget == 3000
 
 
@@ -269,19 +269,25 @@ def test_without_a_budget_everything_is_sent():
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        (comm.Dense(select="uniform"), '`comm.dense.select = "uniform"` has nothing to select'),
-        (comm.Dense(budget_kb=-1), "`comm.dense.budget_kb` must be a number of kB, got -1"),
-        (comm.DGC(budget_kb=3), "cannot wait for a budget"),
+        (
+            comm.Dense(transport=comm.Transport(select="uniform")),
+            '`comm.dense.transport.select = "uniform"` has nothing to select',
+        ),
+        (
+            comm.Dense(transport=comm.Transport(kb_per_step=-1)),
+            "`comm.dense.transport.kb_per_step` must be a number of kB, got -1",
+        ),
+        (comm.DGC(transport=comm.Transport(kb_per_step=3)), "cannot wait for a budget"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(feature, said):
     with pytest.raises(ConfigError, match=said):
-        feature.check(Job(torch.nn.Linear(2, 2)))
+        feature.check(attachments_of(Job(torch.nn.Linear(2, 2))))
 
 
 @pytest.mark.parametrize("select", ["gain", "per-node"])
 def test_a_budget_that_carries_nothing_is_refused_before_the_first_step(select):
-    feature = comm.Dense(budget_kb=0.03, select=select)
+    feature = comm.Dense(transport=comm.Transport(kb_per_step=0.03, select=select))
     with pytest.raises(ConfigError, match="a budget of 30 bytes a step is less than"):
-        feature.check(Job(torch.nn.Linear(2, 2), world=World(rank=0, size=4, local_size=1)))
-    feature.check(Job(torch.nn.Linear(2, 2), world=World()))
+        feature.check(attachments_of(Job(torch.nn.Linear(2, 2), world=World(rank=0, size=4, local_size=1))))
+    feature.check(attachments_of(Job(torch.nn.Linear(2, 2), world=World())))

@@ -28,7 +28,7 @@ def layers(price, allowance=None, *, step=0, **known) -> Layers:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=9), st.integers(0, 120))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_exact_knapsack_is_optimal(items, allowance):
     price, u = (np.array(column, float) for column in zip(*items, strict=True))
     sets = [some for count in range(len(u) + 1) for some in combinations(range(len(u)), count)]
@@ -39,7 +39,7 @@ def test_exact_knapsack_is_optimal(items, allowance):
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=15, max_size=18), st.integers(50, 400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_greedy_knapsack_reaches_half_of_the_optimum(items, allowance):
     price, u = (np.array(column, float) for column in zip(*items, strict=True))
     chosen = choose_best(u, layers(price, allowance))

@@ -42,7 +42,7 @@ def test_padding_does_not_count_in_an_average():
 
 
 @given(seed=st.integers(0, 2**20), scale=st.sampled_from([1e-20, 1.0, 1e15]), count=st.integers(1, 300))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_contracts(seed, scale, count):
     """‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / n in each bucket (the paper's Lemma 8)."""
     x = torch.randn(count, generator=torch.Generator().manual_seed(seed)) ** 3 * scale

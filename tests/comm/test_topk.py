@@ -48,7 +48,7 @@ KINDS = st.sampled_from(["normal", "heavy", "ties", "few", "zeros"])
 
 
 @given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_exact_is_the_largest_magnitudes(seed, n, density, kind):
     x, k = vector(seed, n, kind), count_entries(n, density**3)
     found = select_exact(x, k)
@@ -57,7 +57,7 @@ def test_exact_is_the_largest_magnitudes(seed, n, density, kind):
 
 
 @given(seed=st.integers(0, 2**20), n=st.integers(1, 300), density=st.floats(0, 1), kind=KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_of_equal_magnitudes_the_first_are_kept(seed, n, density, kind):
     x, k = vector(seed, n, kind), count_entries(n, density)
     assert torch.equal(keep_largest(x, k), x.abs().sort(descending=True, stable=True).indices[:k].sort().values)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_kept_first():
 
 @pytest.mark.parametrize("select", [select_sampled, select_mstopk])
 @given(seed=st.integers(0, 2**20), n=st.integers(1, 9000), density=st.floats(0, 1), kind=KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_thresholds_select_as_many_and_nearly_as_much(select, seed, n, density, kind):
     """k distinct entries, none below those that 1.3 k exact ones would leave out (for mstopk, the k-th largest)."""
     x, k = vector(seed, n, kind), count_entries(n, density**3)
@@ -99,7 +99,7 @@ def test_sampling_prefers_no_part_of_the_model(k):
 
 
 @given(seed=st.integers(0, 2**20), density=st.floats(0.001, 1), scale=st.sampled_from([1e-20, 1.0, 1e15]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_contracts(seed, density, scale):
     """‖x - C(x)‖² <= (1 - k / n) ‖x‖² (Stich et al., lemma A.1)."""
     x = vector(seed, 700, "heavy") * scale
@@ -110,7 +110,7 @@ def test_contracts(seed, density, scale):
 
 
 @given(seed=st.integers(0, 2**20), k=st.integers(1, 1200), scale=st.sampled_from([1e-12, 1.0, 1e15]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4", "int2"])
 def test_rounding_never_takes_more_than_there_is(form, seed, k, scale):
     values = vector(seed, k, "heavy") * scale

@@ -91,7 +91,7 @@ def test_a_closed_wire_carries_nothing():
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says():
     """One of two ranks makes no step: the error of the other names the exchange, and the collective in it."""
     with Pool(2) as pool:
-        said, _ = pool.call(attaching.alone, feature=encode(comm.Dense(parts=1)), timeout=2.0)
+        said, _ = pool.call(attaching.alone, feature=encode(comm.Dense(transport=comm.Transport(parts=1))), timeout=2.0)
     assert said.startswith("the exchange of 9 parameters (`head.bias` to `conv.weight`) at step 0: all-reduce of ")
     assert "between 2 ranks: " in said
     assert "imed out" in said

@@ -37,7 +37,7 @@ def settings_of(folder):
 
 
 def test_a_reference_and_a_draft_come_from_one_run_file(tmp_path, target, capsys):
-    cache = {"teacher": str(target[1]), "cache": "teacher", "top_k": 32}
+    cache = {"teacher": str(target[1]), "cache_folder": "teacher", "top_k": 32}
     file = run_file(tmp_path, target, decode={"distill": cache})
     capsys.readouterr()
     assert main(["distill", file]) == 0
@@ -51,7 +51,9 @@ def test_a_reference_and_a_draft_come_from_one_run_file(tmp_path, target, capsys
     assert shares["reference"] > shares["before training"] and shares["draft"] > shares["before training"]
     assert settings_of(folder / "reference")["reference"] == ""
     assert settings_of(folder / "draft")["reference"] == str(folder / "reference")
-    assert {settings_of(folder / stage)["cache"] for stage in ("reference", "draft")} == {str(folder / "teacher")}
+    assert {settings_of(folder / stage)["cache_folder"] for stage in ("reference", "draft")} == {
+        str(folder / "teacher")
+    }
     rows = [json.loads(line) for line in (folder / "draft" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= row["selected"] <= 1 and row["acceptance"] > 0 for row in rows if "loss" in row)
     assert "Acceptance of drafts in training" in (folder / "draft" / "report.html").read_text()
@@ -88,7 +90,9 @@ def test_both_stages_begin_with_the_same_weights(tmp_path, target):
 def test_check_shows_the_teacher_and_refuses_another_vocabulary(tmp_path, target, capsys):
     file = run_file(tmp_path, target)
     assert main(["check", file]) == 0
-    assert re.search(r"LOSS +decode.distill +\(teacher `.*`: [\d,]+ parameters, 0\.\d MB", capsys.readouterr().out)
+    assert re.search(
+        r"LOSS +decode.distill +\(teacher `.*`: [\d,]+ parameters, [\d.]+ (?:KiB|MiB)", capsys.readouterr().out
+    )
     small = tmp_path / "small"
     save_model(gpt.tiny(64, 16, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), None, small, {})
     assert main(["check", file, "--decode.distill.teacher", str(small)]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoestring.cli import main
-from shoestring.commands.plan import _beside
+from shoestring.verbs.plan import _deviation
 from tests.small_runs import write_run_file, write_texts
 
 
@@ -47,14 +47,14 @@ def test_metrics_have_a_line_a_step(trained):
 def test_generate_writes_the_same_text_for_the_same_seed(trained, capsys):
     texts = []
     for _ in range(2):
-        assert main(["generate", str(trained[1]), "--prompt", "the ", "--tokens", "12", "--seed", "3"]) == 0
+        assert main(["generate", str(trained[1]), "--prompt", "the ", "--max-tokens", "12", "--seed", "3"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("the ")
 
 
 def test_generate_writes_the_same_text_with_drafts_and_reports_what_they_gained(trained, capsys):
-    call = ["generate", str(trained[1]), "--prompt", "the ", "--tokens", "40", "--seed", "3"]
+    call = ["generate", str(trained[1]), "--prompt", "the ", "--max-tokens", "40", "--seed", "3"]
     assert main(call) == 0
     text = capsys.readouterr().out
     for drafter in ("lookup", str(trained[1])):
@@ -74,7 +74,7 @@ def test_skip_writes_a_plan_that_generate_takes(trained, capsys, tmp_path):
     assert 30 <= float(saved.group(1)) < 80
     assert re.search(r"loss on the samples: [\d.]+ nats a token before, [\d.]+ after", said)
     texts = {}
-    call = ["generate", str(trained[1]), "--prompt", "the ", "--tokens", "40", "--seed", "3"]
+    call = ["generate", str(trained[1]), "--prompt", "the ", "--max-tokens", "40", "--seed", "3"]
     for more in (
         (),
         ("--skip", plan),
@@ -132,7 +132,7 @@ def test_report_exports_the_trace_for_perfetto(trained, tmp_path, capsys):
 
 
 def test_probe_writes_what_it_measured(tmp_path, capsys):
-    from shoestring.commands.probe import read
+    from shoestring.verbs.probe import read
 
     out = tmp_path / "cluster.toml"
     assert main(["probe", "--workers", "1", "--out", str(out)]) == 0
@@ -168,6 +168,7 @@ def test_help_is_quick_because_it_imports_no_torch():
     assert shown.splitlines()[-1] == "False"
 
 
+@pytest.mark.slow
 def test_the_wheel_has_recipes_and_page_and_runs_away_from_the_repository(tmp_path):
     root = Path(__file__).parents[2]
     build = [
@@ -231,7 +232,7 @@ print(*sorted(slow & set(sys.modules)), file=sys.stderr)
 def test_a_technique_is_turned_on_by_its_name_alone(trained, capsys):
     assert main(["check", str(trained[0]), "--comm.bf16", "--optim.clip", "--run.steps", "7"]) == 0
     out = capsys.readouterr().out
-    assert "[comm.bf16]" in out and "[optim.clip]" in out and "steps = 7" in out
+    assert "[comm.bf16" in out and "[optim.clip]" in out and "steps = 7" in out
     for flag in ("--optim.clip.max_norm", "--run.baselines"):
         assert main(["check", str(trained[0]), flag]) == 2
         assert f"`{flag}` needs a value" in capsys.readouterr().err
@@ -275,7 +276,7 @@ LONG = "n" * 300
         ["report", LONG],
         ["compare", LONG, LONG],
         ["checkpoint", "ls", LONG],
-        ["checkpoint", "prune", LONG, "--keep", "1"],
+        ["checkpoint", "trim", LONG, "--keep", "1"],
     ],
     ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),
 )
@@ -286,9 +287,31 @@ def test_names_that_no_file_can_have_are_one_line(trained, tmp_path, monkeypatch
     assert said.count("error: ") == 1 and "Traceback" not in said
 
 
-def test_prune_of_nothing_is_an_error(tmp_path, capsys):
-    assert main(["checkpoint", "prune", str(tmp_path / "nosuch"), "--keep", "1"]) == 2
+def test_trimming_nothing_is_an_error(tmp_path, capsys):
+    assert main(["checkpoint", "trim", str(tmp_path / "nosuch"), "--keep", "1"]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_former_names_of_verbs_and_flags_work_and_say_the_new_ones(trained, tmp_path, capsys):
+    assert main(["checkpoint", "prune", str(trained[1]), "--keep", "9", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == [] and err == "`shoestring checkpoint prune` is now `shoestring checkpoint trim`\n"
+    assert main(["generate", str(trained[1]), "--prompt", "the ", "--tokens=2"]) == 0
+    assert capsys.readouterr().err.startswith("`--tokens` is now `--max-tokens`\n")
+    for words in (["checkpoint", "purge"], ["memory", "vieww"]):
+        assert main(words) == 2
+        assert f"there is no verb `{' '.join(words)}`" in capsys.readouterr().err
+
+
+def test_help_of_verbs_and_groups_is_that_of_the_table(capsys):
+    for arguments in (["generate", "--help"], ["checkpoint", "-h"], ["tune", "--help"], ["tune", "join", "-h"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert not ended.value.code
+    out = capsys.readouterr().out
+    assert "In Python: shoestring.verbs.generate.generate" in out and "shoestring tune join" in out
+    for name in ("--temperature", "--draft-length", "trim", "best"):
+        assert name in out
 
 
 def test_the_largest_seed_trains(trained, tmp_path):
@@ -300,4 +323,4 @@ def test_the_largest_seed_trains(trained, tmp_path):
     [(0.0396, "13.2 times as long as predicted"), (0.0033, "10% more than predicted"), (0.0015, "50% less than")],
 )
 def test_what_a_plan_was_off_by_is_said_of_what_it_predicted(measured, said):
-    assert _beside(measured, 0.003).startswith(said)
+    assert _deviation(measured, 0.003).startswith(said)

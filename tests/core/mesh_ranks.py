@@ -16,10 +16,11 @@ from torch.utils.data import Dataset
 
 from shoestring import comm, parallel
 from shoestring._torch import timeout_of
+from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, LOCAL, Feature, Phase, Seam
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.world import World
 from shoestring.run import parse
@@ -72,26 +73,26 @@ class Columns(Feature):
     def arrange(self, world: World) -> World:
         return world.split(LOCAL, "tensor", self.ranks)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        group = job.world.group(self.over)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        group = attachments.world.group(self.over)
         if group is None:
             return
-        job.own("SHARD over tensor", Seam.SHARD)
-        names = [name for name, module in job.module.named_modules() if isinstance(module, jobs.ResidualBlock)]
+        attachments.own("SHARD over tensor", Seam.SHARD)
+        names = [name for name, module in attachments.module.named_modules() if isinstance(module, jobs.ResidualBlock)]
         for name in names:
-            block = job.module.get_submodule(name)
+            block = attachments.module.get_submodule(name)
             assert isinstance(block, jobs.ResidualBlock)
-            job.patch(block, _shared(block, job.world.index_over(self.over), self.ranks, group))
+            attachments.patch(block, _shared(block, attachments.world.index_over(self.over), self.ranks, group))
         partial = tuple(f"{name}.{part}" for name in names for part in ("up.weight", "up.bias", "down.weight"))
 
         def whole() -> None:
-            for name, tensor in job.trained.items():
+            for name, tensor in attachments.trained.items():
                 if name.endswith(partial):
                     grad = tensor.grad.to_local() if hasattr(tensor.grad, "to_local") else tensor.grad
                     assert isinstance(grad, Tensor)
                     dist.all_reduce(grad, group=group)
 
-        job.at(Phase.CLIP, whole)
+        attachments.at(Phase.CLIP, whole)
 
 
 def _shared(block: jobs.ResidualBlock, index: int, ranks: int, group: dist.ProcessGroup) -> Any:
@@ -153,13 +154,16 @@ def steps(*, beside: str, number: int, stop_at: int = 0) -> dict[str, Any]:
     features = [*SHARED[beside], Columns()] if world.size > 1 else []
     job = Job(jobs.tiny().double(), optimizer=jobs.sgd(), progress=Progress(total=number), world=world)
     with compose(job, features):
-        rank, size = job.world.index_over(job.data_axes), job.world.ranks_over(job.data_axes)
+        rank, size = (
+            job.world.index_over(attachments_of(job).data_axes),
+            job.world.ranks_over(attachments_of(job).data_axes),
+        )
         losses = []
         for step in range(number):
             if step + 1 == stop_at and world.rank == world.size - 1:
                 job.stop()
             losses.append(float(job.step(jobs.batch(step, rank, size, ragged=True))))
-            if job.stopping:
+            if attachments_of(job).stopping:
                 break
         held_out = job.evaluate([jobs.batch(jobs.HELD_OUT, rank, size, ragged=True)])
         state = ModelState(job.model).state_dict().values()
@@ -174,9 +178,12 @@ def poisoned() -> str:
     job = Job(jobs.tiny(), optimizer=jobs.sgd(), world=world)
     with suppress(AssertionError), compose(job, [parallel.DDP(), Columns()]):
         rank, size = job.world.index_over(DATA), job.world.ranks_over(DATA)
-        task = job.loss
+        task = attachments_of(job).loss
         if world.rank == 1:
-            job.loss = lambda output, batch: (task(output, batch)[0] * float("nan"), task(output, batch)[1])
+            attachments_of(job).loss = lambda output, batch: (
+                task(output, batch)[0] * float("nan"),
+                task(output, batch)[1],
+            )
         try:
             job.step(jobs.batch(0, rank, size))
         except NonFiniteError as error:

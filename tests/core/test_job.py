@@ -11,7 +11,7 @@ from shoestring import checkpoint, comm, optim, parallel
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import HOSTS, Feature, Phase, Seam, check_owners, order_of_application
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
@@ -30,19 +30,19 @@ class Spy(Feature):
         self.log.append(f"resolve {self.label}")
         return self
 
-    def check(self, job):
+    def check(self, attachments):
         self.log.append(f"check {self.label}")
         if self.fail_check:
             raise ConfigError("does not fit")
 
-    def apply(self, job, seam):
+    def apply(self, attachments, seam):
         self.log.append(f"{seam.name} {self.label}")
-        job.exits.callback(lambda: self.log.append(f"exit {seam.name} {self.label}"))
+        attachments.exits.callback(lambda: self.log.append(f"exit {seam.name} {self.label}"))
         if self.fail_apply and seam is Seam.STEP:
             raise RuntimeError("broken")
         if seam is Seam.STEP:
             for phase in reversed(Phase):
-                job.at(phase, lambda phase=phase: self.log.append(f"{phase.name} {self.label}"))
+                attachments.at(phase, lambda phase=phase: self.log.append(f"{phase.name} {self.label}"))
 
 
 def linear():
@@ -61,6 +61,15 @@ def batch(value=1.0):
 ORDER = ["FORWARD", "CLIP", "RATE", "GRAD", "WAIT", "PROJECT", "OUTER", "CAPTURE"]
 
 
+def test_a_programs_author_sees_a_small_job():
+    public = {name for name in dir(job()) if not name.startswith("_")}
+    assert public == {
+        *("model", "optimizer", "progress", "world", "trace", "numbers", "kept", "done"),
+        *("step", "evaluate", "keep", "restore", "stop", "finish", "close"),
+    }
+    assert len(public) <= 15
+
+
 def test_resolve_check_and_apply_come_in_order_and_each_for_all_features():
     log: list[str] = []
     compose(job(), [Spy(label="a", log=log), Spy(label="b", log=log)])
@@ -71,12 +80,12 @@ def test_resolve_check_and_apply_come_in_order_and_each_for_all_features():
 def test_phases_run_in_order_around_the_optimizer_step():
     log: list[str] = []
     made = compose(job(), [Spy(label="a", log=log), Spy(label="b", log=log)])
-    made.built_optimizer.register_step_post_hook(lambda *_: log.append("end"))
-    weight = made.module.weight
+    made.optimizer.register_step_post_hook(lambda *_: log.append("end"))
+    weight = attachments_of(made).module.weight
     seen = []
-    made.at(Phase.WAIT, lambda: seen.append((weight.clone(), made.progress.step)))
-    made.at(Phase.PROJECT, lambda: seen.append((weight.clone(), made.progress.step)))
-    made.at(Phase.CAPTURE, lambda: seen.append((weight.clone(), made.progress.step)))
+    attachments_of(made).at(Phase.WAIT, lambda: seen.append((weight.clone(), made.progress.step)))
+    attachments_of(made).at(Phase.PROJECT, lambda: seen.append((weight.clone(), made.progress.step)))
+    attachments_of(made).at(Phase.CAPTURE, lambda: seen.append((weight.clone(), made.progress.step)))
     log.clear()
     made.step(batch())
     assert log == [f"{phase} {label}" for phase in ORDER for label in "ab"] + ["end"]
@@ -106,7 +115,7 @@ def test_a_failed_check_changes_and_allocates_nothing():
     with pytest.raises(ConfigError, match="does not fit"):
         compose(made, [Spy(label="a", log=log), Spy(label="b", log=log, fail_check=True)])
     assert log == ["resolve a", "resolve b", "check a", "check b"]
-    assert not made.kept and not hasattr(made, "built_optimizer")
+    assert not made.kept and not hasattr(made, "optimizer")
 
 
 def test_conflicts_come_before_any_check():
@@ -156,7 +165,7 @@ def test_exits_are_released_after_an_exception(inside):
     with pytest.raises(RuntimeError, match="broken"):
         made = compose(job(), [Spy(label="a", log=log), Spy(label="b", log=log, fail_apply=not inside)])
         with made:
-            made.at(Phase.GRAD, lambda: 1 / 0)
+            attachments_of(made).at(Phase.GRAD, lambda: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 made.step(batch())
             raise RuntimeError("broken")
@@ -177,15 +186,15 @@ def test_kept_names_are_unique():
 def test_a_loss_that_is_not_finite_leaves_the_weights_and_no_gradients(value):
     made = compose(job(), [optim.SGD(lr=0.1)])
     made.step(batch())
-    before = [parameter.clone() for parameter in made.parameters]
+    before = [parameter.clone() for parameter in attachments_of(made).parameters]
     for micro_batches in ([batch(value)], [batch(), batch(value)]):
         with pytest.raises(NonFiniteError, match="the loss became nan at step 2"):
             made.step(*micro_batches)
     assert made.progress.step == 1 and made.progress.tokens == 2
-    assert all(torch.equal(one, other) for one, other in zip(before, made.parameters, strict=True))
-    assert not made.gradients
+    assert all(torch.equal(one, other) for one, other in zip(before, attachments_of(made).parameters, strict=True))
+    assert not attachments_of(made).gradients
     made.step(batch())  # and it can continue
-    assert all(parameter.isfinite().all() for parameter in made.parameters)
+    assert all(parameter.isfinite().all() for parameter in attachments_of(made).parameters)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -194,12 +203,12 @@ def test_a_batch_without_targets_is_an_error_and_leaves_the_weights(count):
     inputs = batch()[0]
     nothing = inputs, torch.tensor([-100, -100])
     for _ in range(2):
-        before = made.module.weight.clone()
+        before = attachments_of(made).module.weight.clone()
         with pytest.raises(NonFiniteError, match="none of its targets count"):
             made.step(*[nothing] * count)
-        assert torch.equal(before, made.module.weight)
+        assert torch.equal(before, attachments_of(made).module.weight)
         made.step(batch(), nothing)
-        assert made.module.weight.isfinite().all()
+        assert attachments_of(made).module.weight.isfinite().all()
 
 
 def test_micro_batches_of_unequal_counts_are_one_batch():
@@ -209,7 +218,7 @@ def test_micro_batches_of_unequal_counts_are_one_batch():
         whole = one.step((inputs, targets))
         parts = other.step((inputs[:1], targets[:1]), (inputs[1:], targets[1:]))
         assert torch.allclose(whole, parts, rtol=1e-6)
-    assert torch.allclose(one.module.weight, other.module.weight, rtol=1e-6)
+    assert torch.allclose(attachments_of(one).module.weight, attachments_of(other).module.weight, rtol=1e-6)
     assert one.progress.tokens == other.progress.tokens == 25
 
 
@@ -226,12 +235,12 @@ def test_loading_makes_no_step(tmp_path):
     first.step(batch())
     saved = sorted(path.name for path in tmp_path.iterdir())
     again = compose(job(), [optim.AdamW(lr=0.25), plain])
-    weights = again.module.weight
+    weights = attachments_of(again).module.weight
     assert again.restore("auto") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
-    assert again.progress.step == 2 and torch.equal(weights, first.module.weight)
-    assert {group["lr"] for group in again.built_optimizer.param_groups} == {0.25}
-    assert int(again.built_optimizer.state[weights]["step"]) == 2
+    assert again.progress.step == 2 and torch.equal(weights, attachments_of(first).module.weight)
+    assert {group["lr"] for group in again.optimizer.param_groups} == {0.25}
+    assert int(again.optimizer.state[weights]["step"]) == 2
 
 
 def test_tokens_of_a_step_that_is_not_read_yet_are_in_what_is_kept():
@@ -243,10 +252,10 @@ def test_tokens_of_a_step_that_is_not_read_yet_are_in_what_is_kept():
         return progress
 
     made = compose(job())
-    made.defers = True
+    attachments_of(made).defers = True
     for step in range(1, 4):
         made.step(batch())
         assert made.progress.tokens == 2 * (step - 1)
         assert kept(made) == Progress(step=step, position=step, tokens=2 * step)
-    made.verify()
+    attachments_of(made).verify()
     assert made.progress.tokens == 6 and kept(made) == Progress(step=3, position=3, tokens=6)

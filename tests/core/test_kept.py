@@ -57,7 +57,7 @@ def test_names_are_those_that_torch_gives():
 def test_an_optimizer_that_made_no_state_yet_is_laid_out(optimizer):
     model = nn.Linear(2, 3)
     with compose(Job(model, optimizer=lambda params: optimizer(params, lr=0.1), world=World())) as job:
-        same(job.kept["optimizer"].state.state_dict(), get_optimizer_state_dict(model, job.built_optimizer))
+        same(job.kept["optimizer"].state.state_dict(), get_optimizer_state_dict(model, job.optimizer))
 
 
 def same(ours, theirs):
@@ -97,5 +97,17 @@ def test_a_scheduler_of_torch_is_refused():
     model = nn.Linear(2, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with attach(model, optimizer) as job, pytest.raises(ConfigError, match="`schedule` would resume at other"):
+    with attach(model, optimizer) as job, pytest.raises(ConfigError, match="`schedule` would resume with wrong"):
         job.keep("schedule", schedule)
+
+
+@pytest.mark.parametrize("make", [
+    lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1),
+], ids=["sgd", "adam"])  # fmt: skip
+def test_weights_do_not_decay_into_a_state_that_is_laid_out(make):
+    job = compose(Job(nn.Linear(3, 2), optimizer=make, world=World()))
+    state = job.kept["optimizer"].state.state_dict()
+    tensors = [value for each in state["state"].values() for value in each.values() if isinstance(value, torch.Tensor)]
+    assert tensors and not any(value.any() for value in tensors)
+    assert all(group["weight_decay"] == 0.1 and group["lr"] == 0.1 for group in job.optimizer.param_groups)

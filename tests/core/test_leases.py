@@ -55,10 +55,10 @@ def test_the_budget_is_set_once_and_what_is_in_use_comes_on_top():
 
 
 def test_it_says_who_has_what():
-    memory = HostMemory(5e6)
-    assert str(memory) == "5 MB (nothing taken)"
-    assert memory.take("a", 10**6, Priority.CACHE) and memory.take("b", 2 * 10**6)
-    assert str(memory) == "5 MB (a 1 MB, b 2 MB taken)"
+    memory = HostMemory(5 << 20)
+    assert str(memory) == "5 MiB (nothing taken)"
+    assert memory.take("a", 1 << 20, Priority.CACHE) and memory.take("b", 2 << 20)
+    assert str(memory) == "5 MiB (a 1 MiB, b 2 MiB taken)"
 
 
 def test_a_world_has_one_and_nothing_limits_it_at_first():

@@ -47,7 +47,7 @@ def test_a_world_with_other_hosts_shares_no_mesh():
         (LOCAL, "tensor", 3, "the 4 ranks over local do not divide into tensor of 3"),
         ("nowhere", "tensor", 2, "the 1 ranks over nowhere do not divide"),
         (LOCAL, "tensor", 0, "do not divide into tensor of 0"),
-        (LOCAL, HOSTS, 4, "the mesh has an axis hosts of 2 ranks, which cannot have 4"),
+        (LOCAL, HOSTS, 4, "the mesh already has an axis hosts of 2 ranks, not 4"),
     ],
 )
 def test_a_split_that_is_not_possible_is_refused(axis, added, size, message):
@@ -56,7 +56,7 @@ def test_a_split_that_is_not_possible_is_refused(axis, added, size, message):
 
 
 def test_a_layout_has_as_many_ranks_as_there_are():
-    with pytest.raises(WorldError, match=r"2 \(hosts\) x 3 \(local\) ranks does not have the 4 ranks"):
+    with pytest.raises(WorldError, match=r"2 \(hosts\) x 3 \(local\) ranks does not fit 4 ranks"):
         World(size=4, layout={HOSTS: 2, LOCAL: 3})
 
 

@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.testing import jobs
 
@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def stepped(steps, spoiled=0):
     """A job after so many steps, of which one has no finite loss."""
     job = Job(jobs.tiny().cuda(), optimizer=partial(SGD, lr=0.1))
-    whole = job.loss
+    whole = attachments_of(job).loss
 
     def loss(output, batch):
         total, count = whole(output, batch)
         return total * (float("nan") if job.progress.step + 1 == spoiled else 1.0), count
 
-    job.loss = loss
+    attachments_of(job).loss = loss
     with compose(job, []):
         for number in range(steps):
             job.step({name: each.cuda() for name, each in jobs.batch(number).items()})
@@ -36,7 +36,7 @@ def test_the_last_steps_tokens_are_counted_once():
     job = stepped(3)
     assert job.progress.tokens == 2 * jobs.BATCH * jobs.SEQUENCE
     for _ in range(2):
-        job.verify()
+        attachments_of(job).verify()
         assert job.progress.tokens == 3 * jobs.BATCH * jobs.SEQUENCE
 
 
@@ -45,7 +45,7 @@ def test_a_loss_that_is_not_finite_is_told_a_step_late_or_at_the_end():
         stepped(3, spoiled=2)
     job = stepped(3, spoiled=3)
     with pytest.raises(NonFiniteError, match="at step 3"):
-        job.verify()
+        attachments_of(job).verify()
 
 
 @pytest.mark.parametrize("backend", [None, "nccl", "cuda:nccl,cpu:gloo", "gloo"])

@@ -13,17 +13,18 @@ from shoestring import checkpoint, graph, optim, precision
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import LOCAL, Feature, Phase, Seam
+from shoestring.core.job import attachments_of
 from tests.small_jobs import batch, does
 from tests.small_jobs import small_job as job
 
 ONE_OWNER = {
-    "restore": (Seam.STEP, lambda job: job.restore_with(lambda where: None)),
-    "refuse": (Seam.STEP, lambda job: job.refuse_with(lambda error: None)),
-    "shard": (Seam.SHARD, lambda job: job.shard(over=[LOCAL])),
-    "exchange": (Seam.WIRE, lambda job: job.exchange([LOCAL])),
-    "scaler": (Seam.MODEL, lambda job: job.scale_with(torch.amp.GradScaler("cpu"))),
-    "backend": (Seam.GRAPH, lambda job: job.compile_with("eager")),
-    "optimizer": (Seam.OPTIM, lambda job: job.build_with(torch.optim.SGD)),
+    "restore": (Seam.STEP, lambda attachments: attachments.restore_with(lambda where: None)),
+    "refuse": (Seam.STEP, lambda attachments: attachments.refuse_with(lambda error: None)),
+    "shard": (Seam.SHARD, lambda attachments: attachments.shard(over=[LOCAL])),
+    "exchange": (Seam.WIRE, lambda attachments: attachments.exchange([LOCAL])),
+    "scaler": (Seam.MODEL, lambda attachments: attachments.scale_with(torch.amp.GradScaler("cpu"))),
+    "backend": (Seam.GRAPH, lambda attachments: attachments.compile_with("eager")),
+    "optimizer": (Seam.OPTIM, lambda attachments: attachments.build_with(torch.optim.SGD)),
 }
 
 
@@ -48,9 +49,9 @@ def test_what_belongs_to_a_seam_is_taken_there_only(slot):
 
 
 def test_evaluation_is_of_the_tasks_loss():
-    def halve(made):
-        inner = made.loss
-        made.loss = lambda output, batch: (inner(output, batch)[0] * 0.5, inner(output, batch)[1])
+    def halve(attachments):
+        inner = attachments.loss
+        attachments.loss = lambda output, batch: (inner(output, batch)[0] * 0.5, inner(output, batch)[1])
 
     plain = compose(job())
     halved = compose(job(), [does(Seam.LOSS, halve)])
@@ -61,14 +62,14 @@ def test_evaluation_is_of_the_tasks_loss():
 def test_what_surrounds_holds_for_forward_and_loss_also_of_features_at_loss_and_in_evaluation():
     seen = []
 
-    def teach(made):
-        teacher, inner = nn.Linear(3, 4), made.loss
+    def teach(attachments):
+        teacher, inner = nn.Linear(3, 4), attachments.loss
 
         def loss(output, batch):
             seen.append(teacher(batch[0]).dtype)
             return inner(output, batch)
 
-        made.loss = loss
+        attachments.loss = loss
 
     made = compose(job(), [does(Seam.LOSS, teach), precision.Autocast(dtype="bf16")])
     made.step(batch())
@@ -81,7 +82,7 @@ def test_what_surrounds_holds_for_forward_and_loss_also_of_features_at_loss_and_
         yield
         outside.append(False)
 
-    made.surround_evaluation(swapped)
+    attachments_of(made).surround_evaluation(swapped)
     made.evaluate([batch(), batch()])
     assert outside == [True, False] and not torch.is_autocast_enabled("cpu")
 
@@ -90,13 +91,13 @@ def test_what_surrounds_holds_for_forward_and_loss_also_of_features_at_loss_and_
 def test_passes_compose_around_one_backend_whatever_their_order(first):
     seen = []
 
-    def add(made):
-        made.add_pass(lambda module: seen.append(("forward", len(module.graph.nodes))))
-        made.add_pass(lambda module: seen.append(("joint", len(module.graph.nodes))), on="joint")
+    def add(attachments):
+        attachments.add_pass(lambda module: seen.append(("forward", len(module.graph.nodes))))
+        attachments.add_pass(lambda module: seen.append(("joint", len(module.graph.nodes))), on="joint")
 
     features = [does(Seam.GRAPH, add), graph.Compile(backend="aot_eager")]
     made = compose(job(), features if first == "pass" else features[::-1])
-    assert made.graph.backend == "aot_eager"
+    assert attachments_of(made).graph.backend == "aot_eager"
     eager = compose(job())
     for _ in range(2):
         assert float(made.step(batch())) == pytest.approx(float(eager.step(batch())))
@@ -112,12 +113,12 @@ def test_a_pass_without_a_backend_runs_interpreted_and_changes_what_is_computed(
             negated = module.graph.call_function(torch.neg, (result,))
         output.args = ((negated,),)
 
-    made = compose(job(), [does(Seam.GRAPH, lambda made: made.add_pass(negate))])
-    assert torch.equal(made.module(batch()[0]), -job().module(batch()[0]))
+    made = compose(job(), [does(Seam.GRAPH, lambda attachments: attachments.add_pass(negate))])
+    assert torch.equal(attachments_of(made).module(batch()[0]), -attachments_of(job()).module(batch()[0]))
 
 
 def test_a_joint_pass_is_refused_by_a_backend_without_a_joint_graph():
-    add = does(Seam.GRAPH, lambda made: made.add_pass(lambda module: None, on="joint"))
+    add = does(Seam.GRAPH, lambda attachments: attachments.add_pass(lambda module: None, on="joint"))
     with pytest.raises(ConfigError, match="the backend `eager` builds no joint graph"):
         compose(job(), [add, graph.Compile(backend="eager")])
 
@@ -129,8 +130,8 @@ def test_a_feature_carries_state_from_one_apply_to_the_next():
     class Two(Feature):
         seams: ClassVar = (Seam.STEP, Seam.MODEL)
 
-        def apply(self, job, seam):
-            found.append(job.carry(self, object))
+        def apply(self, attachments, seam):
+            found.append(attachments.carry(self, object))
 
     compose(job(), [Two(), Two()])
     first, second, third, fourth = found
@@ -140,14 +141,14 @@ def test_a_feature_carries_state_from_one_apply_to_the_next():
 class Masters:
     """fp32 masters of bf16 parameters, as an owner of SHARD sets them."""
 
-    def __init__(self, job):
-        self.parameters = dict(job.module.named_parameters())
+    def __init__(self, attachments):
+        self.parameters = dict(attachments.module.named_parameters())
         self.masters = {name: p.detach().float().requires_grad_() for name, p in self.parameters.items()}
-        job.shard(over=[], trained=self.masters, refresh=self.refresh)
-        job.at(Phase.PROJECT, self.refresh)
+        attachments.shard(over=[], trained=self.masters, refresh=self.refresh)
+        attachments.at(Phase.PROJECT, self.refresh)
         for name, parameter in self.parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(self.hand_over, self.masters[name]))
-            job.exits.callback(hook.remove)
+            attachments.exits.callback(hook.remove)
 
     def hand_over(self, master, parameter):
         master.grad, parameter.grad = parameter.grad.float() + (0 if master.grad is None else master.grad), None
@@ -160,7 +161,7 @@ class Masters:
 
 def masters():
     made = job(optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))
-    made.module.bfloat16()
+    attachments_of(made).module.bfloat16()
     return made, does(Seam.SHARD, Masters)
 
 
@@ -185,9 +186,11 @@ def test_the_optimizer_clipping_and_checkpoints_see_what_is_trained_in_the_param
     again = run(4, resume=True)
     assert all(tensor.dtype == torch.float32 for tensor in whole.kept["model"].state.state_dict().values())
     assert float(whole.numbers["grad_norm"]) > 1e-3
-    for one, other in zip(whole.parameters, again.parameters, strict=True):
+    for one, other in zip(attachments_of(whole).parameters, attachments_of(again).parameters, strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(whole.module.parameters(), again.module.parameters(), strict=True):
+    for one, other in zip(
+        attachments_of(whole).module.parameters(), attachments_of(again).module.parameters(), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -197,14 +200,14 @@ def test_what_is_trained_must_stand_for_parameters_of_the_model():
         ({"up.bias": torch.zeros(3)}, "3 elements for `up.bias`, which has 5"),
     ):
         with pytest.raises(ConfigError, match=said):
-            compose(job(), [does(Seam.SHARD, lambda job, t=trained: job.shard(over=[], trained=t))])
+            compose(job(), [does(Seam.SHARD, lambda attachments, t=trained: attachments.shard(over=[], trained=t))])
 
 
 def test_a_step_without_gradients_for_what_is_trained_is_refused():
-    def lose(made):
-        made.shard(over=[], trained={n: p.detach().clone() for n, p in made.module.named_parameters()})
+    def lose(attachments):
+        attachments.shard(over=[], trained={n: p.detach().clone() for n, p in attachments.module.named_parameters()})
 
-    with pytest.raises(ConfigError, match=r"`test.does` .* no gradient"):
+    with pytest.raises(ConfigError, match=r"no tensor that `test.does` gives"):
         compose(job(), [does(Seam.SHARD, lose)]).step(batch())
 
 
@@ -213,7 +216,7 @@ def test_schedules_follow_the_position_which_a_feature_may_advance_faster():
     made.progress.total = 4
     made.progress.gain = 2.0
     rates = []
-    made.at(Phase.GRAD, lambda: rates.append(made.built_optimizer.param_groups[0]["lr"]))
+    attachments_of(made).at(Phase.GRAD, lambda: rates.append(made.optimizer.param_groups[0]["lr"]))
     while not made.progress.done:
         made.step(batch())
     assert made.progress.step == 2 and rates == pytest.approx([0.1, 0.05])
@@ -223,7 +226,8 @@ def test_work_before_the_forward_pass_runs_once_a_step_in_a_foreign_loop_too():
     counted = []
     made = job()
     optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
-    attached = attach(made.model, optimizer, does(Seam.STEP, lambda j: j.at(Phase.FORWARD, lambda: counted.append(1))))
+    count = does(Seam.STEP, lambda attachments: attachments.at(Phase.FORWARD, lambda: counted.append(1)))
+    attached = attach(made.model, optimizer, count)
     for _ in range(2):
         for _ in range(3):
             made.model(batch()[0]).sum().backward()

@@ -9,7 +9,7 @@ from torch import nn
 from shoestring import optim, parallel
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
@@ -154,7 +154,7 @@ def test_an_optimizer_that_exists_steps_the_model():
     first = compose(Job(built, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), world=World()))
     optimizer = torch.optim.SGD(by_instance.parameters(), lr=0.1)
     second = compose(Job(by_instance, optimizer=optimizer, world=World()), [optim.Clip(max_norm=1e9)])
-    assert torch.equal(first.step(pair()), second.step(pair())) and second.built_optimizer is optimizer
+    assert torch.equal(first.step(pair()), second.step(pair())) and second.optimizer is optimizer
     assert all(torch.equal(*both) for both in zip(built.parameters(), by_instance.parameters(), strict=True))
 
 
@@ -220,12 +220,12 @@ def unused(find):
     world = World(rank=dist.get_rank(), size=2, local_rank=dist.get_rank(), local_size=2)
     features = [parallel.DDP(find_unused=find)]
     with compose(Job(Branches(), world=world), features) as made:
-        before = made.module.used[1].weight.detach().clone()
+        before = attachments_of(made).module.used[1].weight.detach().clone()
         try:
             for _ in range(2):
                 made.step(pair())
         except ConfigError as error:
-            return str(error), error.hint, torch.equal(before, made.module.used[1].weight)
+            return str(error), error.hint, torch.equal(before, attachments_of(made).module.used[1].weight)
         return "", "", made.progress.step == 2
 
 

@@ -37,13 +37,13 @@ def reference(train, held_out, order):
 
 
 @given(texts, texts, st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_it_is_the_model_of_the_definition(train, held_out, order):
     np.testing.assert_allclose(witten_bell(train, held_out, order), reference(train, held_out, order), rtol=1e-12)
 
 
 @given(texts, st.binary(min_size=4, max_size=4) | st.text("ab\0", min_size=4, max_size=4).map(str.encode))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_256_bytes_after_any_context_sum_to_one(train, context):
     held_out = b"".join(context + bytes([byte]) for byte in range(256))
     assert witten_bell(train, held_out, 5)[4::5].sum() == pytest.approx(1, abs=1e-12)

@@ -87,7 +87,7 @@ samples = st.recursive(
 
 
 @given(samples)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_samples_come_back_as_they_were(sample):
     assert equal(from_bytes(bytearray(to_bytes(sample))), sample)
 
@@ -239,7 +239,7 @@ def test_what_a_killed_process_left_is_used_by_the_next_and_removed_by_one_of_an
     another.close()
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_loaders_workers_find_what_was_fetched_ahead(root, context):
     cached = Cached(Store(), memory=1 << 20)
     loader = Loader(cached, batch=8, workers=1, context=context, seed=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import HostMemory, Priority
 from shoestring.core.world import World
 from shoestring.data.cache import _HEAD, Cached, Shared
@@ -84,7 +84,7 @@ def test_a_run_gives_the_memory_of_its_samples_to_a_process_that_needs_it(root, 
         )
         train(parse(tomllib.loads(table)), World())
         other.kill()
-    assert "samples are not kept in it now" in caplog.text
+    assert "samples are no longer cached in it" in caplog.text
     assert not list(root.glob("shoestring-data-*/*"))
 
 
@@ -104,7 +104,7 @@ def called_back(root):
     (path,) = root.glob("shoestring-data-*/*")
 
     def capture():
-        for work in job.phases[Phase.CAPTURE]:
+        for work in attachments_of(job).phases[Phase.CAPTURE]:
             work()
         return path.stat().st_blocks * 512, "samples" in memory.leases, len(store.asked)
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from contextlib import closing
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from shoestring.core.task import IGNORED, call_model, cross_entropy
 from shoestring.data import Data
 from shoestring.data.chat_template import chat_template
 from shoestring.data.chats import pack
+from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.corpus import prepare_source
 from shoestring.data.loader import Loader, sweep
 from shoestring.models.gpt import GPT, GPTConfig
@@ -85,7 +87,7 @@ def test_what_asks_for_an_answer_and_is_not_in_it_is_not_required():
 
 
 def test_an_answer_without_an_end_gets_one():
-    assert learnt(ENDLESS, TALK) == [["hm</think>1\n", "so</think>2\n<|im_end|>"]]
+    assert learnt(ENDLESS, TALK) == [["hm</think>1\n<|im_end|>"], ["so</think>2\n<|im_end|>"]]
 
 
 def test_messages_of_no_weight_are_not_trained():
@@ -125,7 +127,7 @@ def test_masks_are_those_of_transformers(tmp_path):
 
 def test_a_template_that_rewrites_the_question_is_refused():
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match="changes what stands before message 3"):
+    with pytest.raises(ConfigError, match="changes the text before message 3"):
         chat_template(tokenizer(rewriting)).samples(TALK)
 
 
@@ -226,6 +228,33 @@ def test_every_answer_is_a_target_once(tmp_path):
     assert corpus.train.bytes + corpus.held_out.bytes == sum(map(len, answers))
 
 
+BARE = (  # a chat may begin with an answer, and with nothing before it
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("sequence", [16, 64])
+def test_the_first_token_of_a_chat_is_no_target_and_all_others_of_its_answers_are(tmp_path, sequence):
+    """In a packed sample it would be told from the chat before it."""
+    lines = [
+        {"messages": [{"role": "assistant", "content": f"{number:02d}abc"}, {"role": "user", "content": "?"}]}
+        for number in range(20)
+    ]
+    corpus = prepared(tmp_path, lines, template=BARE, sequence=sequence)
+    chats = 0
+    for part in (corpus.train, corpus.held_out):
+        for index in range(len(part)):
+            sample = part[index]
+            within = sample["position_ids"].tolist()
+            labels = sample["labels"].tolist()
+            for at, position in enumerate(within):
+                if sample["input_ids"][at:].any() or labels[at] != IGNORED:
+                    chats += position == 0
+                    assert (labels[at] == IGNORED) == (position == 0 or position > 5)
+    assert chats == 20
+
+
 def test_samples_load_in_batches_and_workers_and_evaluations(tmp_path):
     train = prepared(tmp_path).train
     again = pickle.loads(pickle.dumps(train))  # noqa: S301
@@ -265,18 +294,19 @@ ANSWER = {"role": "assistant", "content": "x"}
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"text": "x"}, "no field 'messages'"),
-        ({"messages": "x"}, "'messages' is no list of messages"),
-        ({"messages": []}, "'messages' is no list of messages"),
-        ({"messages": ["x"]}, "message 1 is no object with a role"),
-        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1 has a content that is no text"),
+        ({"text": "x"}, "plain text, not a chat"),
+        ({"question": "x", "answer": "y"}, "not a known chat format; its keys are `question`, `answer`"),
+        ({"messages": "x"}, "'messages' is not a list of messages"),
+        ({"messages": []}, "'messages' is not a list of messages"),
+        ({"messages": ["x"]}, "message 1 is not an object with a role"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1 has content that is not text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]},
-            "message 1 has a content that is no",
+            "message 1 has content that is not",
         ),
         ({"messages": [{"role": "user", "content": "x"}]}, "a chat without answers"),
         ({"messages": [ANSWER | {"weight": 0}]}, "a chat without answers"),
-        ({"messages": [ANSWER], "chat_template_kwargs": "x"}, '"chat_template_kwargs" is no object'),
+        ({"messages": [ANSWER], "chat_template_kwargs": "x"}, '"chat_template_kwargs" is not an object'),
         ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, "half a surrogate pair"),
     ],
 )
@@ -290,6 +320,16 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path):
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('the first is the user') }}{% endif %}" + CHATML
     with pytest.raises(DataError, match=r"chats.jsonl:3: .*refuses the conversation: the first is the user"):
         prepared(tmp_path, [*records(2), {"messages": [ANSWER]}], template=strict)
+
+
+def test_a_template_that_takes_all_memory_or_never_ends_is_an_error_of_its_record(tmp_path):
+    huge = "{{ 'x' | center(10**10 if messages | length > 9 else 1) }}" + CHATML
+    with pytest.raises(DataError, match=r"chats.jsonl:3: .*it takes too much memory"):
+        prepared(tmp_path, [*records(2), {"messages": [ANSWER] * 10}, *records(2)], template=huge)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    late = pytest.raises(ConfigError, match=r"cannot render the conversation: it took longer than 0\.2 s")
+    with closing(ConfinedTemplate(tokenizer(endless), seconds=0.2)) as template, late:
+        template.samples([ANSWER], {})
 
 
 def test_parts_of_text_are_joined_and_tools_reach_the_template(tmp_path):
@@ -310,5 +350,5 @@ def test_models_without_a_template_are_told_to_name_one(tmp_path):
     )
     corpus = prepare_source(str(tmp_path / "chats.jsonl"), data, tmp_path / "other")
     assert corpus.tokenizer.companions["chat_template.jinja"].decode() == CHATML
-    with pytest.raises(ConfigError, match=r"data.template is of chats"):
+    with pytest.raises(ConfigError, match=r"data.template only applies to chats"):
         Data(template="own.jinja")

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections import Counter
+from fractions import Fraction
 from itertools import chain, islice
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.small_runs import write_run_file
 mixtures = st.lists(st.tuples(st.integers(1, 50), st.floats(0.01, 10)), min_size=1, max_size=4)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @example([(7, 1.0), (30, 2.5), (30, 1.0)], BLOCK - 20, 60, 3)
 @given(mixtures, st.integers(0, 2 * BLOCK), st.integers(1, 300), st.integers(-5, 2**70))
 def test_any_stretch_is_what_counting_from_the_start_gives(mixture, start, count, seed):
@@ -48,6 +49,40 @@ def test_shares_of_a_block_add_up_and_are_exact_to_one_sample(weights):
     found = quotas(weights)
     assert found.sum() == BLOCK
     assert np.abs(found - np.array(weights) / sum(weights) * BLOCK).max() < 1 + 1e-6
+
+
+@given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=20))
+@example([1.0, 1.0, 1.0])
+@example([3.0, 3.0, 1.0])
+@example([1.0, 9998.5, 0.7])
+@example([0.99996, 0.00002, 0.00002])
+def test_what_is_left_goes_to_the_largest_remainders(weights):
+    shares = [Fraction(each) * BLOCK / sum(map(Fraction, weights)) for each in weights]
+    found = Interleaved(0, [5] * len(weights), weights).quotas.tolist()
+    up = [share % 1 for share, count in zip(shares, found, strict=True) if count > share]
+    down = [share % 1 for share, count in zip(shares, found, strict=True) if count < share]
+    assert not up or not down or min(up) >= max(down) - Fraction(1, 10**9)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0, 4.0), (0.1, 0.1, 0.8), (1.0, 1.0, 1.0)])
+def test_a_run_takes_each_source_as_often_as_its_weight_says(tmp_path, weights):
+    """By the setting, in the first block of a run: 10,000 samples, of which the largest remainders are rounded up."""
+    parts = []
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        for file in range(5):
+            (tmp_path / str(number) / f"{file}.txt").write_text(f"{number}{file}" * 200)
+        parts.append(str(tmp_path / str(number) / "*.txt"))
+    settings = Data(tokenizer="bytes", sequence=16, held_out=0.3, weights=weights)
+    corpus = prepare_mixture(parts, settings, tmp_path / "made")
+    loader = Loader(corpus.train, batch=BLOCK)
+    ids, offsets = loader.ids(0, BLOCK), np.cumsum([0, *(len(part) for part in corpus.train.parts)])
+    found = np.bincount(np.searchsorted(offsets, ids, side="right") - 1, minlength=3)
+    shares = np.array(weights) / sum(weights) * BLOCK
+    wanted = np.floor(shares).astype(int)
+    for source in np.argsort(-(shares - wanted), kind="stable")[: BLOCK - wanted.sum()]:
+        wanted[source] += 1
+    assert found.tolist() == wanted.tolist()
 
 
 def test_without_weights_every_sample_comes_once_an_epoch():

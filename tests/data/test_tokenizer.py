@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.data import Data
+from shoestring.data.corpus import prepare_source
 from shoestring.data.tokenizer import END, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the quick brown fox, the quick brown dog\n" * 20, "naïve — 漢字 🙂\n"]
@@ -22,7 +24,6 @@ texts = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from([END
 
 
 @given(texts)
-@settings(deadline=None)
 def test_any_text_comes_back(text):
     for tokenizer in (BPE, PLAIN):
         ids = tokenizer.encode(text)
@@ -32,7 +33,6 @@ def test_any_text_comes_back(text):
 
 
 @given(st.lists(texts.filter(bool), max_size=5))
-@settings(deadline=None)
 def test_documents_come_back_from_one_stream(documents):
     for tokenizer in (BPE, PLAIN):
         stream = [np.array([], np.int64)]
@@ -61,8 +61,11 @@ def test_a_prompt_stands_behind_what_the_tokenizer_puts_before_a_text():
         single=f"<s> $A {END}", special_tokens=[("<s>", engine.token_to_id("<s>")), (END, BPE.end_of_text)]
     )
     framed = Tokenizer(engine)
+    (begin,) = framed.prefix
     for text in ("ab", "", "<s>"):
-        assert framed.encode_prompt(text) == [engine.token_to_id("<s>"), *framed.encode(text)]
+        assert framed.encode_prompt(text, parse_special=False) == [begin, *framed.encode(text)]
+    assert framed.encode_prompt("a<s>b") == [begin, *framed.encode("a"), begin, *framed.encode("b")]
+    assert framed.encode_prompt("a", add_special_tokens=False) == framed.encode("a")
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, PLAIN])
@@ -94,21 +97,48 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         load_tokenizer(tmp_path / "x.json")
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+def test_an_id_that_would_take_all_memory_is_refused(tmp_path):
+    table = json.loads(PLAIN.engine.to_str())
+    table["model"]["vocab"]["a"] = 2**31
+    (tmp_path / "x.json").write_text(json.dumps(table))
+    with pytest.raises(DataError, match="has a token of id 2147483648"):
+        load_tokenizer(tmp_path / "x.json")
+
+
+def test_only_a_corpus_needs_an_end_of_text(tmp_path):
     table = json.loads(PLAIN.engine.to_str())
     table["added_tokens"] = []
     del table["model"]["vocab"][END]
     (tmp_path / "x.json").write_text(json.dumps(table))
-    with pytest.raises(DataError, match="no end-of-text token"):
-        load_tokenizer(tmp_path / "x.json")
+    loaded = load_tokenizer(tmp_path / "x.json")
+    assert loaded.end is None
+    assert loaded.encode_prompt("a") == [97]
+    with pytest.raises(DataError, match=r"x\.json has no end-of-text token"):
+        loaded.check_corpus()
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
+        loaded.encode_prompt("")
 
 
-def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+def test_only_a_corpus_needs_a_tokenizer_that_loses_no_text(tmp_path):
     table = json.loads(PLAIN.engine.to_str())
     table["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "x.json").write_text(json.dumps(table))
+    loaded = load_tokenizer(tmp_path / "x.json")
+    assert loaded.decode(loaded.encode("AB")) == "ab"
+    with pytest.raises(DataError, match=r"x\.json loses text"):
+        loaded.check_corpus()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 50)
     with pytest.raises(DataError, match="loses text"):
-        load_tokenizer(tmp_path / "x.json")
+        prepare_source(str(tmp_path / "*.txt"), Data(tokenizer=str(tmp_path / "x.json"), sequence=4), tmp_path / "run")
+
+
+def test_text_that_a_tokenizer_has_no_tokens_for_is_one_error():
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "</s>": 1}, unk_token="[UNK]")))
+    assert tokenizer.encode_prompt("a") == [0]
+    for encode in (tokenizer.encode_prompt, tokenizer.encode):
+        with pytest.raises(DataError, match="the tokenizer cannot encode a text: WordPiece error"):
+            encode("b")
 
 
 def test_the_switch_of_the_thread_pool_is_put_back(monkeypatch):

@@ -21,7 +21,7 @@ def write(path, tokens, vocab_size=1000, **more):
 
 
 @given(st.lists(st.integers(0, 999), min_size=2, max_size=60), st.integers(1, 20), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_samples_are_the_windows_of_the_definition(tmp_path_factory, tokens, sequence, pad_last):
     path = tmp_path_factory.mktemp("tokens") / "some.tokens"
     write(path, tokens)

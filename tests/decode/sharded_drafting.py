@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import chdir
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import shoestring as ss
 from shoestring.core.feature import Feature
 from shoestring.core.kept import Progress
-from shoestring.decode.distillation import CACHED, COMPUTED
+from shoestring.decode.drafter_training import CACHED, COMPUTED
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import jobs
 from shoestring.testing.scenarios import decode, here
@@ -23,10 +25,13 @@ def train(*, feature: dict[str, Any], folder: str, sharded: bool, warm: bool) ->
         warm: the first rank has trained on its share before, and no other one.
     """
     world = here()
-    own = replace(decode(feature), cache=f"{folder}/{world.rank}")
-    if warm and world.first:
-        _run([own], ss.World())
-    return _run([own, FSDP() if sharded else DDP()], world)
+    own = replace(decode(feature), cache_folder="teacher")  # settings are alike; the folder is of each rank's own disk
+    disk = Path(folder, str(world.rank))
+    disk.mkdir(parents=True)
+    with chdir(disk):
+        if warm and world.first:
+            _run([own], ss.World())
+        return _run([own, FSDP() if sharded else DDP()], world)
 
 
 def _run(features: list[Feature], world: ss.World) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+KEYS = ("a-key-of-16-chars", "another-key-of-some-length")
+
 
 def tokenizer(template: str | None = CHATML) -> Tokenizer:
     """Bytes, and the special tokens of ChatML."""
@@ -36,9 +39,11 @@ def tokenizer(template: str | None = CHATML) -> Tokenizer:
     return Tokenizer(engine, companions={"tokenizer_config.json": json.dumps(config).encode()})
 
 
-def model(context: int = 256) -> GPT:
+def model(context: int = 256, vocabulary: int = 259) -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=259, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, context=context, init_std=0.3)
+    config = GPTConfig(
+        vocab_size=vocabulary, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, context=context, init_std=0.3
+    )
     return GPT(config).double().eval()
 
 
@@ -58,15 +63,16 @@ class Running:
 
     def generated(self, prompt: str, count: int, seed: int = 0, **sampling: Any) -> str:
         """What `generate` writes."""
-        stream = self.tokenizer.stream()
-        tokens = generate(
-            self.model,
-            self.tokenizer.encode(prompt),
-            max_new=count,
-            sampling=Sampling(seed=seed, **sampling),
-            stop=[self.tokenizer.end_of_text],
-        )
-        return "".join(map(stream.add, tokens)) + stream.rest()
+        start = self.tokenizer.encode(prompt)
+        stream = self.tokenizer.stream(start)
+        return "".join(map(stream.add, self.drawn(start, count, seed, **sampling))) + stream.rest()
+
+    def drawn(
+        self, prompt: Sequence[int], count: int, seed: int = 0, *, ends: bool = True, **sampling: Any
+    ) -> list[int]:
+        """The tokens that `generate` draws; where the text never `ends`, as many as `count`."""
+        settings, stop = Sampling(seed=seed, **sampling), [self.tokenizer.end_of_text] if ends else []
+        return list(generate(self.model, prompt, max_new=count, sampling=settings, stop=stop))
 
     def raw(self, data: bytes, timeout: float = 10.0) -> bytes:
         """What the server answers to these bytes, until it closes the connection."""
@@ -87,13 +93,21 @@ def received(channel: socket.socket) -> bytes:
     return bytes(found)
 
 
+def status(answer: bytes) -> int:
+    """Of an answer as bytes."""
+    return int(answer.split(b" ", 2)[1])
+
+
 @contextmanager
-def running(*, slots=4, template=CHATML, context=256, draft_length=0, endless=False, **settings):
+def running(*, slots=4, template=CHATML, context=256, draft_length=0, endless=False, tokens=None, **settings):
     """A server in this process; `settings` as of `Serving`. With a draft length it drafts by prompt lookup.
+
+    The tokenizer is one of bytes unless `tokens` is another.
 
     A text is sampled, so it may end at any token; an endless one has all the tokens that are asked for.
     """
-    tokens, built = tokenizer(template), model(context)
+    tokens = tokens or tokenizer(template)
+    built = model(context, tokens.vocab_size)
     chosen = Serving(**{"port": 0, "grace": 5.0} | settings)
     drafter = PromptLookup() if draft_length else None
     engine = Engine(built, slots=slots, drafter=drafter, speculation=Speculation(draft_length=draft_length))

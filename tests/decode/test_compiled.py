@@ -148,6 +148,6 @@ def test_rounding():
 def test_a_compiled_model_skips_nothing_and_says_so(model):
     compiled = Compiled(model, 300, backend="eager")
     with pytest.raises(ConfigError, match="a compiled model cannot skip sublayers"):
-        Engine(compiled, drafter=SkippingDrafter(Speculation(drafter="skip")))
+        Engine(compiled, drafter=SkippingDrafter(Speculation(draft="skip")))
     with pytest.raises(ConfigError, match="a compiled model cannot skip sublayers"):
         OnlineSkipping(compiled, 0.2, 100)

@@ -22,7 +22,7 @@ class TestDistill(FeatureSuite):
 class TestDistillCached(FeatureSuite):
     """From the likeliest tokens of the teacher, which the run's folder keeps."""
 
-    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache="teacher", top_k=8)
+    feature = Distill(teacher=TEACHER, reference=REFERENCE, fraction=0.8, cache_folder="teacher", top_k=8)
     tolerance = 0.1
 
 

@@ -1,5 +1,6 @@
 """Selective distillation in a job, against its definition word by word; the cache in place of the teacher; refusals."""
 
+import copy
 from dataclasses import replace
 
 import drafting
@@ -9,9 +10,10 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.core.errors import CheckpointError, ConfigError, ConflictError
+from shoestring.core.job import attachments_of
 from shoestring.core.trace import Trace
 from shoestring.decode import Distill
-from shoestring.decode.distillation import CACHED, COMPUTED
+from shoestring.decode.drafter_training import CACHED, COMPUTED
 from shoestring.sparse import AST
 from shoestring.testing import jobs
 
@@ -59,6 +61,37 @@ def test_the_loss_is_the_mean_over_the_selected_tokens_alone():
     assert abs(second - first) > 0.1
 
 
+@pytest.mark.parametrize("resumed_at", [0, 3])
+def test_tokens_are_selected_by_the_steps_before_each_counting_half_of_the_next(resumed_at):
+    """By the setting: the threshold is a quantile of all earlier scores, those of n steps ago with a weight of 2^-n."""
+    feature = replace(SELECTED, reference="drafting:stranger", fraction=0.3)
+    job, seen = distilling(feature, lr=0.5), []
+    for step in range(7):
+        if step and step == resumed_at:
+            saved, job = (
+                {name: copy.deepcopy(each.state.state_dict()) for name, each in job.kept.items()},
+                distilling(feature, lr=0.5),
+            )
+            for name, each in job.kept.items():
+                each.state.load_state_dict(saved[name])
+        batch = jobs.batch(step, ragged=True)
+        gap = divergence(attachments_of(job).module, batch) - divergence(drafting.stranger(), batch)
+        if seen:
+            scores = torch.cat(seen)
+            ages = torch.cat([torch.full_like(each, len(seen) - 1 - at) for at, each in enumerate(seen)])
+            order = scores.argsort(descending=True)
+            above = (0.5**ages)[order].cumsum(0)
+            threshold = float(scores[order][(above >= 0.3 * above[-1]).to(torch.int64).argmax()])
+            kept = float(job.kept["decode.distill"].state.threshold)
+            assert kept == pytest.approx(threshold, rel=0.03, abs=2e-3)
+        loss = float(job.step(batch))
+        if seen:
+            chosen = gap >= kept
+            assert float(job.numbers["selected"]) == pytest.approx(float(chosen.double().mean()), abs=0.02)
+        assert loss > 0
+        seen.append(gap)
+
+
 def test_a_step_of_which_no_token_is_selected_learns_from_all():
     with distilling(SELECTED, lr=0.0) as job:
         job.step(jobs.batch(0))
@@ -83,7 +116,7 @@ def losses(feature, monkeypatch=None, *, steps=4):
     trace = Trace()
     with distilling(feature, trace=trace) as job:
         if monkeypatch is not None:
-            for frozen in job.frozen_modules.values():
+            for frozen in attachments_of(job).frozen_modules.values():
                 monkeypatch.setattr(frozen, "forward", None)
         found = [float(job.step(jobs.batch(number % (steps // 2)))) for number in range(steps)]
     return found, trace.facts.get(COMPUTED, 0), trace.facts.get(CACHED, 0)
@@ -91,7 +124,7 @@ def losses(feature, monkeypatch=None, *, steps=4):
 
 @pytest.mark.parametrize("feature", [ALL, SELECTED], ids=["all tokens", "selected tokens"])
 def test_later_epochs_and_runs_do_without_teacher_and_reference(tmp_path, monkeypatch, feature):
-    cached = replace(feature, cache=str(tmp_path), top_k=jobs.VOCABULARY)
+    cached = replace(feature, cache_folder=str(tmp_path), top_k=jobs.VOCABULARY)
     first, computed, read = losses(cached)
     assert (computed, read) == (2 * jobs.BATCH, 2 * jobs.BATCH)
     again, computed, read = losses(cached, monkeypatch)
@@ -109,7 +142,7 @@ def _trace(facts):
 
 
 def test_another_teacher_temperature_or_number_of_words_is_not_taken_from_the_cache(tmp_path):
-    cached = replace(ALL, cache=str(tmp_path), top_k=8)
+    cached = replace(ALL, cache_folder=str(tmp_path), top_k=8)
     losses(cached)
     for other in ({"teacher": "drafting:reference"}, {"temperature": 2.0}, {"top_k": 9}, {"drawn": 5}):
         assert losses(replace(cached, **other))[1] == 2 * jobs.BATCH, other
@@ -117,8 +150,8 @@ def test_another_teacher_temperature_or_number_of_words_is_not_taken_from_the_ca
 
 
 def test_the_cache_of_a_run_lies_in_its_folder_unless_its_path_is_absolute(tmp_path):
-    assert replace(ALL, cache="teacher").placed(tmp_path).cache == str(tmp_path / "teacher")
-    assert replace(ALL, cache="/shared").placed(tmp_path).cache == "/shared"
+    assert replace(ALL, cache_folder="teacher").placed(tmp_path).cache_folder == str(tmp_path / "teacher")
+    assert replace(ALL, cache_folder="/shared").placed(tmp_path).cache_folder == "/shared"
     assert ALL.placed(tmp_path) == ALL
 
 

@@ -50,11 +50,11 @@ def test_drafters_are_opened_by_name_and_one_with_another_vocabulary_is_refused(
     for words in (64, 65):
         save_model(tiny(vocab_size=words, layers=1), None, tmp_path / str(words), {})
     assert open_drafter(Speculation(), model, None) is None
-    assert isinstance(open_drafter(Speculation(drafter="lookup"), model, None), PromptLookup)
-    drafter = open_drafter(Speculation(drafter=str(tmp_path / "64")), model, None, slots=2, room=32)
+    assert isinstance(open_drafter(Speculation(draft="lookup"), model, None), PromptLookup)
+    drafter = open_drafter(Speculation(draft=str(tmp_path / "64")), model, None, slots=2, room=32)
     assert isinstance(drafter.model.model, GPT)
-    with pytest.raises(ConfigError, match="vocabulary of 65 tokens, the model one of 64"):
-        open_drafter(Speculation(drafter=str(tmp_path / "65")), model, None)
+    with pytest.raises(ConfigError, match="vocabulary of 65 tokens, but the model has 64"):
+        open_drafter(Speculation(draft=str(tmp_path / "65")), model, None)
     assert torch.is_grad_enabled()
 
 
@@ -62,8 +62,8 @@ def test_a_drafter_is_put_where_the_model_is_and_takes_its_data_type_if_asked_to
     save_model(tiny(vocab_size=64, layers=1), None, tmp_path, {})
     for dtype, device, wanted in (("own", "cpu", torch.float32), ("model", "meta", torch.bfloat16)):
         model = tiny(vocab_size=64).to(device, torch.bfloat16)
-        drafter = open_drafter(Speculation(drafter=str(tmp_path), drafter_dtype=dtype), model, None)
+        drafter = open_drafter(Speculation(draft=str(tmp_path), draft_dtype=dtype), model, None)
         assert {(weight.device.type, weight.dtype) for weight in drafter.model.model.parameters()} == {(device, wanted)}
         assert drafter.model.device.type == device
-    with pytest.raises(ConfigError, match="drafter_dtype is float32"):
-        Speculation(drafter_dtype="float32")
+    with pytest.raises(ConfigError, match="draft_dtype is float32"):
+        Speculation(draft_dtype="float32")

@@ -10,10 +10,11 @@ import torch
 import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import Feature
+from shoestring.core.job import attachments_of
 from shoestring.core.task import call_model
 from shoestring.core.trace import Trace
 from shoestring.decode import Distill
-from shoestring.decode.distillation import CACHED, COMPUTED
+from shoestring.decode.drafter_training import CACHED, COMPUTED
 from shoestring.decode.engine import generate
 from shoestring.decode.on_policy import OnPolicy, texts_of
 from shoestring.decode.randomness import Purpose, key, uniform
@@ -37,7 +38,9 @@ def distilling(*features: Feature, lr=0.2, trace=None):
 def reading(job):
     """What the model reads in training, step by step."""
     seen = []
-    job.module.register_forward_pre_hook(lambda _, given: seen.append(given[0]) if torch.is_grad_enabled() else None)
+    attachments_of(job).module.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0]) if torch.is_grad_enabled() else None
+    )
     return seen
 
 
@@ -55,7 +58,7 @@ def test_text_is_sampled_from_the_present_weights_and_from_the_samples_first_tok
     with distilling(OWN, lr=2.0) as job:
         seen = reading(job)
         for step in range(3):
-            texts.append(list(by_hand(copy.deepcopy(job.module).eval(), jobs.batch(0), step)))
+            texts.append(list(by_hand(copy.deepcopy(attachments_of(job).module).eval(), jobs.batch(0), step)))
             job.step(jobs.batch(0))
         former = list(by_hand(jobs.tiny().eval(), jobs.batch(0), 2))
     assert [inputs.tolist() for inputs in seen] == [[text[:-1] for text in step] for step in texts]
@@ -73,9 +76,9 @@ def test_the_gradient_is_that_of_the_same_text_as_data_and_nothing_of_the_prompt
             targets = text[:, 1:].clone() if not around else torch.cat((inputs[:, 1:], inputs[:, :1]), 1)
             targets[:, : PROMPT - 1] = -100
             assert float(loss) == float(data.step({"inputs": inputs, "targets": targets}))
-            for name, weight in own.module.named_parameters():
-                assert torch.equal(weight, data.module.get_parameter(name)), name
-            assert own.module.training and own.numbers["sampling_seconds"] > 0
+            for name, weight in attachments_of(own).module.named_parameters():
+                assert torch.equal(weight, attachments_of(data).module.get_parameter(name)), name
+            assert attachments_of(own).module.training and own.numbers["sampling_seconds"] > 0
 
 
 def test_without_it_training_is_what_it_was_and_with_it_steps_on_data_are():
@@ -83,7 +86,7 @@ def test_without_it_training_is_what_it_was_and_with_it_steps_on_data_are():
     chosen = [uniform(0, Purpose.TEXT, step) < 0.5 for step in range(12)]
     assert 3 < sum(chosen) < 9
     with distilling(DATA, lr=0.0) as job:
-        assert job.forward is call_model
+        assert attachments_of(job).forward is call_model
         plain = [float(job.step(batch)) for batch in batches]
     with distilling(HALF, lr=0.0) as job:
         mixed = [float(job.step(batch)) for batch in batches]
@@ -100,7 +103,7 @@ def test_how_a_batch_is_divided_changes_nothing():
 
 def test_what_a_teacher_says_of_the_drafters_text_is_not_cached(tmp_path):
     trace = Trace()
-    with distilling(replace(HALF, cache=str(tmp_path)), trace=trace, lr=0.0) as job:
+    with distilling(replace(HALF, cache_folder=str(tmp_path)), trace=trace, lr=0.0) as job:
         for step in range(12):
             job.step(jobs.batch(step % 2))
     on_data = 12 - sum(uniform(0, Purpose.TEXT, step) < 0.5 for step in range(12))
@@ -119,7 +122,7 @@ def test_evaluation_reads_the_data():
 def own_text(batch, **settings):
     torch.manual_seed(0)
     job = ss.Job(tiny(vocab_size=32, context=12, layers=1, dim=16, heads=2, kv_heads=2, hidden=16))
-    return OnPolicy(job, replace(OWN, **settings)).written(batch)
+    return OnPolicy(attachments_of(job), replace(OWN, **settings)).written(batch)
 
 
 def test_each_form_of_a_batch_keeps_its_form_and_what_does_not_count():
@@ -128,9 +131,9 @@ def test_each_form_of_a_batch_keeps_its_form_and_what_does_not_count():
     counts[0, :6] = counts[1, 9:] = counts[2] = False  # a long prompt, padding, and nothing that counts
     counts[:, 0] = False
     targets = torch.where(counts, tokens, -100)[:, 1:]
-    mapping = own_text({"inputs": tokens[:, :-1], "targets": targets, "id": torch.arange(3)}, prompt=0.25)
-    pair = own_text((tokens[:, :-1], targets), prompt=0.25)
-    labels = own_text({"input_ids": tokens, "labels": torch.where(counts, tokens, -100)}, prompt=0.25)
+    mapping = own_text({"inputs": tokens[:, :-1], "targets": targets, "id": torch.arange(3)}, prompt_fraction=0.25)
+    pair = own_text((tokens[:, :-1], targets), prompt_fraction=0.25)
+    labels = own_text({"input_ids": tokens, "labels": torch.where(counts, tokens, -100)}, prompt_fraction=0.25)
     assert torch.equal(mapping["inputs"], pair[0]) and torch.equal(mapping["targets"], pair[1])
     assert torch.equal(mapping["id"], torch.arange(3))
     for inputs, wanted in ((mapping["inputs"], mapping["targets"]), (labels["input_ids"], labels["labels"][:, 1:])):
@@ -157,7 +160,7 @@ def test_what_is_no_text_is_refused(batch, message):
 
 
 def test_settings_out_of_range_and_a_model_that_is_sharded_are_refused():
-    for wrong in ({"on_policy": 1.1}, {"prompt": 1.0}):
+    for wrong in ({"on_policy": 1.1}, {"prompt_fraction": 1.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             distilling(replace(OWN, **wrong))
     with pytest.raises(ConflictError, match="FSDP shards it"):

@@ -17,10 +17,8 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.server import listen
 from shoestring.decode.serve.settings import Serving, is_loopback, read_keys
 from shoestring.models.saving import save_model
-from tests.decode.small_server import CHATML, model, received, running, tokenizer
+from tests.decode.small_server import CHATML, KEYS, model, received, running, status, tokenizer
 from tests.waiting import until
-
-KEYS = ("a-key-of-16-chars", "another-key-of-some-length")
 
 
 def posted(content, path="/v1/completions", headers=()):
@@ -29,10 +27,6 @@ def posted(content, path="/v1/completions", headers=()):
     given = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body)), **dict(headers)}
     head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
-
-
-def status(answer):
-    return int(answer.split(b" ", 2)[1])
 
 
 @contextmanager
@@ -123,7 +117,7 @@ def test_a_web_page_of_another_origin_gets_nothing_unless_it_is_allowed(server):
     answer = server.http.post("/v1/completions", content='{"prompt": "a"}', headers=simple)
     assert answer.status_code == 415
     assert "access-control-allow-origin" not in answer.headers
-    with running(slots=1, origins=("https://a.example",), api_keys=KEYS) as open_one:
+    with running(slots=1, allow_origin=("https://a.example",), api_keys=KEYS) as open_one:
         answer = open_one.http.options("/v1/completions", headers=asks | {"Authorization": ""})
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         assert (

@@ -171,7 +171,7 @@ def test_a_text_that_has_stopped_is_not_generated_further(server, client):
 def test_models_are_listed(server, client):
     assert [model.id for model in client.models.list()] == ["small"]
     assert client.models.retrieve("small").owned_by == "shoestring"
-    with pytest.raises(openai.NotFoundError, match="this is `small`"):
+    with pytest.raises(openai.NotFoundError, match="this server has `small`"):
         client.models.retrieve("gpt-4")
 
 

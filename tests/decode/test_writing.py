@@ -42,7 +42,7 @@ def test_the_text_ends_before_the_first_stop_string(tokenizer, text, stops):
     for piece in pieces[:-1]:  # what has been sent is never the beginning of a stop string that then completes
         sent += len(piece)
         assert sent <= len(wanted)
-    inside = b"".join(tokenizer.token_bytes(entry.token) for entry, _ in shown)
+    inside = b"".join(tokenizer.token_bytes(token.entry.token) for token in shown)
     assert wanted.encode().startswith(inside)
     if not stopped:
         assert inside == text.encode()
@@ -53,7 +53,7 @@ def test_an_incomplete_character_at_the_end_is_replaced(cut):
     (tokenizer, _), data = TOKENIZERS, "aé🙂".encode()[:cut]
     pieces, shown, _ = written(tokenizer, list(data))
     assert "".join(pieces) == tokenizer.decode(list(data))
-    assert [entry.token for entry, _ in shown] == list(data)
+    assert [token.entry.token for token in shown] == list(data)
 
 
 def test_the_stop_string_that_ends_first_decides_also_where_a_token_holds_several():

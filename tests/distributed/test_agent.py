@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.testing.netlab.lab_run import LabRun, environment
+from tests.rigs.lab_run import LabRun, environment
 
 # A worker says when it is there, and holds the pipe open for as long as it lives.
 WORKER = """

@@ -41,6 +41,7 @@ def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, 
     assert not list((failing / "temporary").iterdir())
 
 
+@pytest.mark.slow
 def test_debug_reaches_workers(failing, capfd):
     assert main(["train", "run.toml", "--workers", "2", "--debug"]) != 0
     assert "Traceback" in capfd.readouterr().err

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from shoestring.core.errors import PeerError
+from shoestring.core.errors import PeerError, WorldError
 from shoestring.distributed import rendezvous
 
 RESET = "[/src/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:3: Connection reset by peer. GLHF"
@@ -66,7 +66,7 @@ def test_a_first_rank_that_answers_greetings_of_the_dead_still_waits_for_the_liv
 
 
 def test_a_rank_that_does_not_come_is_named(server):
-    with pytest.raises(PeerError, match=r"rank 1 of 2 did not come in 0\.2 s"):
+    with pytest.raises(PeerError, match=r"rank 1 of 2 did not join within 0\.2 s"):
         rendezvous.register(client(server), ("127.0.0.1", server.port), 0, 2, 0.2)
 
 
@@ -133,3 +133,29 @@ def test_an_agents_signal_does_not_silence_the_reason(server, monkeypatch):
     with pytest.raises(PeerError, match="has lost rank 1"), members.explain_failures():
         raise RuntimeError(RESET)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("notes", "said"), [
+    ({"ended/1": 3, "left/0": 3, "ended/0": -1},
+     "rank 1 on b ended its loop after step 3, and rank 0 on a continued to step 4"),
+    ({"ended/0": 3, "ended/1": 3}, ""),
+    ({"ended/1": 3, "ended/0": -1}, ""),  # rank 0 was killed
+    ({"ended/1": 3, "left/0": 2}, ""),  # it failed before the others had ended
+    ({"left/0": 3, "left/1": 2}, ""),
+], ids=["unequal", "equal", "killed", "failed", "both failed"])  # fmt: skip
+def test_loops_of_unequal_length_are_named_with_their_steps(notes, said):
+    store = dist.HashStore()
+    for key, step in notes.items():
+        store.set(key, str(step))
+    members = rendezvous.Membership(0, ["a", "b"], store, ("", 0), 1.0)
+    assert members.unequal_loops([]) == said
+
+
+def test_a_failed_exchange_of_loops_of_unequal_length_is_no_lost_rank(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.05)
+    first, second, *_ = register_all(server, size=2)
+    second.store.set("ended/1", "5")
+    first.store.set("left/0", "6")
+    with pytest.raises(WorldError, match=r"unequal length: rank 1 .* after step 5") as caught, first.explain_failures():
+        raise RuntimeError(RESET)
+    assert not isinstance(caught.value, PeerError) and caught.value.code == 2  # starting again would not help

@@ -12,13 +12,13 @@ from shoestring.core.leases import Priority
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
-def linears(job: Job) -> dict[str, nn.Module]:
+def linears(attachments: Attachments) -> dict[str, nn.Module]:
     from torch import nn
 
-    return {name: module for name, module in job.module.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in attachments.module.named_modules() if isinstance(module, nn.Linear)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Sparse(Feature):
         mask = (groups >= groups.topk(2, dim=1).values[:, 1:]).reshape(weight.shape)
         return weight + (weight * mask - weight).detach()  # straight through
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from functools import partial
 
         from torch.nn import functional as F
@@ -43,9 +43,9 @@ class Sparse(Feature):
         def forward(layer: nn.Module, inputs: Tensor) -> Tensor:
             return F.linear(inputs, self.sparse(layer.weight), layer.bias)
 
-        for name, layer in linears(job).items():
+        for name, layer in linears(attachments).items():
             if name.endswith(self.part):
-                job.patch(layer, partial(forward, layer))
+                attachments.patch(layer, partial(forward, layer))
 
     def export(self, weights, kept):
         return {
@@ -66,7 +66,7 @@ class Adapter(Feature):
     seams: ClassVar = (Seam.MODEL,)
     adds_parameters: ClassVar = True
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from functools import partial
 
         import torch
@@ -76,16 +76,16 @@ class Adapter(Feature):
         def forward(layer: nn.Module, inputs: Tensor) -> Tensor:
             return F.linear(inputs, layer.weight + layer.lora_b @ layer.lora_a, layer.bias)
 
-        adapted = [layer for name, layer in linears(job).items() if name.endswith(self.part)]
-        job.frozen("base", nn.ModuleList(adapted), "the model of the run")
+        adapted = [layer for name, layer in linears(attachments).items() if name.endswith(self.part)]
+        attachments.frozen("base", nn.ModuleList(adapted), "the model of the run")
         for layer in adapted:
             rows, columns = layer.weight.shape
             generator = torch.Generator().manual_seed(rows)
             draw = torch.randn(self.rank, columns, generator=generator) / columns**0.5
             layer.register_parameter("lora_a", nn.Parameter(draw.to(layer.weight)))
             layer.register_parameter("lora_b", nn.Parameter(layer.weight.new_zeros(rows, self.rank)))
-            job.patch(layer, partial(forward, layer))
-            job.exits.callback(self._take_off, layer)
+            attachments.patch(layer, partial(forward, layer))
+            attachments.exits.callback(self._take_off, layer)
 
     @staticmethod
     def _take_off(layer: nn.Module) -> None:
@@ -111,27 +111,27 @@ class Smooth(Feature):
 
     seams: ClassVar = (Seam.MODEL, Seam.LOSS)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from torch.nn import functional as F
 
         from shoestring.models.loading import open_model
 
         if seam is Seam.MODEL:
-            dtype = next(job.module.parameters()).dtype
-            job.frozen("teacher", open_model(self.teacher).to(dtype), self.teacher)
+            dtype = next(attachments.module.parameters()).dtype
+            attachments.frozen("teacher", open_model(self.teacher).to(dtype), self.teacher)
             return
-        teacher, inner = job.frozen_modules["teacher"], job.loss
+        teacher, inner = attachments.frozen_modules["teacher"], attachments.loss
 
         def loss(output, batch):
             total, count = inner(output, batch)
-            wanted = job.forward(teacher, batch)
+            wanted = attachments.forward(teacher, batch)
             counted = (batch["targets"] != -100).flatten()
             distance = F.kl_div(
                 output.flatten(0, -2).log_softmax(-1), wanted.flatten(0, -2).softmax(-1), reduction="none"
             )
             return (1 - self.share) * total + self.share * distance.sum(-1)[counted].sum(), count
 
-        job.loss = loss
+        attachments.loss = loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,35 +140,35 @@ class ShardedState(Feature):
 
     seams: ClassVar = (Seam.SHARD,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        if job.world.size > 1:
-            Shards(job, self)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        if attachments.world.size > 1:
+            Shards(attachments, self)
 
 
 class Shards:
     """The parts of one rank, as DTensors cut along the first dimension; gradients are averaged as they are made."""
 
-    def __init__(self, job: Job, settings: ShardedState) -> None:
+    def __init__(self, attachments: Attachments, settings: ShardedState) -> None:
         from functools import partial
 
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        self.job, self.size, self.dist = job, job.world.size, dist
-        mesh = init_device_mesh(job.world.device.type, (job.world.size,))
-        self.parameters = {name: p for name, p in job.module.named_parameters() if p.requires_grad}
-        for parameter in job.module.parameters():
+        self.attachments, self.size, self.dist = attachments, attachments.world.size, dist
+        mesh = init_device_mesh(attachments.world.device.type, (attachments.world.size,))
+        self.parameters = {name: p for name, p in attachments.module.named_parameters() if p.requires_grad}
+        for parameter in attachments.module.parameters():
             dist.broadcast(parameter.detach(), 0)
         self.shards = {
             name: distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None).clone().requires_grad_()
             for name, p in self.parameters.items()
         }
-        job.shard(over=settings.over, trained=self.shards, refresh=self.refresh)
-        job.at(Phase.PROJECT, self.refresh)
+        attachments.shard(over=settings.over, trained=self.shards, refresh=self.refresh)
+        attachments.at(Phase.PROJECT, self.refresh)
         for name, parameter in self.parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(partial(self.reduce, self.shards[name]))
-            job.exits.callback(hook.remove)
+            attachments.exits.callback(hook.remove)
 
     def reduce(self, shard, parameter):
         from torch.distributed.tensor import Shard, distribute_tensor
@@ -195,15 +195,15 @@ class Offload(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
-        if job.engine == "fsdp":
+    def check(self, attachments: Attachments) -> None:
+        if attachments.divided == "parameters":
             raise ConfigError(f"`{self.name}` moves whole tensors, and FSDP2 shards them", hint="use parallel.DDP()")
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        state = HostState(job, self)
-        job.at(Phase.WAIT, state.fetch)
-        job.at(Phase.PROJECT, state.store)
-        job.exits.callback(state.release)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        state = HostState(attachments, self)
+        attachments.at(Phase.WAIT, state.fetch)
+        attachments.at(Phase.PROJECT, state.store)
+        attachments.exits.callback(state.release)
 
 
 Offload.neutral = Offload()
@@ -218,9 +218,9 @@ class HostState:
 
     LEASE = "optimizer state"
 
-    def __init__(self, job: Job, settings: Offload) -> None:
-        self.optimizer, self.memory, self.trace = job.built_optimizer, job.world.memory, job.trace
-        self.pinned = settings.pinned and job.world.device.type == "cuda"
+    def __init__(self, attachments: Attachments, settings: Offload) -> None:
+        self.optimizer, self.memory, self.trace = attachments.optimizer, attachments.world.memory, attachments.trace
+        self.pinned = settings.pinned and attachments.world.device.type == "cuda"
         self.host: dict[tuple[Tensor, str], Tensor] = {}  # (parameter, name of the state) -> its copy on the host
 
     def tensors(self) -> dict[tuple[Tensor, str], Tensor]:
@@ -266,5 +266,5 @@ class Tight(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        job.world.memory.budget = 0.0
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.world.memory.budget = 0.0

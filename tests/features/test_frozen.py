@@ -13,7 +13,7 @@ from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import Seam
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.parallel import DDP, FSDP
 from shoestring.testing import Pool, jobs
@@ -22,8 +22,8 @@ from tests.small_jobs import small_job as job
 
 
 def freezing(module, seam=Seam.MODEL, name="teacher", source="here"):
-    """A feature that freezes what `module(job)` returns."""
-    return does(seam, lambda job: job.frozen(name, module(job), source))
+    """A feature that freezes what `module(attachments)` returns."""
+    return does(seam, lambda attachments: attachments.frozen(name, module(attachments), source))
 
 
 def teacher(seed=1):
@@ -33,31 +33,34 @@ def teacher(seed=1):
 
 def test_a_frozen_module_stays_in_evaluation_mode_and_without_gradients_until_the_job_is_closed():
     own = teacher()
-    with compose(job(), [freezing(lambda job: own)]) as composed:
-        assert composed.frozen_modules == {"teacher": own}
+    with compose(job(), [freezing(lambda _: own)]) as composed:
+        assert attachments_of(composed).frozen_modules == {"teacher": own}
         own.train()
         assert not any(each.training for each in own.modules())
         assert not any(parameter.requires_grad for parameter in own.parameters())
         assert torch.equal(own(torch.ones(2, 3)), own(torch.ones(2, 3)))  # no dropout, no statistics of batches
-        assert len(composed.parameters) == 4  # the model's
+        assert len(attachments_of(composed).parameters) == 4  # the model's
     assert all(each.training for each in own.modules()) and "train" not in vars(own)
     assert all(parameter.requires_grad for parameter in own.parameters())
 
 
 def test_layers_of_the_model_are_frozen_where_train_is_called_on_the_model():
     whole = job()
-    with compose(whole, [freezing(lambda job: job.module.up)]):
+    with compose(whole, [freezing(lambda attachments: attachments.module.up)]):
         whole.model.train()
         assert whole.model.training and whole.model.down.training and not whole.model.up.training
-        before = whole.module.up.weight.clone()
+        before = attachments_of(whole).module.up.weight.clone()
         whole.step(batch())
-        assert torch.equal(before, whole.module.up.weight) and list(whole.trained) == ["down.weight", "down.bias"]
+        assert torch.equal(before, attachments_of(whole).module.up.weight) and list(attachments_of(whole).trained) == [
+            "down.weight",
+            "down.bias",
+        ]
 
 
 def test_a_checkpoint_holds_a_reference_and_a_hash_in_place_of_frozen_tensors():
-    with compose(job(), [freezing(lambda job: job.module.up, source="hf:base")]) as composed:
+    with compose(job(), [freezing(lambda attachments: attachments.module.up, source="hf:base")]) as composed:
         assert list(composed.kept["model"].state.state_dict()) == ["down.weight", "down.bias"]
-        assert list(composed.weights()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+        assert list(attachments_of(composed).weights()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
         reference = composed.kept["frozen.teacher"].state.state_dict()
         assert reference["source"] == "hf:base" and len(reference["digest"]) == 64
 
@@ -65,7 +68,7 @@ def test_a_checkpoint_holds_a_reference_and_a_hash_in_place_of_frozen_tensors():
 @pytest.mark.parametrize("saver", [checkpoint.Plain, checkpoint.Tiered])
 def test_a_checkpoint_is_restored_with_the_same_frozen_tensors_only(tmp_path, saver):
     def run(seed, restore="auto"):
-        features = [freezing(lambda job: teacher(seed)), saver(folder=str(tmp_path))]
+        features = [freezing(lambda _: teacher(seed)), saver(folder=str(tmp_path))]
         with compose(job(total=4), features) as composed:
             step = composed.restore(restore)
             composed.step(batch())
@@ -80,12 +83,12 @@ def test_the_layers_below_adapters_are_restored_from_the_model_that_the_run_open
     def run(change=0.0):
         whole = job(total=4)
         with torch.no_grad():
-            whole.module.up.weight.add_(change)
-        features = [freezing(lambda job: job.module.up), checkpoint.Plain(folder=str(tmp_path))]
+            attachments_of(whole).module.up.weight.add_(change)
+        features = [freezing(lambda attachments: attachments.module.up), checkpoint.Plain(folder=str(tmp_path))]
         with compose(whole, features) as composed:
             step = composed.restore("auto")
             composed.step(batch())
-            return step, {name: value.clone() for name, value in composed.weights().items()}
+            return step, {name: value.clone() for name, value in attachments_of(composed).weights().items()}
 
     _, first = run()
     step, second = run()
@@ -98,16 +101,16 @@ def test_the_layers_below_adapters_are_restored_from_the_model_that_the_run_open
 def test_a_teacher_runs_under_the_autocast_of_the_job():
     seen = []
 
-    def distil(job):
-        inner = job.loss
+    def distil(attachments):
+        inner = attachments.loss
 
         def loss(output, batch):
-            seen.append(job.forward(job.frozen_modules["teacher"], batch).dtype)
+            seen.append(attachments.forward(attachments.frozen_modules["teacher"], batch).dtype)
             return inner(output, batch)
 
-        job.loss = loss
+        attachments.loss = loss
 
-    features = [freezing(lambda job: Net()), does(Seam.LOSS, distil), precision.Autocast(dtype="bf16")]
+    features = [freezing(lambda _: Net()), does(Seam.LOSS, distil), precision.Autocast(dtype="bf16")]
     with compose(job(), features) as composed:
         composed.step(batch())
     assert seen == [torch.bfloat16]
@@ -135,22 +138,22 @@ class Tied(nn.Module):
 def test_what_shares_trained_parameters_is_refused(shared):
     model = Tied()
     with pytest.raises(ConfigError, match=r"`test.does`: `teacher` shares parameters that the model trains"):
-        compose(Job(model, world=World()), [freezing(lambda job: shared(model))])
+        compose(Job(model, world=World()), [freezing(lambda _: shared(model))])
     assert model.head.training and model.head.weight.requires_grad
-    with compose(Job(model, world=World()), [freezing(lambda job: deepcopy(shared(model)))]):  # a copy is its own
+    with compose(Job(model, world=World()), [freezing(lambda _: deepcopy(shared(model)))]):  # a copy is its own
         pass
 
 
 def test_it_is_too_late_once_the_model_is_sharded():
     with pytest.raises(ConfigError, match="freezes `teacher` after the model was sharded"):
-        compose(job(), [freezing(lambda job: Net(), Seam.SHARD)])
+        compose(job(), [freezing(lambda _: Net(), Seam.SHARD)])
     with compose(job(), []) as composed, pytest.raises(ConfigError, match="`the program` freezes"):
-        composed.frozen("teacher", Net(), "here")
+        attachments_of(composed).frozen("teacher", Net(), "here")
     for source in ("", None):
         with pytest.raises(ConfigError, match=f"has the source {source!r} .*open_model"):
-            compose(job(), [freezing(lambda job: Net(), source=source)])
+            compose(job(), [freezing(lambda _: Net(), source=source)])
     with pytest.raises(ConfigError, match=r"under the name `frozen.teacher`"):
-        compose(job(), [freezing(lambda job: Net()), freezing(lambda job: Net())])
+        compose(job(), [freezing(lambda _: Net()), freezing(lambda _: Net())])
 
 
 # -- on two ranks ------------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def sharded(folder):
         whole = Job(jobs.tiny(), optimizer=jobs.sgd(), world=World.current())
         with compose(whole, [Smooth(), owner]) as composed:
             if isinstance(owner, FSDP):
-                frozen = composed.frozen_modules["teacher"]
+                frozen = attachments_of(composed).frozen_modules["teacher"]
                 kinds = {isinstance(parameter, DTensor) for parameter in frozen.parameters()}
             number, size = composed.world.rank, composed.world.size
             losses += [float(composed.step(jobs.batch(step, number, size))) for step in range(2)]
@@ -173,7 +176,7 @@ def sharded(folder):
 def differing():
     world = World.current()
     try:
-        compose(Job(Net(), world=world), [freezing(lambda job: teacher(world.rank)), DDP()])
+        compose(Job(Net(), world=world), [freezing(lambda _: teacher(world.rank)), DDP()])
     except ConfigError as error:
         return str(error)
 
@@ -188,7 +191,9 @@ def test_fsdp_shards_a_teacher_and_ranks_must_have_the_same_one(tmp_path):
 
 def test_a_checkpoint_that_refers_to_layers_of_the_model_is_not_exported_without_them(tmp_path, capsys):
     folder = tmp_path / "checkpoints"
-    with compose(job(), [freezing(lambda job: job.module.up), checkpoint.Tiered(folder=str(folder))]) as composed:
+    with compose(
+        job(), [freezing(lambda attachments: attachments.module.up), checkpoint.Tiered(folder=str(folder))]
+    ) as composed:
         composed.step(batch())
     assert main(["checkpoint", "export", str(folder), "--to", str(tmp_path / "out"), "--as", "safetensors"]) == 2
     assert "only refers to `up.weight`" in " ".join(capsys.readouterr().err.split())

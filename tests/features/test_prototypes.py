@@ -61,7 +61,7 @@ def offloaded(*features: Feature) -> Job:
 
 
 def momenta(job: Job) -> list[torch.Tensor]:
-    return [state["momentum_buffer"] for state in job.built_optimizer.state.values()]
+    return [state["momentum_buffer"] for state in job.optimizer.state.values()]
 
 
 def test_offloaded_state_is_leased_and_on_the_device_during_the_step_alone():
@@ -70,7 +70,7 @@ def test_offloaded_state_is_leased_and_on_the_device_during_the_step_alone():
             job.step(jobs.batch(number))
         between = [value.data_ptr() for value in momenta(job)]
         during = []
-        job.built_optimizer.register_step_pre_hook(lambda *_: during.extend(v.data_ptr() for v in momenta(job)))
+        job.optimizer.register_step_pre_hook(lambda *_: during.extend(v.data_ptr() for v in momenta(job)))
         job.step(jobs.batch(2))
         assert between == [value.data_ptr() for value in momenta(job)]  # one copy on the host, used again
         assert len(during) == len(between) and not set(during) & set(between)

@@ -14,7 +14,7 @@ from shoestring import comm, optim, parallel
 from shoestring.checkpoint.format.state import unpack
 from shoestring.core.compose import compose
 from shoestring.core.errors import NonFiniteError, ShoestringError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import call_model
 from shoestring.core.world import World
 from shoestring.distributed.join import gloo_threads, join
@@ -90,14 +90,17 @@ def poisoned(world: World) -> dict:
         inputs, targets = data[0]
         half = slice(4 * world.rank, 4 * world.rank + 4)
         job.step((inputs[half], targets[half]))
-        before = [parameter.clone() for parameter in job.parameters]
-        job.loss = lambda output, batch: (output.sum() * (float("inf") if world.rank else 1.0), torch.tensor(4))
+        before = [parameter.clone() for parameter in attachments_of(job).parameters]
+        attachments_of(job).loss = lambda output, batch: (
+            output.sum() * (float("inf") if world.rank else 1.0),
+            torch.tensor(4),
+        )
         try:
             job.step((inputs[half], targets[half]))
             said = "nothing"
         except NonFiniteError as error:
             said = str(error)
-        same = all(torch.equal(one, other) for one, other in zip(before, job.parameters, strict=True))
+        same = all(torch.equal(one, other) for one, other in zip(before, attachments_of(job).parameters, strict=True))
         return {"said": said, "weights kept": same, "step": job.progress.step}
 
 
@@ -112,7 +115,7 @@ def stopped(world: World) -> dict:
                 job.stop()
             job.step((inputs[half], targets[half]))
             made += 1
-            if job.stopping:
+            if attachments_of(job).stopping:
                 break
         return {"made": made}
 

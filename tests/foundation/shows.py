@@ -12,11 +12,11 @@ class Flips(ss.Feature):
 
     seams: ClassVar = (ss.Seam.STEP,)
 
-    def apply(self, job, seam):
+    def apply(self, attachments, seam):
         def publish() -> None:
-            job.numbers["flips"] = 1 / (1 + job.progress.step)
+            attachments.numbers["flips"] = 1 / (1 + attachments.progress.step)
 
-        job.at(ss.Phase.CAPTURE, publish)
+        attachments.at(ss.Phase.CAPTURE, publish)
 
     def report_items(self, trace):
         rows = (("all", trace.steps), ("<b>", 0.5))

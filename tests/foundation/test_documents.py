@@ -30,6 +30,7 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
 OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # below
     ("fine-tuning.md", 0),  # a call that tests/memory make
+    ("preferences.md", 0),  # a call that tests/preference make
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
     ("memory.md", 0),  # calls that tests/memory make
     ("memory.md", 1),
@@ -114,6 +115,7 @@ def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_p
             command, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=120
         )
 
+    assert shoestring("trust", "run.toml").returncode == 0
     checked = shoestring("check", "run.toml")
     assert checked.returncode == 0 and "by `mytask:inverse_root`" in checked.stdout, checked.stderr
     for changed, message in (

@@ -9,10 +9,12 @@ import toy
 
 from shoestring import memory, optim, parallel, precision
 from shoestring.core.compose import attach, compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 
 SETTINGS = (optim.AdamW(lr=3e-3), optim.Clip(max_norm=0.5), optim.Schedule(warmup=5))
+
+pytestmark = pytest.mark.slow  # one launch of two ranks serves all of them
 
 
 def seeded(**arguments):
@@ -24,7 +26,9 @@ def ours(data, *features, **arguments):
     with Job(seeded(**arguments), world=World()) as job:
         job.progress.total = len(data)
         compose(job, [*features, *SETTINGS])
-        return [float(job.step(batch)) for batch in data], [parameter.detach() for parameter in job.parameters]
+        return [float(job.step(batch)) for batch in data], [
+            parameter.detach() for parameter in attachments_of(job).parameters
+        ]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"dropout": 0.2, "layers": 3}], ids=["plain", "dropout"])

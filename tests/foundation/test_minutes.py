@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import warnings
 from itertools import pairwise
 
 import pytest
 
 from shoestring import optim
+from shoestring.cli import main
 from shoestring.core.kept import Progress
-from shoestring.training.loop import PACE_STEPS, REPLAN, plan
+from shoestring.training.clock import PACE_STEPS, REPLAN, plan
+from tests.small_runs import write_run_file, write_texts
+from tests.waiting import until
 
 
 def rates(shape: str, paces: tuple[float, float], change: int, minutes: float = 1.0) -> list[float]:
@@ -46,3 +53,74 @@ def test_the_rate_never_jumps_when_the_pace_changes(shape, paces, change, most):
 @pytest.mark.parametrize(("paces", "steps"), [((0.1, 0.1), 600), ((0.1, 0.4), 198), ((0.4, 0.1), 405)])
 def test_a_run_takes_about_its_minutes(paces, steps):
     assert len(rates("trapezoid", paces, change=65)) == pytest.approx(steps, rel=0.05)
+
+
+# -- over several starts ----------------------------------------------------------------------------------------------
+
+SECONDS = 3.0
+
+
+def rows_of(folder):
+    """The steps in metrics.jsonl, by the time that each was written at."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {row["time"]: row for row in rows if "loss" in row}
+
+
+def seconds_of(rows):
+    return sum(row["step_seconds"] for row in rows.values())
+
+
+def killed_on_the_way(file, folder, seconds):
+    """Train in a child, which is killed once its steps took so long; whether it was, and did not end before."""
+    before = rows_of(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads
+        child = os.fork()
+    if not child:
+        try:
+            os._exit(main(["train", str(file)]))
+        finally:
+            os._exit(99)
+
+    def trained():
+        return seconds_of({time: row for time, row in rows_of(folder).items() if time not in before})
+
+    status = []
+
+    def ended():
+        number, code = os.waitpid(child, os.WNOHANG)
+        status.extend([code] if number else [])
+        return bool(number)
+
+    until(lambda: ended() or trained() > seconds, 120)
+    if not status:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    else:
+        assert os.waitstatus_to_exitcode(status[0]) == 0
+    return not status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [{"plain": {"every": 20}}, {"tiered": {}}], ids=["plain", "tiered"])
+def test_starts_that_are_killed_share_the_minutes_of_one_run(tables, tmp_path):
+    run = {
+        "data": write_texts(tmp_path / "texts"), "folder": str(tmp_path / "run"), "minutes": SECONDS / 60,
+        "resume": "auto",
+    }  # fmt: skip
+    schedule = {"schedule": {"shape": "cosine", "warmup": 10, "final": 0.0}}
+    file = write_run_file(tmp_path / "run.toml", {"run": run, "optim": schedule, "checkpoint": tables})
+    seen, kills = {}, 0
+    while killed_on_the_way(file, tmp_path / "run", SECONDS / 8):
+        kills += 1
+        seen |= rows_of(tmp_path / "run")
+    seen |= rows_of(tmp_path / "run")
+    last = rows_of(tmp_path / "run")
+    slowest = max(row["step_seconds"] for row in seen.values())
+    assert kills >= 4 and 0.6 * SECONDS < seconds_of(seen) < SECONDS + slowest + 0.3, (kills, seconds_of(seen), slowest)
+    rates = [row["lr"] for row in last.values()]
+    assert max(abs(b - a) for a, b in pairwise(rates)) < 0.25 * max(rates)
+    steps = [row["step"] for row in last.values()]
+    assert steps == list(range(1, len(steps) + 1))

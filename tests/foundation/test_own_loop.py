@@ -17,6 +17,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.core.errors import WorldError
+from shoestring.core.job import attachments_of
 from shoestring.core.world import World
 
 STEPS = 6
@@ -54,7 +55,7 @@ def test_a_schedule_decays_to_the_end_of_a_loop_that_says_its_total(tmp_path, to
     with job(tmp_path, total=total) as made:
         while not made.done:
             made.step(batch())
-            rates.append(made.built_optimizer.param_groups[0]["lr"])
+            rates.append(made.optimizer.param_groups[0]["lr"])
     assert len(rates) == STEPS and rates == sorted(rates, reverse=True) and rates[-1] < 0.01
     assert plain(tmp_path) == [f"step-{STEPS:08d}.safetensors"]
 
@@ -108,7 +109,7 @@ def foreign(folder: Path, world: int) -> int:
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if made.stopping:
+            if attachments_of(made).stopping:
                 break
     return made.progress.step
 

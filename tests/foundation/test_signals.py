@@ -1,14 +1,17 @@
 """Real runs of two workers that are told to end, or lose a worker, and continue."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 import ranks
 import scenarios
+
+from tests.waiting import until
 
 RUN = """
 [run]
@@ -52,16 +55,16 @@ def ended(process, timeout=120):
 @pytest.mark.parametrize("number", [
     pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
 ], ids=lambda number: number.name)  # fmt: skip
 def test_a_signal_ends_after_the_step_and_resume_continues(tmp_path, number):
     (tmp_path / "marker").touch()
     (tmp_path / "run.toml").write_text(RUN.format(steps=10**6, every=0))
     process = train(tmp_path)
-    while process.poll() is None and len(rows(tmp_path / "out")) < 5:
-        time.sleep(0.02)  # for what it waits for, not for how long
+    until(lambda: process.poll() is not None or len(rows(tmp_path / "out")) >= 5)
     process.send_signal(number)
     said = ended(process)
-    assert process.returncode == 128 + number, said
+    assert process.returncode == 130, said
     done = rows(tmp_path / "out")[-1]["step"]
     (save,) = (tmp_path / "out" / "checkpoints").iterdir()
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -74,6 +77,35 @@ def test_a_signal_ends_after_the_step_and_resume_continues(tmp_path, number):
         assert process.returncode == 0, said
         assert f"resumed from step {done}" in said
         assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, done + 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_all_with_the_same_exit_code(tmp_path, rank):
+    (tmp_path / "marker").touch()
+    (tmp_path / "run.toml").write_text(RUN.format(steps=10**6, every=0))
+    process = train(tmp_path)
+    until(lambda: process.poll() is not None or len(rows(tmp_path / "out")) >= 5)
+    os.kill(worker_of(process, rank), signal.SIGTERM)
+    said = ended(process)
+    assert process.returncode == 130, said
+    (save,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert save.name == f"step-{rows(tmp_path / 'out')[-1]['step']:08d}.safetensors" and "Traceback" not in said
+
+
+def worker_of(process, rank):
+    """The id of the process that is one rank of a launcher."""
+    workers = subprocess.run(
+        ["pgrep", "--parent", str(process.pid), "--full", "shoestring train"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for worker in workers.stdout.split():
+        environment = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            return int(worker)
+    raise AssertionError(f"no rank {rank} among {workers.stdout.split()}")
 
 
 CODEC = """

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring.core.job import attachments_of
 
 
 class Wrapped(nn.Module):
@@ -27,5 +28,5 @@ def test_explain_says_what_torch_does_not_compile(model):
     torch._dynamo.reset()
     model.compile(backend=backend)
     model(torch.randn(2, 4))
-    said = ss.graph.Compile().explain(ss.Job(model))
+    said = ss.graph.Compile().explain(attachments_of(ss.Job(model)))
     assert bool(graphs) == ("does not compile" not in said), said

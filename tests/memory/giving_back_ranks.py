@@ -10,7 +10,7 @@ from broker_hosts import Pretended
 from shoestring.checkpoint.tiers.budget import HELD, OWN
 from shoestring.checkpoint.tiers.keeper import Keeper
 from shoestring.core.leases import HostMemory
-from shoestring.testing.checkpointing.known import RunSetup, Trainee
+from tests.rigs.checkpointing.known import RunSetup, Trainee
 
 FAULTS = {
     "": None,

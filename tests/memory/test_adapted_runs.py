@@ -11,7 +11,7 @@ from shoestring.checkpoint import Plain
 from shoestring.cli import main
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.data.tokenizer import byte_tokenizer
@@ -48,13 +48,15 @@ def batch(seed=0):
 def test_adapters_alone_are_trained_and_the_model_stays_as_it_was():
     model, plain = gpt(), gpt().state_dict()
     with composed(LoRA(rank=2), model=model) as job:
-        assert {name.rpartition(".")[2] for name in job.trained} == {"lora_A", "lora_B"}
-        assert len(job.trained) == 2 * 4 * 2
+        assert {name.rpartition(".")[2] for name in attachments_of(job).trained} == {"lora_A", "lora_B"}
+        assert len(attachments_of(job).trained) == 2 * 4 * 2
         losses = [float(job.step(batch())) for _ in range(4)]
         assert losses[-1] < losses[0]
         after = dict(model.named_parameters())
         assert all(torch.equal(after[name], plain[name]) for name in plain)
-        assert job.trace.facts["adapter_parameters"] == sum(each.numel() for each in job.trained.values())
+        assert job.trace.facts["adapter_parameters"] == sum(
+            each.numel() for each in attachments_of(job).trained.values()
+        )
     assert list(model.state_dict()) == list(plain) and all(each.requires_grad for each in model.parameters())
 
 
@@ -66,20 +68,22 @@ def test_modules_are_trained_beside_adapters(bits, tmp_path):
     assert sizes(model, (), 2, dora=False, modules=feature.modules_to_train)["adapted_layers"] == 7
     settings = Plain(folder=str(tmp_path), every=1)
     with composed(feature, settings, model=model) as job:
-        own = {name for name in job.trained if "lora_" not in name}
-        assert own == {"embed.weight", "blocks.1.mlp.down.weight"} and len(job.trained) == 2 + 7 * 2
+        own = {name for name in attachments_of(job).trained if "lora_" not in name}
+        assert own == {"embed.weight", "blocks.1.mlp.down.weight"} and len(attachments_of(job).trained) == 2 + 7 * 2
         job.step(batch())
         after = dict(model.named_parameters())
         changed = {name for name in plain if name in after and not torch.equal(after[name].float(), plain[name])}
         assert own <= changed and (bits == 16 or changed == own)
-        assert job.trace.facts["adapter_parameters"] == sum(each.numel() for each in job.trained.values())
+        assert job.trace.facts["adapter_parameters"] == sum(
+            each.numel() for each in attachments_of(job).trained.values()
+        )
         assert job.trace.facts["frozen_parameters"] == sum(map(torch.numel, plain.values())) - sum(
             plain[name].numel() for name in own
         )
-        trained = {name: tensor.detach().clone() for name, tensor in job.trained.items()}
+        trained = {name: tensor.detach().clone() for name, tensor in attachments_of(job).trained.items()}
     with composed(feature, settings) as job:
         assert job.restore("auto") == 1
-        assert all(torch.equal(tensor, trained[name]) for name, tensor in job.trained.items())
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in attachments_of(job).trained.items())
     with pytest.raises(CheckpointError), composed(replace(feature, modules_to_train=()), settings) as job:
         job.restore("auto")
 
@@ -94,7 +98,7 @@ def test_weights_that_lose_small_steps_are_named_and_copies_in_fp32_lose_none(ca
         with compose(Job(model, world=World()), [*features, AdamW(lr=1e-6, weight_decay=0.0)]) as job:
             for step in range(20):
                 job.step(batch(step))
-            stepped = job.trained["embed.weight"].detach().float().view_as(before)
+            stepped = attachments_of(job).trained["embed.weight"].detach().float().view_as(before)
             return float((stepped != before.float()).float().mean()), caplog.text
 
     lora = LoRA(rank=2, modules_to_train=("embed",), base_bits=16)
@@ -116,10 +120,10 @@ def test_checkpoints_hold_the_adapters_and_a_hash_of_the_rest(tmp_path):
         held = job.kept["model"].state.state_dict()
         assert all("lora_" in name for name in held)
         job.step(batch())
-        trained = {name: tensor.detach().clone() for name, tensor in job.trained.items()}
+        trained = {name: tensor.detach().clone() for name, tensor in attachments_of(job).trained.items()}
     with composed(LoRA(rank=2), plain) as job:
         assert job.restore("auto") == 1
-        assert all(torch.equal(tensor, trained[name]) for name, tensor in job.trained.items())
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in attachments_of(job).trained.items())
     with (
         pytest.raises(CheckpointError, match=r"has other weights than|other layers, scales or weights"),
         composed(LoRA(rank=2), plain, model=gpt(seed=1)) as job,
@@ -133,15 +137,15 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, 
     dense = sum(each.nbytes for each in model.state_dict().values())
     feature = LoRA(rank=2, base_bits=bits, base_type=kind)
     with composed(feature, model=model) as job:
-        assert sum(each.nbytes for each in job.weights().values()) < dense * 0.6
+        assert sum(each.nbytes for each in attachments_of(job).weights().values()) < dense * 0.6
         rounded = [name for name, each in model.named_modules() if isinstance(each, Quantized | NF4Linear)]
         assert len(rounded) == 2 * 4 and all("blocks." in name for name in rounded)
         losses = [float(job.step(batch())) for _ in range(4)]
         assert losses[-1] < losses[0]
-        with job.evaluating():
+        with attachments_of(job).evaluating():
             wanted = model(tokens)
         weights = feature.export(
-            dict(job.weights()), {name: kept.state.state_dict() for name, kept in job.kept.items()}
+            dict(attachments_of(job).weights()), {name: kept.state.state_dict() for name, kept in job.kept.items()}
         )
     plain = gpt(seed=3)
     plain.load_state_dict(weights)
@@ -156,7 +160,7 @@ def test_a_rounded_base_takes_fewer_bytes_and_leaves_as_what_was_computed(bits, 
         (LoRA(dropout=1.0), "dropout` is a probability"),
         (LoRA(layers=("blocks.*.attn.*",)), "matches no linear layer of GPT"),
         (LoRA(layers=("blocks.*.attention.*", "*.mpl.*")), r"`\*.mpl.\*` matches no linear layer"),
-        (LoRA(base_bits=8, base_type="nf4"), "nf4 is of 4 bits, not 8"),
+        (LoRA(base_bits=8, base_type="nf4"), "nf4 has 4 bits, not 8"),
         (LoRA(layers=("*",), adapter="somewhere"), "says itself which layers"),
         (LoRA(modules_to_train=("embd",)), "`embd` matches no module with weights"),
         (LoRA(modules_to_train=("embed",), adapter="somewhere"), "says itself which layers"),
@@ -170,7 +174,7 @@ def test_settings_that_cannot_work_are_refused(feature, said):
 
 def test_what_dora_would_train_is_what_it_trains():
     with composed(LoRA(dora=True)) as job:
-        trained = sum(parameter.numel() for parameter in job.parameters)
+        trained = sum(parameter.numel() for parameter in attachments_of(job).parameters)
     assert sizes(gpt(), (), LoRA().rank, dora=True)["adapter_parameters"] == trained
 
 
@@ -197,13 +201,13 @@ def test_layers_that_share_their_weight_or_have_a_forward_pass_of_their_own_are_
             return x
 
     with composed(LoRA(rank=1), model=Net()) as job:
-        assert {name.rpartition(".")[0] for name in job.trained} == {"blocks.0"}
+        assert {name.rpartition(".")[0] for name in attachments_of(job).trained} == {"blocks.0"}
     assert "`blocks.1` and 2 more get no adapter: Own has a forward pass of its own" in caplog.text
 
 
 def test_a_base_of_16_bits_is_trained_beside_adapters_of_32():
     with composed(LoRA(rank=2, base_bits=16)) as job:
-        kinds = {name.rpartition(".")[2]: tensor.dtype for name, tensor in job.weights().items()}
+        kinds = {name.rpartition(".")[2]: tensor.dtype for name, tensor in attachments_of(job).weights().items()}
         assert kinds["weight"] == torch.bfloat16 and kinds["lora_A"] == torch.float32
         losses = [float(job.step(batch())) for _ in range(4)]
         assert losses[-1] < losses[0]

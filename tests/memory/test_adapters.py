@@ -11,10 +11,10 @@ from torch import nn
 
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.memory import LoRA
-from shoestring.memory.adapters.leaving import save_adapters
+from shoestring.memory.adapters.leaving import gather_adapters
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, merge, row_norms, take_off
 from shoestring.models.blocks import is_transposed
@@ -88,8 +88,8 @@ def test_dropout_touches_what_goes_into_the_adapter_alone():
     nn.init.ones_(layer.lora_B)
     low = (adapted(x) - layer(x)).detach()
     assert low.std() > 1 and abs(float(low.mean()) - 64) < 2
-    with torch.no_grad():
-        torch.testing.assert_close(adapted(x) - layer(x), torch.full((500, 8), 64.0))
+    layer.eval()
+    torch.testing.assert_close(adapted(x) - layer(x), torch.full((500, 8), 64.0))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -194,7 +194,8 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     adapter_folder.read(folder, gpt().bfloat16())
     other = GPT(GPTConfig(vocab_size=64, dim=64, hidden=64, layers=2, heads=4, kv_heads=2, context=32))
     with pytest.raises(
-        CheckpointError, match=r"layers.0.self_attn.q_proj` is for a weight of \(32, 32\), and this one is \(64, 64\)"
+        CheckpointError,
+        match=r"layers.0.self_attn.q_proj` is for a weight of shape \(32, 32\), but this model's has \(64, 64\)",
     ):
         adapter_folder.read(folder, other)
     shallow = GPT(GPTConfig(vocab_size=64, dim=32, hidden=64, layers=1, heads=4, kv_heads=2, context=32))
@@ -207,7 +208,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', and the weights are not there"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', but the file has no weights of this module"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, change, said):
@@ -304,12 +305,12 @@ def test_peft_opens_modules_that_were_trained_whole_and_its_own_enter(tmp_path, 
         first = embedding.detach().clone()
         for _ in range(3):
             job.step(batch)
-        with job.evaluating(), torch.no_grad():
+        with attachments_of(job).evaluating(), torch.no_grad():
             wanted = getattr(ours(tokens), "logits", ours(tokens))
             assert not torch.equal(
                 first, ours.get_submodule("embed" if kind == "ours" else "model.embed_tokens").weight
             )
-        save_adapters(job, feature.name, tmp_path / "adapter", str(base), 0.0)
+        gather_adapters(attachments_of(job), feature.name, str(base), 0.0)(tmp_path)
     with torch.no_grad():
         theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
         torch.testing.assert_close(wanted, theirs(tokens).logits, atol=1e-5, rtol=1e-5)

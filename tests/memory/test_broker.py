@@ -15,7 +15,7 @@ from shoestring.core.world import World
 from shoestring.memory import Broker
 from shoestring.memory.broker.tenant import LASTS, BrokeredMemory, Sights, Terms
 from shoestring.planning.system import memory_bounds
-from shoestring.testing.checkpointing.surroundings import listening
+from tests.rigs.checkpointing.surroundings import listening
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -244,20 +244,20 @@ def test_groups_limit_those_that_are_in_them(tmp_path, kind):
 
 def test_the_setting_gives_a_world_whose_memory_is_brokered_once(tmp_path):
     world = World(rank=1, size=4, local_size=2)
-    setting = Broker(folder=str(tmp_path), tenant="mine", share=3.0)
+    setting = Broker(folder=str(tmp_path), tenant="mine", weight=3.0)
     arranged = setting.arrange(world)
     assert arranged == world and isinstance(arranged.memory, BrokeredMemory) and type(world.memory) is HostMemory
     assert setting.arrange(arranged) is arranged
     terms = arranged.memory.terms
     assert terms.tenant == "mine rank 1" and terms.share == 1.5
     assert terms.folder == tmp_path / f"shoestring-{os.geteuid()}" / "broker" and not list(tmp_path.iterdir())
-    assert Broker(folder=str(tmp_path), shared=True).place == tmp_path / "shoestring-broker"
+    assert Broker(folder=str(tmp_path), all_users=True).place == tmp_path / "shoestring-broker"
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"share": 0.0}, "share` must be above 0 and at most 1000, got 0.0"),
+        ({"weight": 0.0}, "weight` must be above 0 and at most 1000, got 0.0"),
         ({"reserve": 1.0}, "reserve` must be at least 0 and below 1, got 1.0"),
         ({"wait": -1.0}, "wait` must be from 0 to 30 seconds, got -1.0"),
         ({"folder": "/dev/nothing"}, "there is no folder `/dev/nothing`"),

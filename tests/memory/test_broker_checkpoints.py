@@ -9,9 +9,9 @@ from giving_back_ranks import FAULTS, peers_slots
 from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.leases import Priority
-from shoestring.testing.checkpointing.known import BETWEEN, build_checkpointer, trained
-from shoestring.testing.checkpointing.surroundings import listening
 from shoestring.testing.suite import shared
+from tests.rigs.checkpointing.known import BETWEEN, build_checkpointer, trained
+from tests.rigs.checkpointing.surroundings import listening
 
 
 def test_slots_are_freed_at_the_next_step_and_disk_goes_on(tmp_path):
@@ -30,7 +30,7 @@ def test_slots_are_freed_at_the_next_step_and_disk_goes_on(tmp_path):
         assert not other.called_back and not memory.called_back
         trained(checkpointer, state, progress, range(BETWEEN + 2, 3 * BETWEEN + 1))
     assert checkpointer.safe["disk"] == 3 * BETWEEN and list(memory.leases) == [STAGING]
-    assert [line for line in said if "others on this host need the" in line], said
+    assert [line for line in said if "other processes on this host need the" in line], said
     checkpointer.close()
     memory.leave()
     other.leave()

@@ -21,7 +21,7 @@ from shoestring.memory.broker.arbitration import Lease
 from shoestring.memory.broker.ledger import close_ledger, open_ledger
 from shoestring.memory.broker.records import LONGEST, TenantRecord
 from shoestring.memory.broker.tenant import BrokeredMemory, Terms
-from shoestring.testing.checkpointing.surroundings import listening
+from tests.rigs.checkpointing.surroundings import listening
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 LIMIT = 60  # seconds for what takes a hundredth of one
@@ -128,7 +128,10 @@ def test_a_folder_that_is_kept_locked_stops_no_training(own, monkeypatch):
         with listening() as said:
             assert own.take("needed", 100) and not own.take("cache", 100, Priority.CACHE)
             own.give("nothing")
-        assert len(said) == 1 and "other processes do not see what this one takes: another process has" in said[0]
+        assert (
+            len(said) == 1
+            and "other processes do not see the memory that this process takes: another process has" in said[0]
+        )
         process.kill()
     own.look()
     assert own._record.leases["needed"].nbytes == 100 and not own._unwritten
@@ -152,9 +155,9 @@ def test_the_command_shows_who_holds_what(own, tmp_path, capsys):
     head, first, second, third, left, *_ = capsys.readouterr().out.splitlines()
     assert head.split() == ["tenant", "user", "process", "share", "in", "memory", "lease", "bytes", "priority"]
     assert first.split()[:4] == ["training", str(os.geteuid()), str(os.getpid()), "1"]
-    assert first.split()[-5:] == ["optimizer", "state", "5", "MB", "required"]
-    assert second.split() == ["slots", "3", "MB", "peers"]
-    assert third.split()[2] == str(process.pid) and third.split()[-4:] == ["cache", "7", "MB", "cache"]
+    assert first.split()[-5:] == ["optimizer", "state", "4.77", "MiB", "required"]
+    assert second.split() == ["slots", "2.86", "MiB", "peers"]
+    assert third.split()[2] == str(process.pid) and third.split()[-4:] == ["cache", "6.68", "MiB", "cache"]
     assert left.startswith("host: ") and left.endswith("left to lease, beside a reserve of 10%")
 
 

@@ -38,11 +38,9 @@ def search(tmp_path_factory):
 
 def chosen(search, part, **settings):
     whole = search.peak(search.others, 1)
-    fitted = search.within(Budget(gib=part * whole / 2**30, allow=ALLOW, **settings))
-    budget = next(each for each in fitted.features if isinstance(each, Budget))
-    return [
-        kind for kind in (OffloadActivations, Recompute) if any(isinstance(e, kind) for e in fitted.features)
-    ], budget
+    choice = search.within(Budget(gib=part * whole / 2**30, allow=ALLOW, **settings))
+    names = {"memory.offloadactivations": OffloadActivations, "memory.recompute": Recompute}
+    return [kind for name, kind in names.items() if name in choice.added_features], choice
 
 
 def test_a_fast_link_offloads_and_a_slow_one_recomputes(search):
@@ -64,7 +62,7 @@ def test_the_least_that_fits_takes_both(search):
 
 
 def test_copies_count_only_as_far_as_they_are_exposed(search):
-    way = next(way for way in search.ways(ALLOW, False) if way.said)
+    way = next(way for way in search.ways(ALLOW, False) if way.label)
     micro = search.predicted(way.features, 1).host
     step = search.step.seconds
     for seconds, exposed in ((step / 4, 0.0), (step / 2, step / 6), (step, step)):
@@ -76,4 +74,4 @@ def test_copies_count_only_as_far_as_they_are_exposed(search):
 def test_on_a_cpu_nothing_is_offloaded(search):
     here = copy.copy(search)
     here.device = "cpu"
-    assert [way.said for way in here.ways(ALLOW, False)] == [""]
+    assert [way.label for way in here.ways(ALLOW, False)] == [""]

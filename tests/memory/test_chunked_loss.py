@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError, ConflictError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import IGNORED
 from shoestring.core.world import World
 from shoestring.decode import Distill
@@ -61,12 +61,43 @@ def test_ignored_targets_give_no_gradient_where_they_reach_the_chunks(tokens):
 
 
 def test_a_backward_pass_without_its_mask_is_seen(monkeypatch):
-    source, mask = Path(chunked_loss.__file__).read_text(), "d_logits *= counted[:, None]"
+    source, mask = Path(chunked_loss.__file__).read_text(), "d_logits.masked_fill_(~counted[:, None], 0)"
     assert source.count(mask) == 1
     mutant = ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     exec(source.replace(mask, "pass"), vars(mutant))
     assert min(differences(mutant, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [-1, -99, -101, 11, 2**40])
+@pytest.mark.parametrize("chunks_alone", [False, True])
+def test_a_target_that_is_no_class_is_an_error_as_in_torch(wrong, chunks_alone):
+    (hidden, weight, offset), targets = drawn()
+    targets[1, 2] = wrong
+    with pytest.raises(IndexError):
+        F.cross_entropy(F.linear(hidden, weight, offset).flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        if chunks_alone:  # as on an accelerator, where the device says it
+            flat = hidden.flatten(0, -2), weight, offset, targets.flatten(), 4, torch.float64
+            chunked_loss._ChunkedCrossEntropy.apply(*flat)
+        else:
+            chunked_cross_entropy(hidden, weight, offset, targets, 4)
+
+
+def test_what_is_not_finite_where_no_target_counts_changes_nothing():
+    """Also where ignored targets reach the chunks, as they do on a GPU."""
+    (hidden, weight, offset), targets = drawn()
+    wanted = chunked_cross_entropy(hidden, weight, offset, targets, 4)
+    with torch.no_grad():
+        hidden[0, 1] = float("nan")
+    flat = hidden.flatten(0, -2), weight, offset, targets.flatten(), 4, torch.float64
+    for found in (
+        chunked_cross_entropy(hidden, weight, offset, targets, 4),
+        chunked_loss._ChunkedCrossEntropy.apply(*flat),
+    ):
+        torch.testing.assert_close(found, wanted)
+    (of_hidden,) = torch.autograd.grad(found, [hidden])
+    assert not of_hidden[0, 1].any()
 
 
 def test_nothing_of_the_size_of_all_logits_is_held():
@@ -152,11 +183,11 @@ def test_it_takes_nothing_for_good():
     forward = None
     with compose(Job(model, world=World()), [ChunkedLoss()]) as job:
         job.step(batches("targets"))
-        forward = job.forward
+        forward = attachments_of(job).forward
         with pytest.raises(ConfigError, match=r"tokens of the shape \(2, 16\) reach the head"):
             job.step(batches("targets") | {"targets": torch.zeros(2, 3, dtype=torch.int64)})
     assert [dict(vars(module)) for module in model.modules()] == before
-    assert job.forward != forward
+    assert attachments_of(job).forward != forward
 
 
 def test_under_autocast_it_is_as_close_as_that_is():

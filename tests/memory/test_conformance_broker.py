@@ -16,4 +16,4 @@ class TestBroker(FeatureSuite):
 
 @pytest.mark.slow
 class TestBrokerWithAll(FeatureSuite):
-    feature = Broker(tenant="conformance", shared=True, folder="/tmp")
+    feature = Broker(tenant="conformance", all_users=True, folder="/tmp")

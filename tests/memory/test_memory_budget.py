@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from shoestring.cli import main
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.memory import Budget, Recompute
+from shoestring.memory.settings.budget import BudgetChoice
 from shoestring.memory.step_cost import BlockCall, CostedTensors, DeviceRates, levels
 from shoestring.models.gpt import tiny
-from shoestring.run import load, parse
+from shoestring.run import load
+from shoestring.settings import structure
 from shoestring.testing.suite import FeatureSuite
 from shoestring.training.budget import GIB, BudgetSearch
+from shoestring.training.choices import with_choice
 from tests.memory.observed import needs_compiler
 from tests.memory.predicted_ranks import batches
 from tests.small_runs import write_run_file, write_texts
@@ -35,7 +40,7 @@ class TestSelectiveRecompute(FeatureSuite):
 
     @pytest.fixture
     def feature(self):
-        return Recompute(keep=("mm", "_scaled_dot_product_flash_attention_for_cpu", "addmm:2"), blocks=1)
+        return Recompute(saved_operators=("mm", "_scaled_dot_product_flash_attention_for_cpu", "addmm:2"), blocks=1)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +64,9 @@ def search(run_file):
 
 
 def chosen(search, gib, **settings):
-    fitted = search.within(Budget(gib=gib, **settings))
-    return fitted, next(each for each in fitted.features if isinstance(each, Budget))
+    budget = Budget(gib=gib, **settings)
+    choice = search.within(budget)
+    return with_choice(search.run, search.world, budget, choice), choice
 
 
 def test_what_fits_as_it_is_stays_so(search):
@@ -77,7 +83,10 @@ def test_smaller_budgets_cost_more_and_are_kept(search):
         assert budget.predicted_gib <= part * whole
         assert budget.added >= before
         before = budget.added
-        assert parse(fitted.document, name=fitted.name) == fitted  # what is written down is what was chosen
+        written = structure(json.loads(json.dumps(asdict(budget))), BudgetChoice, "memory.budget", "choices.json")
+        limit = Budget(gib=part * whole)
+        again = with_choice(search.run, search.world, limit, written)
+        assert again.document == fitted.document and again.settings == fitted.settings
 
 
 def test_to_hold_some_of_a_block_costs_each_of_its_operators(search):
@@ -129,8 +138,8 @@ def test_the_run_stays_below_it(run_file, search, tmp_path, workers):
     subprocess.run(command, check=True, capture_output=True)  # apart: what other tests keep alive would be traced
     peak = memory.load(tmp_path / "memory.npz").main.peak
     assert peak <= budget * GIB * 1.01
-    (settings,) = (each for each in load(str(tmp_path)).features if isinstance(each, Budget))
-    assert settings.chosen and settings.predicted_gib * GIB == pytest.approx(peak, rel=0.05)
+    choice = json.loads((tmp_path / "choices.json").read_text())["memory.budget"]["choice"]
+    assert choice["chosen"] and choice["predicted_gib"] * GIB == pytest.approx(peak, rel=0.05)
     assert "GiB at the peak of a rank" in (tmp_path / "summary.json").read_text()
 
 
@@ -189,7 +198,7 @@ def test_what_is_held_is_not_computed_again():
 
     without, held, again = (
         flops(),
-        flops(Recompute(keep=("mm", "_scaled_dot_product_flash_attention_for_cpu"))),
+        flops(Recompute(saved_operators=("mm", "_scaled_dot_product_flash_attention_for_cpu"))),
         flops(Recompute()),
     )
     assert without == held < again
@@ -198,10 +207,10 @@ def test_what_is_held_is_not_computed_again():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"keep": ("mm:0",)}, "names no operator"),
-        ({"keep": ("adddmm",)}, "names no operator of torch: 'adddmm'"),
+        ({"saved_operators": ("mm:0",)}, "names no operator"),
+        ({"saved_operators": ("adddmm",)}, "names no operator of torch: 'adddmm'"),
         ({"blocks": 9}, "must be at most 4"),
-        ({"blocks": 3, "every": 2}, "must be at most 2"),
+        ({"blocks": 3, "every_nth": 2}, "must be at most 2"),
     ],
 )
 def test_operators_and_blocks_that_are_not_there_are_refused(settings, said):

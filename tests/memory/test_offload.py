@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.leases import HostMemory, Priority
 from shoestring.core.task import cross_entropy as task_loss
@@ -22,7 +22,8 @@ from shoestring.memory.offload.late import LateSteps, smallest
 from shoestring.memory.offload.placement import LEASE, OnHost
 from shoestring.memory.predicted import predict
 from shoestring.models.gpt import tiny
-from shoestring.optim import LAMB, AdamW
+from shoestring.optim import LAMB, SGD, AdamW
+from shoestring.precision import Autocast
 from shoestring.testing import FeatureSuite, jobs
 
 
@@ -52,7 +53,7 @@ def test_what_is_less_urgent_waits_from_the_first_gradient_to_the_end_of_a_step(
         turns, model = memory._ledger.turns, zero_ranks.wide()
         with compose(Job(model, optimizer=optimizer, world=World(memory=memory)), [Offload()]) as job:
             for phase in (Phase.FORWARD, Phase.CLIP, Phase.OUTER):
-                job.at(phase, lambda: seen.append(turns.yields(Priority.CHECKPOINT)))
+                attachments_of(job).at(phase, lambda: seen.append(turns.yields(Priority.CHECKPOINT)))
             for step in range(2):
                 job.step(jobs.batch(step))
                 assert not turns.yields(Priority.CHECKPOINT)
@@ -75,8 +76,8 @@ def test_a_loop_of_its_own_has_the_bits_of_master_weights_stepped_by_hand(micro)
         for index in range(micro):
             for model in (offloaded, by_hand):
                 backward(model, step * micro + index)
-        job.built_optimizer.step()
-        job.built_optimizer.zero_grad()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
@@ -111,8 +112,8 @@ def test_the_host_s_memory_is_what_is_needed():
     job = attach(model, torch.optim.AdamW(model.parameters()), Offload())
     with job:
         model(torch.ones(1, 300, dtype=torch.bfloat16)).sum().backward()
-        job.built_optimizer.step()
-        state = sum(v.nbytes for each in job.built_optimizer.state.values() for v in each.values() if v.ndim)
+        job.optimizer.step()
+        state = sum(v.nbytes for each in job.optimizer.state.values() for v in each.values() if v.ndim)
         parameters = 300 * 400 + 400
         taken, _ = job.world.memory.leases[LEASE]
         assert state == 8 * parameters
@@ -133,7 +134,7 @@ def test_gradients_of_micro_batches_are_added_in_float32_on_the_host():
             for total, parameter in zip(sums, parameters, strict=True):
                 total += parameter.grad
                 parameter.grad = None
-        job.built_optimizer.step()
+        job.optimizer.step()
         for total, master in zip(sums, masters, strict=True):
             master.grad = total
         optimizer.step()
@@ -187,13 +188,13 @@ def late_steps(share, monkeypatch, late, begin=True):
     steps = job.kept["late steps"].state
     assert all(len(bucket.parts) == 1 for bucket in steps.divided.buckets)
     for number in range(5):
-        for group in job.built_optimizer.param_groups:  # while the steps of the one before still wait
+        for group in job.optimizer.param_groups:  # while the steps of the one before still wait
             group["lr"] = 1e-2 / (1 + number)
         if begin:  # a loop of one's own may leave it to the optimizer's step
-            job.phases[Phase.FORWARD][0]()
+            attachments_of(job).phases[Phase.FORWARD][0]()
         backward(offloaded, number)
-        job.built_optimizer.step()
-        job.built_optimizer.zero_grad()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
     job.close()
     late_by_hand(by_hand, late, 5)
     assert zero_ranks.sums(offloaded) == zero_ranks.sums(by_hand)
@@ -230,7 +231,7 @@ def test_a_prediction_counts_the_state_of_what_is_late_and_the_second_buffers():
 def test_late_steps_are_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"`memory.offload.late` must be from 0 to 1, got 1.5"):
         trained(Offload(late=1.5))
-    with pytest.raises(ConfigError, match="lets parameters be stepped apart, which Lamb cannot do"):
+    with pytest.raises(ConfigError, match="updates parameters in several calls, which Lamb cannot do"):
         compose(Job(zero_ranks.wide(), progress=Progress(total=6), world=World()), [LAMB(), Offload(late=0.5)])
 
 
@@ -274,7 +275,7 @@ FAULTS = {
     ),
     "a micro-batch over the one before": (
         lambda: test_gradients_of_micro_batches_are_added_in_float32_on_the_host(),
-        (OnHost, "_another", lambda self, name, mean: self.travelling[name]),
+        (OnHost, "_additional_buffer", lambda self, name, mean: self.travelling[name]),
     ),
     "masters of 16 bits": (
         lambda: test_a_loop_of_its_own_has_the_bits_of_master_weights_stepped_by_hand(1),
@@ -301,3 +302,22 @@ def test_a_fault_of_offloading_is_seen(fault, monkeypatch):
     monkeypatch.setattr(owner, name, planted)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=3e-3), SGD(lr=0.05)], ids=lambda each: each.name)
+def test_a_step_that_overflows_is_not_made_late(optimizer):
+    """torch's fused optimizers run the phases of a step that a loss scaler lets them skip."""
+    job = Job(jobs.tiny(), optimizer=jobs.sgd(), progress=Progress(total=9), world=World())
+    losses = []
+    with compose(job, [Offload(late=1.0), Autocast(dtype="fp16"), optimizer]) as job:
+        for number in range(9):
+            hook = attachments_of(job).module.norm.register_full_backward_pre_hook(
+                lambda _, grads: tuple(grad * float("inf") for grad in grads)
+            )
+            if number != 4:
+                hook.remove()
+            scale = attachments_of(job).scaler.get_scale()
+            losses.append(float(job.step(jobs.batch(number))))
+            hook.remove()
+            assert (attachments_of(job).scaler.get_scale() < scale) == (number == 4)
+    assert losses[-1] < losses[0]

@@ -56,7 +56,7 @@ def same(one, other):
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
-@pytest.mark.parametrize("features", [(ALL,), (ALL, Recompute()), (Recompute(every=2), ALL)], ids=len)
+@pytest.mark.parametrize("features", [(ALL,), (ALL, Recompute()), (Recompute(every_nth=2), ALL)], ids=len)
 def test_losses_and_weights_are_the_same_bits(features):
     with_it = trained(*features, micro=2)
     assert same(with_it, trained(micro=2))
@@ -111,7 +111,7 @@ def test_views_of_one_storage_travel_once_and_weights_stay():
         for keep in (False, True):
             for one, other in zip(gradients(plain, x, keep), gradients(offloaded, x, keep), strict=True):
                 assert all(map(torch.equal, one, other))
-        job.built_optimizer.step()
+        job.optimizer.step()
         # Of each of two blocks: its input, the product of which q, k and v are views, q * scale, and q @ k.
         once = 2 * 4 * (8 * 16 + 8 * 48 + 8 * 16 + 8 * 8)
         assert job.trace.facts["activations_offloaded"] == once
@@ -247,7 +247,7 @@ FAULTS = {
     ),
     "nothing is copied up": (
         lambda: test_losses_and_weights_are_the_same_bits((ALL,)),
-        (SavedStorage, "fetch", lambda self: self.here.zero_()),
+        (SavedStorage, "fetch", lambda self: self.on_device.zero_()),
     ),
     "the device forgets nothing": (
         lambda: test_losses_and_weights_are_the_same_bits((ALL,)),

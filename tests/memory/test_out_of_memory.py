@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring import figures
 from shoestring.core.errors import ShoestringError
+from shoestring.core.job import attachments_of
 from shoestring.memory import Recompute
 from shoestring.memory.exhausted import REST, explain
 from shoestring.training.failures import enough_memory
@@ -25,13 +27,13 @@ def test_what_is_held_is_counted_by_kind(monkeypatch):
     with trained() as job, ss.compose(job, []):
         job.step(torch.ones(2, 2048))
         monkeypatch.setattr("shoestring.memory.exhausted._taken", lambda job: 150_000_000)
-        held, hint = explain(job, NONE_SUCH)
-    weights = sum(parameter.nbytes for parameter in job.module.parameters())
-    assert f"optimizer state {2 * weights / 1e6:.3g} MB" in held
-    assert f"parameter {weights / 1e6:.3g} MB" in held
-    assert f"{REST} {(150_000_000 - 3 * weights) / 1e6:.3g} MB" in held
-    assert held.startswith("asked for 1.5 MB while it held")
-    assert "the parameter 0.weight, 33.6 MB" in held or "0.weight.exp_avg" in held
+        held, hint = explain(attachments_of(job), NONE_SUCH)
+    weights = sum(parameter.nbytes for parameter in attachments_of(job).module.parameters())
+    assert f"optimizer state {figures.memory(2 * weights)}" in held
+    assert f"parameter {figures.memory(weights)}" in held
+    assert f"{REST} {figures.memory(150_000_000 - 3 * weights)}" in held
+    assert held.startswith("asked for 1.43 MiB while it held")
+    assert "the parameter 0.weight, 32 MiB" in held or "0.weight.exp_avg" in held
     assert "most is optimizer state" in hint and "[memory.lora]" in hint
     assert "[memory.zero]" not in hint  # of no use to one rank
 
@@ -40,9 +42,9 @@ def test_knobs_that_are_on_are_not_named(monkeypatch):
     monkeypatch.setattr("shoestring.memory.exhausted._taken", lambda job: 10**12)
     model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]))
     job = ss.Job(model)
-    assert "[memory.recompute]" in explain(job, NONE_SUCH).hint
-    job.features = (Recompute(),)
-    hint = explain(job, NONE_SUCH).hint
+    assert "[memory.recompute]" in explain(attachments_of(job), NONE_SUCH).hint
+    attachments_of(job).features = (Recompute(),)
+    hint = explain(attachments_of(job), NONE_SUCH).hint
     assert "[memory.recompute]" not in hint and "run.accumulate" in hint
 
 

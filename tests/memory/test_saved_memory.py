@@ -8,6 +8,7 @@ import pytest
 from shoestring import memory, optim
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.run import Run, load
 from shoestring.testing.fork_server import ForkedProcess, run_command
 from shoestring.training import saved_memory
 from tests.memory.observed import needs_compiler
@@ -54,9 +55,7 @@ def prediction(tmp_path, ranks, features, **settings):
         "model": MODEL,
         "memory": features,
     }
-    return saved_memory.predict_savings(
-        saved_memory.runs.load(str(write_run_file(tmp_path / "run.toml", tables))), ranks
-    )
+    return saved_memory.predict_savings(load(str(write_run_file(tmp_path / "run.toml", tables))), ranks)
 
 
 def test_a_run_without_a_feature_has_what_takes_its_place(tmp_path):
@@ -71,9 +70,9 @@ def test_a_run_without_a_feature_has_what_takes_its_place(tmp_path):
 
 def test_a_report_without_predictions_is_written_all_the_same(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "shoestring")
-    features = [memory.Recompute(), memory.Tracing(), optim.AdamW()]
+    features = (memory.Recompute(), memory.Tracing(), optim.AdamW())
     assert saved_memory.saving(features) == ["memory.recompute"]
     monkeypatch.setattr(saved_memory.sys, "executable", "/bin/false")  # a process that fails
-    assert saved_memory.savings_tables(features, tmp_path, World(), Trace()) == []
+    assert saved_memory.savings_tables(Run(name="a", features=features), World(), Trace()) == []
     assert "could not be predicted" in caplog.text
-    assert saved_memory.savings_tables(features[1:], tmp_path, World(), Trace()) == []
+    assert saved_memory.savings_tables(Run(name="a", features=features[1:]), World(), Trace()) == []

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import shoestring as ss
+from shoestring import figures
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
+from shoestring.core.job import attachments_of
 from shoestring.memory import Tracing, load, traced
 from shoestring.memory.tracing import page
 from shoestring.memory.tracing.comparison import compare
@@ -82,7 +84,7 @@ def test_a_run_leaves_its_peak_in_its_report_and_compare_says_what_changed(tmp_p
 def test_settings_that_are_none_are_refused():
     job = ss.Job(torch.nn.Linear(4, 1))
     with pytest.raises(ConfigError, match=r"memory\.tracing\.steps"):
-        Tracing(steps=-1).check(job)
+        Tracing(steps=-1).check(attachments_of(job))
 
 
 def test_training_goes_on_where_another_recording_runs(tmp_path, caplog):
@@ -91,7 +93,7 @@ def test_training_goes_on_where_another_recording_runs(tmp_path, caplog):
         job = ss.Job(net, loss=lambda output, batch: (output.sum(), torch.tensor(4.0)), forward=lambda m, b: m(b))
         with ss.compose(job, [Tracing(folder=str(tmp_path))]):
             job.step(torch.ones(4, 4))
-    assert "memory is not traced" in caplog.text
+    assert "nothing is recorded" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -121,7 +123,7 @@ def test_a_planted_tensor_is_the_first_of_the_changes():
     first = comparison.changes[0]
     assert (first.name.kind, first.name.name) == ("activation", "1")
     assert first.nbytes == MIB * first.tensors and first.tensors in (1, 2)
-    assert f"+{first.nbytes / 1e6:.3g} MB" in "\n".join(comparison.lines())
+    assert figures.memory(first.nbytes, sign=True) in "\n".join(comparison.lines())
     assert not compare(before, trained()).changes
 
 

@@ -5,7 +5,7 @@ import zero_ranks
 from pytest import approx, fixture, mark, raises
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.memory import Zero
 from shoestring.testing.pool import Pool
@@ -115,7 +115,7 @@ def test_hosts_that_go_their_own_ways_are_seen(four, name):
 def test_one_rank_a_host_has_nothing_to_divide():
     world = World(size=2, local_size=1)
     with raises(ConfigError, match="divides nothing where a host has one rank"):
-        Zero(hosts="replicate").check(Job(zero_ranks.wide(), world=world))
+        Zero(hosts="replicate").check(attachments_of(Job(zero_ranks.wide(), world=world)))
 
 
 @mark.slow
@@ -129,7 +129,7 @@ def test_optimizers_that_exchange_what_they_need_of_shards_are_those_of_ddp(pool
 def test_an_optimizer_that_needs_whole_tensors_is_refused(pool):
     assert pool.call(zero_ranks.refused, of="AdamW") == ["", ""]
     for message in pool.call(zero_ranks.refused, of="LBFGS"):
-        assert message.startswith("`memory.zero` lets ranks step shards of the parameters, which LBFGS")
+        assert message.startswith("`memory.zero` lets each rank update its shards of the parameters, but LBFGS")
     for message in pool.call(zero_ranks.refused, of="Adafactor"):
         assert "Adafactor" in message
 

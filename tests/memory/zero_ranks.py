@@ -16,7 +16,7 @@ from shoestring.checkpoint import Plain
 from shoestring.comm import Dense
 from shoestring.core.compose import attach, compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 from shoestring.memory import Zero
@@ -90,7 +90,7 @@ def train(
             batches = [jobs.batch(number * micro + index, world.rank, world.size) for index in range(micro)]
             losses.append(float(job.step(*batches)))
         model.state_dict()  # waits for what is being gathered
-        placed = {name: type(tensor).__name__ for name, tensor in job.trained.items()}
+        placed = {name: type(tensor).__name__ for name, tensor in attachments_of(job).trained.items()}
         buffers = bits(model.buffers())
         return {
             "losses": losses,
@@ -119,7 +119,7 @@ def accumulate(*, steps: int = 4, micro: int = 3) -> dict[str, Any]:
                 parameter.grad = None
         for total, parameter in zip(totals, parameters, strict=True):
             parameter.grad = total
-        for each in (job.built_optimizer, optimizer):
+        for each in (job.optimizer, optimizer):
             each.step()
             each.zero_grad()
     job.close()

@@ -36,7 +36,7 @@ def trained() -> dict[str, Any]:
     world = here()
     model = network()
     share = MICRO // world.size
-    features = [SGD(lr=0.1, momentum=0.0), *([DDP()] if world.size > 1 else [])]
+    features = [SGD(lr=0.1, momentum=0.0, nesterov=False), *([DDP()] if world.size > 1 else [])]
     with compose(Job(model, world=world), features) as job:
         for step in range(STEPS):
             job.step(*batches(step)[world.rank * share : (world.rank + 1) * share])

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import shoestring as ss
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import Feature, Seam
+from shoestring.core.job import attachments_of
 from shoestring.models import distillation, gpt
 from shoestring.models.distillation import (
     KnownWords,
@@ -229,7 +230,9 @@ def test_another_vocabulary_is_refused_before_any_weights_are_read(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(marked))
         with pytest.raises(ConfigError, match=r"has 64 words, and the model that learns from it has 48"):
             check_vocabulary(student, str(tmp_path), "x.teacher")
-    check_vocabulary(gpt.tiny(64, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), str(tmp_path), "x.teacher")
+    (tmp_path / "config.json").write_text(json.dumps(of))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_vocabulary(gpt.tiny(64, 8, dim=8, layers=1, heads=1, kv_heads=1, hidden=8), str(tmp_path), "x.teacher")
     with pytest.raises(CheckpointError, match="holds no model"):
         check_vocabulary(student, str(tmp_path / "absent"), "x.teacher")
 
@@ -265,6 +268,26 @@ def test_equal_logits_lose_nothing_and_words_that_a_teacher_excludes_are_no_faul
     assert student.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("objective", ["kl", "reverse_kl", "tv", "hybrid"])
+@pytest.mark.parametrize("excluded", [[1, 3], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("students_too", [False, True])
+def test_words_that_a_teacher_excludes_leave_no_loss_or_gradient_that_is_not_finite(objective, excluded, students_too):
+    teacher, student = logits(2)[:, :6].clone(), logits(1)[:, :6].clone()
+    teacher[:, excluded] = -torch.inf
+    if students_too:
+        student[:, excluded] = -torch.inf
+    known = [known_words(teacher[None], count) for count in (1, 3, 6)]
+    known += [known_words(teacher[None], count, drawn=2, seeds=[0]) for count in (1, 3)]
+    for given in (teacher[None], *known):
+        asked = student[None].clone().requires_grad_()
+        losses = token_losses(asked, given, objective=objective)
+        losses.loss.sum().backward()
+        assert all(each.isfinite().all() for each in (*losses, asked.grad))
+    towards = asked.detach() - 1e-3 * asked.grad  # a step away from what is excluded
+    q, after = (each.softmax(-1)[..., excluded].sum() for each in (asked.detach(), towards))
+    assert after <= q * (1 + 1e-6)
+
+
 def test_tokens_of_weight_0_are_not_read():
     student, weights = logits(1), torch.ones(ROWS)
     student[5], weights[5] = torch.nan, 0
@@ -293,7 +316,7 @@ def test_the_tokens_that_count_are_those_of_the_cross_entropy():
     assert counted({"targets": targets}).tolist() == [[True, False, True]]
     assert counted((None, targets)).tolist() == [[True, False, True]]
     assert counted({"input_ids": targets, "labels": targets}).tolist() == [[False, True, False]]
-    with pytest.raises(ConfigError, match="no targets in the batch"):
+    with pytest.raises(ConfigError, match="the batch has no targets"):
         counted({"inputs": targets})
 
 
@@ -302,11 +325,11 @@ class Distil(Feature):
 
     seams = (Seam.MODEL, Seam.LOSS)
 
-    def apply(self, job, seam):
+    def apply(self, attachments, seam):
         if seam is Seam.MODEL:
-            freeze_teacher(job, "teacher")
+            freeze_teacher(attachments, "teacher")
         else:
-            distil(job, job.frozen_modules["teacher"], share=0.25, temperature=2.0)
+            distil(attachments, attachments.frozen_modules["teacher"], share=0.25, temperature=2.0)
 
 
 def test_the_loss_of_a_job_is_shared_between_its_own_and_the_teachers():
@@ -315,7 +338,7 @@ def test_the_loss_of_a_job_is_shared_between_its_own_and_the_teachers():
         first = float(job.step(batch))
         own = F.cross_entropy(jobs.tiny()(batch["inputs"]).detach().flatten(0, 1), batch["targets"].flatten())
         assert first == pytest.approx(0.75 * float(own), rel=1e-6)  # the student still is the teacher
-        student = [weight.clone() for weight in job.module.state_dict().values()]
+        student = [weight.clone() for weight in attachments_of(job).module.state_dict().values()]
         second = float(job.step(batch))
         moved = jobs.tiny()
         moved.load_state_dict(dict(zip(moved.state_dict(), student, strict=True)))

@@ -1,15 +1,18 @@
 """GGUF: what is written comes back, and transformers, another reader, computes the same from it."""
 
+import json
+
 import pytest
 import torch
 
 from shoestring.cli import main
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.data.tokenizer import byte_tokenizer, train_bpe
-from shoestring.models import gguf, quantized
+from shoestring.models import gguf, gguf_weights, quantized
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
 from shoestring.models.saving import save_model
+from tests.rigs import gguf_models as rig
 
 library = pytest.importorskip("gguf")
 
@@ -64,17 +67,17 @@ def test_transformers_reads_the_same_model(kind, bpe, tmp_path):
 def test_other_quantised_types_are_rounded_to_8_bits_which_is_said(bpe, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "shoestring")
     names = {8: "Q8_0", 4: "Q5_0"}
-    write = gguf._as_blocks
+    write = gguf_weights.as_blocks
 
     def five(module, order, bits):
         if bits == 8:
             return write(module, order, bits)
-        return library.quants.quantize(gguf._weight(module)[order].numpy(), library.GGMLQuantizationType.Q5_0)
+        return library.quants.quantize(gguf_weights._weight(module)[order].numpy(), library.GGMLQuantizationType.Q5_0)
 
-    monkeypatch.setattr(gguf, "_as_blocks", five)
-    tensors = gguf._tensors
+    monkeypatch.setattr(gguf_weights, "as_blocks", five)
+    tensors = gguf.tensors_of
     monkeypatch.setattr(
-        gguf, "_tensors", lambda *given: ((n, d, r and names[int(r[1])]) for n, d, r in tensors(*given))
+        gguf, "tensors_of", lambda *given: ((n, d, r and names[int(r[1])]) for n, d, r in tensors(*given))
     )
     model = gpt(tied=True)
     gguf.save(model, bpe, tmp_path / "model.gguf", "q4_0")
@@ -105,14 +108,37 @@ def test_what_is_no_llama_and_what_is_damaged_is_refused(bpe, tmp_path):
     whole = path.read_bytes()
     for damaged in (b"", b"GGUF", whole[:1000], whole[:-4000], b"XXXX" + whole[4:]):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="no GGUF file"):
+        with pytest.raises(CheckpointError, match="not a readable GGUF file"):
             load_model(path)
     path.write_bytes(whole.replace(b"llama", b"lemma"))
     with pytest.raises(ConfigError, match="architecture 'lemma'"):
         load_model(path)
     path.write_bytes(whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"))
-    with pytest.raises(ConfigError, match=r"not computed with: blk\.1\.ffn_xx"):
+    with pytest.raises(ConfigError, match=r"unknown tensors: blk\.1\.ffn_xx"):
         load_model(path)
-    with pytest.raises(ConfigError, match="only Llamas"):
+    with pytest.raises(ConfigError, match="only language models"):
         gguf.save(torch.nn.Linear(2, 2), None, tmp_path / "x.gguf", "f32")
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_file_becomes_a_folder_that_can_be_trained_and_a_file_again(name, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    tokenizer = rig.byte_level()
+    ends = (tokenizer.engine.token_to_id("<|im_end|>"), tokenizer.end_of_text)
+    file, folder, again = tmp_path / "a.gguf", tmp_path / "folder", tmp_path / "b.gguf"
+    gguf.save(rig.build(name, tokenizer.vocab_size + 3), tokenizer, file, "q8_0", ends)
+    assert main(["quantize", str(file), "--bits", "32", "--out", str(folder)]) == 0
+    (model, _), (back, its) = load_model(file), load_model(folder)
+    assert not quantized.quantized(back) and quantized.quantized(model)
+    torch.testing.assert_close(
+        rig.logits(back, list(range(20))), rig.logits(model, list(range(20))), atol=1e-3, rtol=1e-3
+    )
+    assert its.encode(TEXT) == tokenizer.encode(TEXT) and its.end_of_text == ends[0]
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == list(ends)
+    assert main(["quantize", str(file), "--format", "gguf", "--bits", "8", "--out", str(again)]) == 0
+    assert torch.equal(rig.logits(load_model(again)[0], [1, 2, 3]), rig.logits(model, [1, 2, 3]))
+    assert main(["generate", str(again), "--prompt", "the dog", "--tokens", "5"]) == 0
+    capsys.readouterr()
+    assert main(["quantize", str(folder), "--bits", "16", "--out", str(tmp_path / "x")]) == 2
+    assert "for GGUF only" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from shoestring.data.tokenizer import byte_tokenizer, train_bpe
 from shoestring.models import hf, saving
 from shoestring.models.loading import build_model, load_model, open_model
 from shoestring.models.saving import save_model
+from shoestring.naming import TrustError
 from shoestring.run import load
 from shoestring.testing.pool import Pool
 from shoestring.training.data_loading import tokenizer_of
@@ -164,6 +165,7 @@ def test_a_sharded_model_with_tied_weights_is_exported_whole(pretrained, corpus,
     assert two.lm_head.weight is two.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_recomputing_layers_changes_nothing(pretrained, corpus, tmp_path):
     for name, tables in (("plain", {}), ("recompute", {"memory.recompute": {}})):
         (tmp_path / name).mkdir()
@@ -272,7 +274,7 @@ def edited(**entries):
         (lambda folder: None, {"atention_dropout": 0.1}, {}, "has no setting `atention_dropout`"),
         (lambda folder: None, {"trust_remote_code": True}, {}, "has no setting `trust_remote_code`"),
         (lambda folder: None, {"dtype": "int8"}, {}, "`model.dtype` is 'int8'"),
-        (lambda folder: None, {}, {"vocab_size": 271}, "knows 270 tokens, fewer than the 271"),
+        (lambda folder: None, {}, {"vocab_size": 271}, "has a vocabulary of 270, but the data needs 271"),
         (lambda folder: None, {}, {"context": 33}, "reads 32 tokens, fewer than the 33"),
     ],
 )
@@ -282,6 +284,9 @@ def test_what_cannot_be_trained_is_refused_in_one_line(change, arguments, offere
     with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
         build_model(f"hf:{folder}", arguments, offered)
     assert "\n" not in str(caught.value)
+    if offered or arguments:  # `check` reads no weights
+        with pytest.raises(ConfigError, match=message), torch.device("meta"):
+            build_model(f"hf:{folder}", arguments, offered)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nosuch", "a/b/c", ""])
@@ -322,7 +327,7 @@ def test_a_model_folder_is_opened_by_the_format_it_is_marked_with(pretrained, tm
     edited(shoestring={"format": "int4"})(folder)
     with pytest.raises(
         CheckpointError,
-        match="has the format 'int4', this version reads gpt, module, packed, adapted, quantized, transformers",
+        match="has the format 'int4'; this version reads gpt, module, packed, adapted, quantized, transformers",
     ):
         load_model(folder)
 
@@ -366,3 +371,14 @@ def test_a_packed_model_of_transformers_opens_again(pretrained, tmp_path):
     again, _ = load_model(tmp_path / "packed")
     assert type(again).__name__ == "Qwen3ForCausalLM"
     torch.testing.assert_close(again(tokens).logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
+def test_a_configuration_that_names_a_kernel_of_the_hub_is_refused(tmp_path, key):
+    """That is compiled code, which transformers would fetch and run where the package `kernels` is installed."""
+    folder = write(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: "someone/kernel"}))
+    for start in (load_model, open_model, lambda name: build_model(name, {}, {})):
+        with pytest.raises(TrustError, match="names code to run, `someone/kernel`"):
+            start(f"hf:{folder}")

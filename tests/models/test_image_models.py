@@ -1,8 +1,11 @@
 """Classifiers of images: crops and mirror images, what evaluation averages, and the sizes of the networks."""
 
+import pytest
 import torch
 from torch import nn
 
+from shoestring.core.errors import ConfigError
+from shoestring.core.task import cross_entropy
 from shoestring.models.images import Classifier, mirrored, moved, resnet50, small, smoothed
 
 
@@ -73,3 +76,13 @@ def test_smoothed_losses_count_images():
     total, count = smoothed(logits, {"targets": targets})
     assert count == 5
     torch.testing.assert_close(total / 5, nn.functional.cross_entropy(logits, targets, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, smoothed])
+@pytest.mark.parametrize("label", [4, -1])
+def test_a_label_that_is_no_class_is_named(loss, label):
+    batch = {"targets": torch.tensor([0, 3, label, 1])}
+    with pytest.raises(ConfigError) as raised:
+        loss(torch.zeros(4, 4), batch)
+    said = f"sample 2 of the batch has the target {label}, and the model knows the classes 0 to 3"
+    assert raised.value.parts()[1] == said

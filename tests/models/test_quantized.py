@@ -26,7 +26,7 @@ def error(weight, numbers, scales, bits):
     return (values.flatten(1) - weight.double()).square().sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 4), st.sampled_from([8, 4]), st.integers(0, 999))
 def test_what_is_packed_unpacks_bit_by_bit(rows, groups, bits, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -152,8 +152,8 @@ def test_it_compiles_without_a_break():
 @pytest.mark.parametrize(
     "weight, why",
     [
-        (torch.zeros(4, 33), "no multiple of 32"),
-        (torch.zeros(4, 32, dtype=torch.int8), "no matrix"),
+        (torch.zeros(4, 33), "not a multiple of 32"),
+        (torch.zeros(4, 32, dtype=torch.int8), "not a matrix"),
         (torch.full((1, 32), float("nan")), "not finite"),
         (torch.full((1, 32), 1e9), "beyond those of fp16"),
     ],
@@ -168,7 +168,7 @@ def test_shapes_are_checked_before_memory_is_read():
     with pytest.raises(RuntimeError, match="32 features for a layer of 64"):
         quantized.quantized_linear(torch.ones(1, 32), weight, scales, 16)
     for wrong in ((weight, scales[:, :1], 16), (weight, scales, 17), (weight[..., :100], scales, 16)):
-        with pytest.raises(ConfigError, match="no weight of"):
+        with pytest.raises(ConfigError, match="do not form a weight of"):
             quantized.QuantizedLinear(*wrong)
 
 
@@ -203,7 +203,7 @@ def test_quantize_writes_a_folder_that_opens_as_any_other(tied, bits, tmp_path, 
     save_model(model, None, tmp_path / "whole", {})
     assert main(["quantize", str(tmp_path / "whole"), "--bits", str(bits), "--out", str(tmp_path / "small")]) == 0
     said = capsys.readouterr().out
-    assert f"{bits} bits: " in said and "MB before" in said
+    assert f"{bits} bits: " in said and "B before" in said
     small, _ = load_model(tmp_path / "small")
     layers = quantized.quantized(small)
     assert layers.keys() == {n for n, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}

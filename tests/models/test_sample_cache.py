@@ -94,7 +94,7 @@ def test_another_identity_shares_nothing(tmp_path):
     other.flush()
     segment = next(cache.folder.iterdir())
     segment.rename(other.folder / segment.name)  # whoever moves files between them is told
-    with pytest.raises(DataError, match="is of another teacher"):
+    with pytest.raises(DataError, match="was written with another teacher"):
         SampleCache(tmp_path, {**IDENTITY, "teacher": "abd"})
 
 

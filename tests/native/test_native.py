@@ -78,6 +78,7 @@ def test_a_folder_that_others_may_write_to_is_not_loaded_from(home, monkeypatch)
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_may_compile_at_once(home):
     code = "from shoestring import native; native.load('packed24').packed24"
     both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]

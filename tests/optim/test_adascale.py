@@ -1,15 +1,18 @@
 """AdaScale: estimates of known covariances, gains at both ends, accumulation as good as ranks, and what is refused."""
 
 import pytest
+import statistics_ranks
 import torch
 from torch import nn
 
-from shoestring import optim
+from shoestring import comm, memory, optim, parallel
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.optim.adascale import Averages, Gain, estimates
+from shoestring.testing.scenarios import encode
+from shoestring.testing.suite import shared
 
 
 @pytest.mark.parametrize(("count", "scale"), [(4, 4.0), (2, 8.0), (16, 16.0)])
@@ -89,11 +92,11 @@ def by_hand(steps, micro=4, adam=False):
     for step in range(steps):
         gradients = []
         for inputs, targets in batches(step, micro):
-            loss = nn.functional.cross_entropy(job.module(inputs), targets)
-            grads = torch.autograd.grad(loss, list(job.module.parameters()))
+            loss = nn.functional.cross_entropy(attachments_of(job).module(inputs), targets)
+            grads = torch.autograd.grad(loss, list(attachments_of(job).module.parameters()))
             if adam and step:
-                state = job.built_optimizer.state
-                scalings = [state[p]["exp_avg_sq"].sqrt() + 1e-8 for p in job.module.parameters()]
+                state = job.optimizer.state
+                scalings = [state[p]["exp_avg_sq"].sqrt() + 1e-8 for p in attachments_of(job).module.parameters()]
                 grads = [grad / scaling for grad, scaling in zip(grads, scalings, strict=True)]
             gradients.append(torch.cat([grad.flatten() for grad in grads]))
         rows = torch.stack(gradients).double()
@@ -127,19 +130,45 @@ def test_clipping_after_it_changes_no_estimate():
     assert ends[0].var == pytest.approx(ends[1].var, rel=1e-5)
 
 
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "root"),
+    [
+        (optim.SGD(lr=0.1), "auto", False),
+        (optim.SGD(lr=0.1), "adam", True),
+        (optim.AdamW(lr=0.1), "auto", True),
+        (optim.AdamW(lr=0.1), "sgd", False),
+        (optim.AdamW8bit(lr=0.1), "auto", True),
+    ],
+    ids=["sgd", "sgd as adam", "adamw", "adamw as sgd", "adamw of 8 bits"],
+)
+def test_the_factor_is_the_gain_or_its_root_as_the_rule_says(optimizer, rule, root, consecutive):
+    """The steps of the optimizer themselves are as long as its rate says: they are made again by hand."""
+    settings = optim.AdaScale(rule=rule, consecutive=consecutive, scale=4.0 if consecutive else 0.0)
+    job, rates = compose(Job(net(), world=World()), [optimizer, settings]), []
+    job.optimizer.register_step_pre_hook(lambda built, *_: rates.append(built.param_groups[0]["lr"]))
+    with job:
+        gains = []
+        for step in range(6):
+            job.step(*batches(step, 4))
+            gains.append(job.numbers["gain"])
+            assert rates[-1] == pytest.approx(0.1 * (gains[-1] ** 0.5 if root else gains[-1]))
+        assert max(gains) > 1.2
+
+
 def test_the_rate_is_the_schedules_times_the_gain_and_comes_back():
     rates, gain = [], 1.0
     job = compose(
         Job(net(), world=World()),
         [optim.SGD(lr=0.1), optim.AdaScale(), optim.Schedule(shape="constant", warmup=10)],
     )
-    job.built_optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    job.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     for step in range(5):
         before = job.progress.position
         job.step(*batches(step, 4))
         gain = job.numbers["gain"]
         assert rates[-1] == pytest.approx(0.1 * (before + 1) / 10 * gain)
-        assert job.built_optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (before + 1) / 10)
+        assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (before + 1) / 10)
         assert job.progress.position == pytest.approx(before + gain)
     assert gain > 1.5
     job.close()
@@ -152,8 +181,8 @@ def test_of_consecutive_steps_half_the_squared_difference_is_the_noise():
     rows = []
     for step in range(200):
         ((inputs, targets),) = batches(step, 1)
-        loss = nn.functional.cross_entropy(job.module(inputs), targets)
-        grads = torch.autograd.grad(loss, list(job.module.parameters()))
+        loss = nn.functional.cross_entropy(attachments_of(job).module(inputs), targets)
+        grads = torch.autograd.grad(loss, list(attachments_of(job).module.parameters()))
         rows.append(torch.cat([grad.flatten() for grad in grads]))
     found = torch.stack(rows)
     assert averages.var == pytest.approx(4 * float(found.var(0).sum()), rel=0.1)
@@ -168,12 +197,105 @@ def test_one_gradient_a_step_is_refused():
     with pytest.raises(ConfigError, match="1 or more"):
         trained(optim.AdaScale(scale=0.5))
     with pytest.raises(ConfigError, match="below 1"):
-        trained(optim.AdaScale(smoothing=1.0))
+        trained(optim.AdaScale(decay=1.0))
 
 
 def test_a_model_without_accumulation_gets_back_its_gradients_and_hooks_leave():
     job, _ = trained(optim.AdaScale(), steps=1)
-    parameter = next(job.module.parameters())
+    parameter = next(attachments_of(job).module.parameters())
     assert parameter._backward_hooks
     job.close()
     assert not parameter._backward_hooks
+
+
+INEXACT = (
+    comm.BF16(), comm.PowerSGD(), comm.Quantize(), comm.Sign(), comm.TernGrad(), comm.TopK(),
+    comm.RandomK(), comm.DGC(), comm.Selective(codec="sign"), comm.Auto(allow=("bf16",)),
+    comm.Dense(transport=comm.Transport(kb_per_step=4.0)),
+    comm.Dense(transport=comm.Transport(kb_per_step=4.0, select="per-node")),
+    comm.BF16(transport=comm.Transport(kb_per_step=1e6, select="uniform")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", INEXACT, ids=lambda each: each.name)
+def test_what_an_exchange_loses_would_count_as_noise_and_is_refused(exchange):
+    job = Job(nn.Linear(3, 2))
+    for spread in ((), (parallel.DDP(),), (parallel.FSDP(hosts="leave"),)):
+        for consecutive in (False, True):
+            feature = optim.AdaScale(scale=2.0, consecutive=consecutive)
+            attachments_of(job).features = (*spread, exchange, feature)
+            if consecutive and exchange.inexact == "numbers":  # averages that are rounded are compared with each other
+                feature.check(attachments_of(job))
+                continue
+            with pytest.raises(ConfigError, match=exchange.name):
+                feature.check(attachments_of(job))
+
+
+def test_exact_exchanges_are_taken_and_hooks_of_ddp_are_not(monkeypatch):
+    job, feature = Job(nn.Linear(3, 2)), optim.AdaScale()
+    attachments_of(job).features = (parallel.DDP(), comm.Dense(), comm.Selective(codec="dense"), feature)
+    feature.check(attachments_of(job))
+    monkeypatch.setattr("shoestring._torch.has_hook", lambda model: True)
+    with pytest.raises(ConfigError, match="communication hook"):
+        feature.check(attachments_of(job))
+
+
+def test_ranks_that_train_apart_would_have_gains_of_their_own_and_are_refused():
+    job, feature = Job(nn.Linear(3, 2), world=World(size=2, local_size=2)), optim.AdaScale(scale=2.0, consecutive=True)
+    attachments_of(job).features = (comm.LocalSGD(replica="rank"), feature)
+    with pytest.raises(ConfigError, match=r"comm\.localsgd"):
+        feature.check(attachments_of(job))
+
+
+@pytest.mark.parametrize("optimizer", [(), (optim.AdamW(),), (optim.LAMB(),)], ids=["default", "adamw", "lamb"])
+@pytest.mark.parametrize("divides", [memory.Zero(), memory.Zero(stage=1), memory.Offload()], ids=lambda each: f"{each}")
+def test_gradients_as_adam_scales_them_are_refused_where_ranks_divide_its_averages(divides, optimizer):
+    job, feature = Job(nn.Linear(3, 2)), optim.AdaScale()
+    attachments_of(job).features = (divides, *optimizer, feature)
+    with pytest.raises(ConfigError, match="divides"):
+        feature.check(attachments_of(job))
+    for allowed in (optim.AdaScale(rule="sgd"), optim.AdaScale(scale=2.0, consecutive=True)):
+        allowed.check(attachments_of(job))
+
+
+def test_a_step_that_overflowed_enters_no_average():
+    job = Job(nn.Linear(3, 2), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), world=World())
+    with compose(job, [optim.AdaScale()]) as job:
+        gain = job.kept["optim.adascale"].state
+        gain.pending = [torch.tensor(float("inf")), torch.tensor(1.0)], 2, None
+        before = dict(vars(measured(job)))
+        assert before == dict(vars(Averages(-1.0)))
+
+
+EXACT = [
+    (parallel.DDP(),),
+    (parallel.DDP(), comm.Dense()),
+    (comm.Dense(transport=comm.Transport(parts=2)),),
+    (memory.Zero(),),
+]
+LOSSY = [
+    comm.RandomK(density=0.5),
+    comm.PowerSGD(rank=1),
+    comm.Dense(transport=comm.Transport(kb_per_step=1.0)),
+    comm.Quantize(),
+    comm.BF16(),
+]
+
+
+@pytest.mark.parametrize("exchange", EXACT, ids=lambda each: "-".join(feature.name for feature in each))
+def test_the_same_batch_on_both_ranks_gains_nothing(exchange, request):
+    """What both ranks see alike is no noise, whatever sends it: the gain is 1, but for the rounding of a quotient."""
+    pool = shared(request.config)["pool"]
+    features = [encode(each) for each in (*exchange, optim.SGD(lr=0.1), optim.AdaScale(decay=0.5))]
+    for gains in pool.call(statistics_ranks.gains, features=features, alike=True):
+        assert gains == pytest.approx([1.0] * 5, abs=1e-15)
+    (one, other) = pool.call(statistics_ranks.gains, features=features, alike=False)
+    assert one == other and max(one) > 1.1
+
+
+@pytest.mark.parametrize("exchange", LOSSY, ids=lambda each: f"{each.name}-{each.transport.kb_per_step:g}")
+def test_what_an_exchange_loses_is_not_taken_for_noise(exchange, request):
+    pool = shared(request.config)["pool"]
+    features = [encode(each) for each in (parallel.DDP(), exchange, optim.SGD(lr=0.1), optim.AdaScale(decay=0.5))]
+    message = f"`optim.adascale` would measure the errors of `{exchange.name}` as gradient noise"
+    assert all(message in error for error in pool.call(statistics_ranks.gains, features=features, alike=True))

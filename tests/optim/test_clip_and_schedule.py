@@ -10,7 +10,7 @@ from torch import nn
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
 
@@ -30,10 +30,10 @@ class Given(nn.Module):
 def stepped(gradients, *features):
     """The updates that one step of plain gradient descent at rate 1 makes, and the job."""
     job = Job(Given(gradients), loss=lambda output, batch: (output, torch.tensor(1)), world=World())
-    job.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+    attachments_of(job).build_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
     compose(job, features)
     job.step((torch.zeros(1),))
-    return [-weight.detach() for weight in job.module.weights], job
+    return [-weight.detach() for weight in attachments_of(job).module.weights], job
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -79,11 +79,11 @@ def test_a_total_that_is_not_known_yet_stays_level():
 
 def test_the_rate_of_a_step_is_set_before_it_and_the_base_is_the_optimizers():
     job = Job(nn.Linear(2, 2), progress=Progress(total=4), world=World())
-    compose(job, [optim.SGD(lr=0.5, momentum=0.0), optim.Schedule(warmup=2, final=0.0)])
+    compose(job, [optim.SGD(lr=0.5, momentum=0.0, nesterov=False), optim.Schedule(warmup=2, final=0.0)])
     rates = []
     for _ in range(4):
         job.step((torch.ones(1, 2), torch.tensor([0])))
-        (rate,) = {group["lr"] for group in job.built_optimizer.param_groups}
+        (rate,) = {group["lr"] for group in job.optimizer.param_groups}
         rates.append(rate)
     assert rates == pytest.approx([0.25, 0.5, 0.5, 0.25])
 
@@ -101,6 +101,9 @@ def test_the_rate_of_a_step_is_set_before_it_and_the_base_is_the_optimizers():
         (optim.AdamW(lr=math.inf), "`optim.adamw.lr` must be a positive number, got inf"),
         (optim.AdamW(betas=(0.9, 1.0)), r"`optim.adamw.betas` must lie in \[0, 1\)"),
         (optim.SGD(momentum=-0.1), "`optim.sgd.momentum` must be zero or positive"),
+        (optim.SGD(momentum=0.0), "`optim.sgd.nesterov` needs a momentum above 0"),
+        (optim.Muon(momentum=0.0), "`optim.muon.nesterov` needs a momentum above 0"),
+        (optim.LARS(momentum=0.0, nesterov=True), "`optim.lars.nesterov` needs a momentum above 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(feature, message):
@@ -110,5 +113,5 @@ def test_settings_out_of_range_are_refused(feature, message):
 
 def test_decay_is_for_matrices_only():
     job = compose(Job(nn.Linear(3, 2), world=World()), [optim.AdamW(weight_decay=0.3)])
-    decays = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in job.built_optimizer.param_groups}
+    decays = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in job.optimizer.param_groups}
     assert decays == {0.3: [2], 0.0: [1]}

@@ -7,13 +7,15 @@ from shoestring.testing import FeatureSuite
 
 
 class TestLARS(FeatureSuite):
-    feature = LARS(lr=3.0, vector_lr=0.05, trust=0.02, clip="dynamic", anneal=10)
+    feature = LARS(lr=3.0, vector_lr=0.05, trust_coefficient=0.02, ratio_clip="dynamic", bound_warmup=10)
     tolerance = 0.5
 
 
 @pytest.mark.slow
 class TestLARSOutside(FeatureSuite):
-    feature = LARS(lr=3.0, vector_lr=0.05, trust=0.02, rate_in_velocity=False, clip="larc", share_norms=True)
+    feature = LARS(
+        lr=3.0, vector_lr=0.05, trust_coefficient=0.02, rate_in_velocity=False, ratio_clip="larc", share_norms=True
+    )
     tolerance = 0.5
     representative = False
 
@@ -30,7 +32,7 @@ class TestAdaScale(FeatureSuite):
 
 
 class TestMuon(FeatureSuite):
-    feature = Muon(lr=0.02, share=True)
+    feature = Muon(lr=0.02, share_steps=True)
     tolerance = 0.2
 
 

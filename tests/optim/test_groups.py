@@ -9,7 +9,7 @@ from torch import nn
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.optim import Group
 from shoestring.run import parse
@@ -57,14 +57,14 @@ def test_groups_by_name_are_those_that_torch_would_be_given(settings, kind, defa
         nn.functional.cross_entropy(by_hand(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, parameter in job.module.named_parameters():
+    for name, parameter in attachments_of(job).module.named_parameters():
         assert torch.equal(parameter, named[name]), name
-    assert torch.equal(job.module[2].bias, net()[2].bias)
+    assert torch.equal(attachments_of(job).module[2].bias, net()[2].bias)
 
 
 def test_a_schedule_scales_the_rate_of_each_group():
     job = trained(optim.SGD(lr=0.4, groups=(Group(pattern="0.*", lr_scale=0.5),)), optim.Schedule(warmup=4), steps=2)
-    assert sorted({group["lr"] for group in job.built_optimizer.param_groups}) == pytest.approx([0.1, 0.2])
+    assert sorted({group["lr"] for group in job.optimizer.param_groups}) == pytest.approx([0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def negative(step, total):
 
 def test_a_schedule_may_be_a_function_of_the_user_s_own():
     job = trained(optim.SGD(lr=0.8), optim.Schedule(function=f"{__name__}:halving"), steps=3)
-    assert job.built_optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-    assert job.features[-1].explain(job) == f"by `{__name__}:halving`"
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    assert attachments_of(job).features[-1].explain(attachments_of(job)) == f"by `{__name__}:halving`"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """LARS and LAMB against references in float64; what bounds trust ratios; norms of whole tensors."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from benchmarks.optim.references import STEPS, furthest, grouped, lambed, larsed
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.optim import layerwise
 from shoestring.optim.layerwise import Lamb, Lars
@@ -127,6 +129,54 @@ def test_the_dynamic_bound_follows_a_quantile_and_opens_with_time():
     assert value(other) == value(bound)
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("resumed_at", [0, 7])
+def test_a_run_bounds_ratios_by_the_mean_over_about_ten_steps_of_their_quantile(native, resumed_at, monkeypatch):
+    """By the setting, in fp64: the newest quantile counts a tenth, and `bound_warmup` opens the bound."""
+    if not native:
+        monkeypatch.setattr(layerwise, "_lars", lambda: None)
+    how = {"lr": 1.0, "vector_lr": 0.1, "trust_coefficient": 0.02, "momentum": 0.9, "weight_decay": 0.01}
+    feature = optim.LARS(**how, ratio_clip="dynamic", quantile=0.4, bound=3.0, bound_warmup=8)
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+        return compose(Job(model, world=World()), [feature])
+
+    def batch(step):
+        draw = torch.Generator().manual_seed(step)
+        return torch.randn(16, 6, generator=draw) * 3.0 ** (step % 4), torch.randint(5, (16,), generator=draw)
+
+    job, running = built(), None
+    model = copy.deepcopy(attachments_of(job).module).double()
+    velocities = [torch.zeros_like(each) for each in model.parameters()]
+    for step in range(16):
+        if step and step == resumed_at:
+            saved, job = {name: copy.deepcopy(each.state.state_dict()) for name, each in job.kept.items()}, built()
+            for name, each in job.kept.items():
+                each.state.load_state_dict(saved[name])
+        job.step(batch(step))
+        x, y = batch(step)
+        weights = list(model.parameters())
+        grads = torch.autograd.grad(nn.functional.cross_entropy(model(x.double()), y), weights)
+        free = [
+            0.02 * w.norm() / (g.norm() + 0.01 * w.norm() + 1e-8) if w.ndim > 1 else torch.tensor(1.0)
+            for w, g in zip(weights, grads, strict=True)
+        ]
+        ratios = torch.stack([each.detach() for each, w in zip(free, weights, strict=True) if w.ndim > 1]).double()
+        now = float(torch.quantile(ratios, 0.4))
+        first, running = running is None, now if running is None else running
+        bound = running * (1 + 2 * min(step / 8, 1))
+        for w, g, v, ratio in zip(weights, grads, velocities, free, strict=True):
+            matrix = w.ndim > 1
+            v.mul_(0.9).add_((1.0 * min(float(ratio), bound) if matrix else 0.1) * (g + (0.01 if matrix else 0) * w))
+            w.data -= v
+        running = running if first else 0.9 * running + 0.1 * now
+        for w, other in zip(weights, attachments_of(job).module.parameters(), strict=True):
+            torch.testing.assert_close(other.double(), w.detach(), rtol=2e-4, atol=2e-5)
+    assert job.kept["optim.lars"].state.running == pytest.approx(running, rel=1e-3)
+
+
 def test_dynamic_clipping_is_the_same_natively_and_by_torch(monkeypatch):
     def run():
         weights, gradients = problem(torch.float32)
@@ -157,7 +207,7 @@ def net():
 
 
 def test_shares_of_clipped_tensors_are_published():
-    settings = optim.LARS(vector_lr=0.1, clip="dynamic", quantile=0.4, bound=1.0, anneal=0)
+    settings = optim.LARS(vector_lr=0.1, ratio_clip="dynamic", quantile=0.4, bound=1.0, bound_warmup=0)
     job = compose(Job(net(), world=World()), [settings])
     job.step((torch.randn(4, 3), torch.tensor([0, 1, 2, 3])))
     assert float(job.numbers["clipped_tensors"]) == 0.5
@@ -168,7 +218,7 @@ def test_shares_of_clipped_tensors_are_published():
 def test_vectors_have_a_rate_of_their_own_in_each_group():
     group = optim.Group(pattern="2.*", lr_scale=0.5)
     job = compose(Job(net(), world=World()), [optim.LARS(lr=4.0, vector_lr=0.1, groups=(group,))])
-    rates = {(each["adapts"], each["lr"], each["weight_decay"]) for each in job.built_optimizer.param_groups}
+    rates = {(each["adapts"], each["lr"], each["weight_decay"]) for each in job.optimizer.param_groups}
     assert rates == {(True, 4.0, 1e-4), (False, 0.1, 0.0), (True, 2.0, 1e-4), (False, 0.05, 0.0)}
     job.close()
 
@@ -177,9 +227,9 @@ def test_vectors_have_a_rate_of_their_own_in_each_group():
     ("settings", "said"),
     [
         (optim.LARS(), "vector_lr"),
-        (optim.LARS(vector_lr=0.1, trust=0.0), "trust"),
-        (optim.LARS(vector_lr=0.1, clip="dynamic", quantile=1.0), "quantile"),
-        (optim.LARS(vector_lr=0.1, anneal=-1), "anneal"),
+        (optim.LARS(vector_lr=0.1, trust_coefficient=0.0), "trust"),
+        (optim.LARS(vector_lr=0.1, ratio_clip="dynamic", quantile=1.0), "quantile"),
+        (optim.LARS(vector_lr=0.1, bound_warmup=-1), "bound_warmup"),
         (optim.LAMB(max_ratio=0.0), "max_ratio"),
         (optim.LAMB(betas=(0.9, 1.0)), "betas"),
     ],

@@ -7,7 +7,7 @@ from torch import nn
 from shoestring import optim
 from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.optim import muon
 from shoestring.optim.muon import MuonAdamW, orthogonalized_all
@@ -78,10 +78,10 @@ class Net(nn.Module):
 
 def test_embeddings_heads_and_vectors_are_adamws():
     job = compose(Job(Net(), world=World()), [optim.Muon(lr=0.02, adamw_lr=0.003, weight_decay=0.1)])
-    names = {id(parameter): name for name, parameter in job.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in attachments_of(job).module.named_parameters()}
     groups = {
         (group["muon"], group["lr"], group["weight_decay"]): {names[id(each)] for each in group["params"]}
-        for group in job.built_optimizer.param_groups
+        for group in job.optimizer.param_groups
     }
     assert groups == {
         (True, 0.02, 0.1): {"inner.weight"},

@@ -164,7 +164,7 @@ def test_an_accelerator_that_waits_for_short_kernels_is_found_and_one_that_waits
     findings = program.found("launches")
     assert len(findings) == found
     if found:
-        assert "4000 kernels that take 4.0 us each" in only(findings, 20).evidence
+        assert "4000 kernels that take 4 µs each" in only(findings, 20).evidence
 
 
 @pytest.mark.parametrize(("lone", "found"), [(30, True), (1, False)])

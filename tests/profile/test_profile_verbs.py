@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoestring.cli import main
-from shoestring.commands.profiling import split
+from shoestring.cli import find_verb, main
+from shoestring.commands.recordings import split_program
 from shoestring.core.errors import ConfigError, DataError, nearest
 from shoestring.core.trace import Trace
 from shoestring.profile import analyses, load
@@ -26,22 +26,23 @@ FINDING = Finding(
 
 
 @pytest.mark.parametrize(
-    ("given", "own", "programs"),
+    ("given", "verb", "own", "programs"),
     [
-        (["a.py", "--lines", "3"], ["run", "a.py"], ["--lines", "3"]),
-        (["--lines", "3", "a.py", "--", "x", "--help"], ["run", "--lines", "3", "a.py"], ["--", "x", "--help"]),
-        (["--lines=3", "--", "view"], ["run", "--lines=3", "view"], []),
-        (["run", "view", "-h"], ["run", "view"], ["-h"]),
-        (["-m", "json.tool", "--help"], ["run", "-m", "json.tool"], ["--help"]),
-        (["--out", "x", "--module=a.b", "view"], ["run", "--out", "x", "--module=a.b"], ["view"]),
-        (["view", "a.npz", "--out", "x"], ["view", "a.npz", "--out", "x"], []),
-        (["--help"], ["--help"], []),
-        ([], [], []),
+        (["a.py", "--lines", "3"], "run", ["a.py"], ["--lines", "3"]),
+        (["--lines", "3", "a.py", "--", "x", "--help"], "run", ["--lines", "3", "a.py"], ["--", "x", "--help"]),
+        (["--lines=3", "--", "view"], "run", ["--lines=3", "view"], []),
+        (["run", "view", "-h"], "run", ["view"], ["-h"]),
+        (["-m", "json.tool", "--help"], "run", ["-m", "json.tool"], ["--help"]),
+        (["--out", "x", "--module=a.b", "view"], "run", ["--out", "x", "--module=a.b"], ["view"]),
+        (["view", "a.npz", "--out", "x"], "view", ["a.npz", "--out", "x"], []),
+        (["--help"], "", ["--help"], []),
+        ([], "", [], []),
     ],
-    ids=" ".join,
 )
-def test_what_follows_the_program_is_its_own(given, own, programs):
-    assert split(given) == (own, programs)
+def test_what_follows_the_program_is_its_own(given, verb, own, programs):
+    name, rest = find_verb(["profile", *given])
+    assert name == f"profile {verb}".strip()
+    assert (split_program(rest) if verb == "run" else (rest, [])) == (own, programs)
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ def test_a_profile_is_shown_by_its_lines_and_operators_with_findings_first(saved
     assert main(["profile", "view", "a.npz", "--lines", "2"]) == 0
     said = capsys.readouterr().out
     rows = said.splitlines()
-    assert rows[0] == "train.py --fast: 0.10 s"
+    assert rows[0] == "train.py --fast: 95 ms"
     assert "1. /a/train.py:7: waits for the device; saves 20% to 25% of the time (1.25x to 1.33x as fast)" in rows
     forward = next(row for row in rows if "train.py:5" in row)
-    assert forward.split() == ["68.4%", "40", "ms", "25", "ms", "/a/train.py:5", "loss", "=", "model(x)", "aten::mm"]
-    assert "31.6%" in said and "aten::mm" in said and "page: a.html" in said
+    assert forward.split() == ["68%", "40", "ms", "25", "ms", "/a/train.py:5", "loss", "=", "model(x)", "aten::mm"]
+    assert "32%" in said and "aten::mm" in said and "page: a.html" in said
     assert (saved / "a.html").stat().st_size > 10_000
     assert said.index("waits for the device") < said.index("share")
 
@@ -73,7 +74,7 @@ def test_what_a_profile_does_not_show_is_said_in_the_text_and_on_the_page(tmp_pa
     assert {said, "3 calls found no room in the tree; they are in no line."} <= set(summary(profile))
     text = page.write(profile, tmp_path / "p.html").read_text()
     assert f"<li>{said}</li>" in text
-    assert "<dd>0.25 s</dd>" in text and "<dd>2 on 4 cores</dd>" in text
+    assert "<dd>250 ms</dd>" in text and "<dd>2 on 4 cores</dd>" in text
 
 
 def test_two_profiles_are_compared_and_merged(saved, capsys):
@@ -195,7 +196,7 @@ def test_times_that_were_sampled_say_how_far_they_may_be_off(tmp_path, capsys):
     uncertain.save(tmp_path / "u.npz")
     assert main(["profile", "view", str(tmp_path / "u.npz")]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert next(row for row in rows if "train.py:7" in row).split()[:2] == ["31.6%", "10.0%"]
+    assert next(row for row in rows if "train.py:7" in row).split()[:2] == ["32%", "10%"]
 
 
 def test_sources_are_those_of_the_program_and_have_an_end(tmp_path):
@@ -211,7 +212,7 @@ def test_findings_stand_by_their_gain_and_refuse_what_cannot_be():
     unknown, small_gain = replace(FINDING, gain=None), replace(FINDING, gain=(0.1, 0.9))
     assert by_gain([unknown, small_gain, FINDING]) == [FINDING, small_gain, unknown]
     assert unknown.saving == ""
-    with pytest.raises(ConfigError, match="saves"):
+    with pytest.raises(ConfigError, match="the gain of a finding"):
         replace(FINDING, gain=(0.5, 0.2))
 
 

@@ -47,6 +47,14 @@ def line_times(profile: Profile, program: str, mark: str) -> tuple[int, int]:
         ("raise ValueError('my own')", 1, "my own"),
         ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", 130, ""),
         ("os.kill(os.getpid(), signal.SIGTERM); signal.pause()", 143, ""),
+        ("os._exit(5)", 5, "ends through os._exit"),
+        (
+            "import threading; threading.Thread(target=os._exit, args=(6,)).start(); signal.pause()",
+            6,
+            "ends through os._exit",
+        ),
+        ("os.execlp(sys.executable, 'python', '-c', 'raise SystemExit(8)')", 8, "ends through os.execv"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "ends through os.kill"),
     ],
 )
 def test_however_a_program_ends_its_profile_is_saved_and_it_is_said_where(tmp_path, ending, code, said):
@@ -54,6 +62,35 @@ def test_however_a_program_ends_its_profile_is_saved_and_it_is_said_where(tmp_pa
     assert done.returncode == code
     assert "shoestring profile view profile.npz" in done.stdout + done.stderr
     assert said in done.stderr
+    assert line_times(load(tmp_path / "profile.npz"), WORK, "work")[0] > 0
+
+
+FORKS = """
+import os, resource, sys
+child = os.fork()
+if not child:
+    raise SystemExit(3)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print("child:", code, used.ru_utime + used.ru_stime, flush=True)
+"""
+
+
+def test_a_forked_child_ends_without_going_through_all_that_the_profile_imported(tmp_path):
+    plain = subprocess.run(
+        [sys.executable, "-c", "import torch, shoestring.profile.collector" + FORKS], capture_output=True, text=True
+    )
+    done = run(tmp_path, FORKS)
+    said = [line.split() for line in (plain.stdout + done.stdout).splitlines() if line.startswith("child:")]
+    assert [code for _, code, _ in said] == ["3", "3"]
+    assert float(said[1][2]) < 0.7 * float(said[0][2])
+
+
+def test_children_that_end_by_themselves_do_not_end_the_profile(tmp_path):
+    done = run(
+        tmp_path, WORK + "child = os.fork()\nchild or os._exit(7)\nprint(os.waitpid(child, 0)[1] >> 8)\na @ a  # work"
+    )
+    assert done.stdout.startswith("7\n") and "ends by" not in done.stderr
     assert line_times(load(tmp_path / "profile.npz"), WORK, "work")[0] > 0
 
 

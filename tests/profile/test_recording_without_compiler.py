@@ -112,6 +112,7 @@ def test_a_module_that_is_imported_in_a_window_keeps_its_name(no_compiler, tmp_p
     }
 
 
+@pytest.mark.slow
 def test_a_process_that_was_recorded_lives_on():
     """Memory that torch writes to after it is freed ends a process when objects are collected, much later."""
     program = """

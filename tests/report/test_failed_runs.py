@@ -83,6 +83,7 @@ def test_running_out_of_memory_names_the_settings_that_help(run_file):
     assert "out of memory on" in why(page_of(path)) and "run.accumulate" in why(page_of(path))
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_found_by_the_next_start(run_file):
     path = run_file("killed")
     assert trained(path).returncode == -signal.SIGKILL

@@ -6,7 +6,7 @@ import torch
 from shoestring.core.compose import compose
 from shoestring.core.errors import PeerError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.report.reading import read
 from shoestring.report.sinks import JsonLines
@@ -24,7 +24,7 @@ def rows_of(tmp_path, phase):
         if len(seen) == 3:
             raise PeerError("rank 1 is lost")
 
-    job.at(phase, fail)
+    attachments_of(job).at(phase, fail)
     with pytest.raises(PeerError), job, Meter(job, [JsonLines(tmp_path / "metrics.jsonl")], 0.0, 0.0) as meter:
         for number in range(5):
             meter.step(job.step(jobs.batch(number, 0, 1)))

@@ -112,7 +112,7 @@ def test_what_ran_where_gives_means_shares_and_each_rank(whole):
     row = re.search(r'<tr><th scope="row">backward</th>.*?</tr>', written(whole))[0]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
     assert cells[0] == "compute" and cells[1].endswith("42%</div>")  # 8.5 of 20 seconds
-    assert cells[2:] == ["40", "–", "8.500", "8.000", "9.000"]
+    assert cells[2:] == ["40", "–", "8.5 s", "8 s", "9 s"]
 
 
 def test_many_ranks_are_shown_as_the_least_and_the_most(new):
@@ -318,3 +318,15 @@ def test_runs_of_equal_settings_differ_in_nothing(new):
     text, _ = report.compare([a.path, b.path], a.path.parent / "compared.html")
     assert "Settings that differ\n  none" in text and "Versions that differ\n  none" in text
     assert re.search(r"training loss .* \(equal\)", text)
+
+
+def test_the_page_opens_with_the_chart_that_has_most(tmp_path):
+    """The loss of a feature at LOSS is not in bits: there are those of the evaluations only."""
+    (tmp_path / "run.toml").write_text("[run]\nsteps = 9\n")
+    rows = [{"step": step, "time": step, "loss": 9.0 / step} for step in range(1, 10)]
+    rows.append({"step": 9, "time": 10, "held_out_loss": 1.5, "held_out_bits_per_byte": 2.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [chart["key"] for chart in curves.payload([read(tmp_path)])["large"]] == ["nats", "bits"]
+    rows = [row | {"bits_per_byte": row.get("loss", 0) / 2} for row in rows[:-1]] + rows[-1:]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [chart["key"] for chart in curves.payload([read(tmp_path)])["large"]] == ["bits", "nats"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError
-from shoestring.report import curves, digest, figures
+from shoestring.report import curves, digest
 from shoestring.report.reading import flat, read
 
 
@@ -93,22 +93,6 @@ def test_tokens_are_taken_as_logged_else_in_proportion(new):
 
 def test_the_verdict_names_what_was_beaten_and_what_was_not(whole):
     assert digest.verdict(read(whole.path)) == "Better than gzip -9 and 5-gram (Witten-Bell); not better than xz -9."
-
-
-def test_figures_read_well():
-    assert [figures.count(value) for value in (0, 7, 999.4, 999.6, 14_230, 3e9)] == [
-        "0",
-        "7",
-        "999",
-        "1k",
-        "14.2k",
-        "3B",
-    ]
-    assert [figures.size(value) for value in (12, 2.1e6, 4.2e9)] == ["12 B", "2.1 MB", "4.2 GB"]
-    assert [figures.percent(value) for value in (0.003, 0.31, 1.0)] == ["0.3%", "31%", "100%"]
-    assert [figures.duration(value) for value in (0.61, 42, 130, 3723)] == ["0.6 s", "0:42", "2:10", "1:02:03"]
-    assert [figures.rate(value) for value in (9.8e-4, 0.0, 0.1)] == ["9.8e-4", "0", "1.0e-1"]
-    assert [figures.plain(value) for value in (2.13449, 400.0, math.nan)] == ["2.134", "400", "NaN"]
 
 
 def test_nested_settings_become_dotted_keys():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from shoestring.sparse import gates, kernels, masks
@@ -34,6 +36,20 @@ def check_draws(device: str, rows: int, columns: int, first: int) -> None:
             same = ours == theirs  # a division rounded otherwise may move an entry over the edge, once in a million
             assert same.float().mean() > 0.999
             assert torch.equal(ours[:, same.all(0)], theirs[:, same.all(0)])
+
+
+def check_degenerate(device: str) -> None:
+    """Groups of zeros, ones, ties, tiny numbers and NaN, each entry at each place."""
+    for entries in ((0.0, 1.0, -5.0, 2.0**-20, 2.0**-140), (0.0, 1.0, 2.0, float("nan"))):
+        x = torch.tensor(list(product(entries, repeat=4)))
+        ours, theirs = kernels.row_mask(x.to(device)).cpu(), masks.row_mask(x)
+        assert torch.equal(ours, theirs) and (ours.sum(1) == 2).all()
+        for call in range(64):
+            key = draw_key(3, torch.tensor(call))
+            ours, theirs = kernels.mvue(x.t().to(device), key.to(device), 0).cpu(), mvue(x.t(), key)
+            whole = ~x.isnan().any(1)
+            assert torch.equal(ours[:, whole], theirs[:, whole])
+            assert ours.t()[x.isnan()].isnan().all()
 
 
 def check_pruned(device: str, rows: int, columns: int, dtype: torch.dtype, to: torch.dtype) -> None:
@@ -93,6 +109,7 @@ def main(device: str) -> None:
     for rows, columns in ((4, 2), (6, 7), (64, 128), (33, 130)):
         for first in (0, 5, 1 << 29):
             check_draws(device, rows, columns, first)
+    check_degenerate(device)
     for rows, columns in ((4, 4), (5, 9), (64, 128), (70, 68)):
         for dtype, to in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
             check_pruned(device, rows, columns, dtype, to)

@@ -18,7 +18,7 @@ LAYERS = ("blocks.*",)
 class TestTSRSTE(FeatureSuite):
     """The area's representative: its masks are kept, and gathered under FSDP2."""
 
-    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, decay=1e-3, tail=0.0)
+    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, masked_decay=1e-3, tail=0.0)
     tolerance = 0.1
 
 
@@ -26,7 +26,7 @@ class TestTSRSTE(FeatureSuite):
 class TestCalibrated(FeatureSuite):
     """The search for a decay factor, and the dense tail."""
 
-    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.8, decay=1e-3, tail=0.1)
+    feature = TSRSTE(layers=LAYERS, refresh=2, calibrate=0.8, masked_decay=1e-3, tail=0.1)
     tolerance = 0.1
     representative = False
 
@@ -58,7 +58,7 @@ class TestFP8(FeatureSuite):
 
 @pytest.mark.slow
 class TestSRSTE(FeatureSuite):
-    feature = SRSTE(layers=LAYERS, decay=1e-3)
+    feature = SRSTE(layers=LAYERS, masked_decay=1e-3)
     tolerance = 0.1
     representative = False
 
@@ -91,7 +91,7 @@ class TestAST(FeatureSuite):
 class TestASTAlone(FeatureSuite):
     """Without a teacher and adapters it attaches to any loop, and leaves a plain 2:4 model."""
 
-    feature = AST(refresh=2, decay=1e-3, scale="none", distillation=0.0, slorb=0)
+    feature = AST(refresh=2, masked_decay=1e-3, masked_decay_scale="none", distillation=0.0, slorb=0)
     tolerance = 0.1
     model = "dense_tiny:trained"
     representative = False

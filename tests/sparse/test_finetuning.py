@@ -7,6 +7,7 @@ from test_training import Net, batch, leaving, squares, weights
 
 import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.job import attachments_of
 from shoestring.models import slorb
 from shoestring.models.blocks import is_in_block
 from shoestring.models.loading import load_model
@@ -17,7 +18,7 @@ from shoestring.testing import jobs
 
 UP, DOWN = "layers.0.up", "layers.0.down"
 PLAIN = {"distillation": 0.0, "slorb": 0}
-PAPER = PLAIN | {"scale": "none"}
+PAPER = PLAIN | {"masked_decay_scale": "none"}
 
 
 def sgd(parameters):
@@ -54,7 +55,7 @@ def test_a_layer_computes_the_masked_product_and_the_adapter():
 
 
 def test_adapters_learn_and_gradients_pass_straight_through():
-    with job(AST(distillation=0.0, slorb=4, decay=0.0)) as made:
+    with job(AST(distillation=0.0, slorb=4, masked_decay=0.0)) as made:
         before = weights(made)
         used = {name: value.clone().requires_grad_() for name, value in before.items()}
         for name in (UP, DOWN):
@@ -77,14 +78,14 @@ def test_adapters_learn_and_gradients_pass_straight_through():
 
 
 def test_the_decay_grows_to_its_largest_value_and_stays():
-    with job(AST(decay=0.5, anneal=0.5, **PAPER), total=8) as made:
+    with job(AST(masked_decay=0.5, masked_decay_warmup=0.5, **PAPER), total=8) as made:
         factors = []
         for number in range(8):
             made.step(batch(number))
             factors.append(float(made.numbers["decay"]))
     assert factors == pytest.approx([0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5])
-    for changes, total in (({"anneal": 0.0}, 8), ({}, 0)):  # at once; and where the end is open
-        with job(AST(decay=0.5, **PAPER, **changes), total=total) as made:
+    for changes, total in (({"masked_decay_warmup": 0.0}, 8), ({}, 0)):  # at once; and where the end is open
+        with job(AST(masked_decay=0.5, **PAPER, **changes), total=total) as made:
             made.step(batch())
             assert float(made.numbers["decay"]) == 0.5
 
@@ -93,7 +94,7 @@ def moved_by_the_decay(*others, optimizer=sgd, decay=0.5):
     """How far a step moves the weight of `up` beyond what it moves without the decay; its mask; the weight."""
     moved = []
     for factor in (decay, 0.0):
-        with job(AST(decay=factor, anneal=0.0, **PAPER), *others, optimizer=optimizer) as made:
+        with job(AST(masked_decay=factor, masked_decay_warmup=0.0, **PAPER), *others, optimizer=optimizer) as made:
             before = weights(made)[f"{UP}.weight"]
             made.step(batch())
             moved.append(weights(made)[f"{UP}.weight"])
@@ -115,11 +116,11 @@ def test_masked_weights_decay_towards_zero_and_no_others(others):
 
 def test_the_scale_of_the_gradient_makes_one_factor_suit_all():
     """decay x ‖g‖ / ‖W‖ x W where the mask is false, of the gradient that the loss alone gives."""
-    with job(AST(decay=0.0, **PLAIN)) as made:
+    with job(AST(masked_decay=0.0, **PLAIN)) as made:
         before = weights(made)
         made.step(batch())
         gradients = {name: (before[name] - after) / 0.1 for name, after in weights(made).items()}
-    with job(AST(decay=2.0, anneal=0.0, **PLAIN)) as made:
+    with job(AST(masked_decay=2.0, masked_decay_warmup=0.0, **PLAIN)) as made:
         made.step(batch())
         for name in (UP, DOWN):
             weight, gradient = before[f"{name}.weight"], gradients[f"{name}.weight"]
@@ -132,8 +133,8 @@ def test_the_decay_is_of_gradients_not_of_weights():
     """With Adam, a first step is of the size lr wherever there is a gradient: a decay of weights would be far less."""
     adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-12)  # noqa: E731
     made = ss.Job(Net().double(), forward=lambda model, x: model(x), loss=lambda y, _: (0 * y.sum(), torch.tensor(1.0)))
-    made.optimizer = adam
-    with ss.compose(made, [AST(decay=1e-3, anneal=0.0, **PAPER)]):
+    attachments_of(made).build_optimizer = adam
+    with ss.compose(made, [AST(masked_decay=1e-3, masked_decay_warmup=0.0, **PAPER)]):
         before = weights(made)[f"{UP}.weight"]
         made.step(batch())
         moved = weights(made)[f"{UP}.weight"] - before
@@ -147,8 +148,10 @@ def test_the_decay_is_of_gradients_not_of_weights():
 def test_masks_are_refreshed_every_few_steps_and_the_last_ones_leave_the_run():
     with job(AST(refresh=3, **PLAIN), total=5) as made:
         for number in range(5):
-            made.module.layers[0]["up"].weight.data = torch.randn(32, 16, dtype=torch.float64)  # the mask must move
-            expected = masks.row_mask(made.module.layers[0]["up"].weight)
+            attachments_of(made).module.layers[0]["up"].weight.data = torch.randn(
+                32, 16, dtype=torch.float64
+            )  # the mask must move
+            expected = masks.row_mask(attachments_of(made).module.layers[0]["up"].weight)
             made.step(batch(number))
             mask = unpack(method(made).masks[UP], 16)
             assert torch.equal(mask, expected) == (number in (0, 3))
@@ -163,7 +166,7 @@ def test_masks_are_refreshed_every_few_steps_and_the_last_ones_leave_the_run():
 def test_wandas_metric_weighs_by_the_norms_of_inputs():
     """The mean squares of the inputs in the last step before each refresh, of which later ones are a moving mean."""
     scale = torch.logspace(-1, 1, 16, dtype=torch.float64).flip(0)
-    with job(AST(metric="wanda", refresh=2, decay=0.0, **PLAIN)) as made:
+    with job(AST(metric="wanda", refresh=2, masked_decay=0.0, **PLAIN)) as made:
         assert torch.equal(unpack(method(made).masks[UP], 16), masks.row_mask(weights(made)[f"{UP}.weight"]))
         seen = []
         for number in range(5):
@@ -181,21 +184,23 @@ def test_wandas_metric_weighs_by_the_norms_of_inputs():
 
 
 def test_what_is_evaluated_is_not_measured():
+    """Whether it is one by its mode, or because no gradients are recorded."""
     norms = []
-    for evaluating in (False, True):
+    for evaluating in ("no", "without gradients", "in evaluation mode"):
         torch.manual_seed(0)
         model = Net().double()
         optimizer = sgd(model.parameters())
         made = ss.attach(model, optimizer, AST(metric="wanda", refresh=1, **PLAIN))
         output = model(batch())
-        if evaluating:
-            with torch.no_grad():
-                model(batch(1) * torch.arange(16))
+        if evaluating != "no":
+            with torch.set_grad_enabled(evaluating == "in evaluation mode"):
+                model.train(evaluating == "without gradients")(batch(1) * torch.arange(16))
+            model.train()
         output.square().sum().backward()
         optimizer.step()
         norms.append(method(made).squares[UP].clone())
         made.close()
-    assert torch.equal(*norms) and not torch.equal(norms[0], torch.ones_like(norms[0]))
+    assert torch.equal(*norms[:2]) and torch.equal(*norms[1:]) and not torch.equal(norms[0], torch.ones_like(norms[0]))
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------
@@ -203,13 +208,15 @@ def test_what_is_evaluated_is_not_measured():
 
 def test_the_teacher_is_the_dense_model_that_training_starts_from():
     with ss.compose(ss.Job(jobs.tiny(), optimizer=jobs.sgd()), [AST(slorb=0)]) as made:
-        teacher, tokens = made.frozen_modules["sparse.ast.teacher"], jobs.batch(0)["inputs"]
+        teacher, tokens = attachments_of(made).frozen_modules["sparse.ast.teacher"], jobs.batch(0)["inputs"]
         for number in range(3):
             made.step(jobs.batch(number))
         assert torch.equal(teacher(tokens), jobs.tiny()(tokens))
         assert float(made.numbers["distillation"]) > 0
-        assert "sparse.ast.teacher" not in "".join(made.weights())
-    assert all(parameter.requires_grad for name, parameter in made.module.named_parameters() if name != "scale")
+        assert "sparse.ast.teacher" not in "".join(attachments_of(made).weights())
+    assert all(
+        parameter.requires_grad for name, parameter in attachments_of(made).module.named_parameters() if name != "scale"
+    )
 
 
 def test_another_teacher_is_opened_by_its_name():
@@ -253,10 +260,10 @@ def test_all_linear_layers_of_blocks_are_asked_for(name, inside):
 @pytest.mark.parametrize(
     ("feature", "message"),
     [
-        (AST(anneal=2.0), "`sparse.ast.anneal` is a share in [0, 1], got 2.0"),
+        (AST(masked_decay_warmup=2.0), "`sparse.ast.masked_decay_warmup` is a share in [0, 1], got 2.0"),
         (AST(distillation=-1.0), "`sparse.ast.distillation` is a share in [0, 1]"),
         (AST(temperature=0.0), "`sparse.ast.temperature` must be positive"),
-        (AST(decay=1.0, scale="none"), "`sparse.ast.decay` must lie in [0, 1), got 1.0"),
+        (AST(masked_decay=1.0, masked_decay_scale="none"), "`sparse.ast.masked_decay` must lie in [0, 1), got 1.0"),
         (AST(slorb=6), "`sparse.ast.slorb` must be a multiple of four, or 0, got 6"),
         (AST(refresh=0), "`sparse.ast.refresh` must be at least 1 step"),
     ],
@@ -274,14 +281,16 @@ def test_no_other_way_of_sparse_training_beside_it():
 
 def test_it_says_what_it_does():
     made = ss.Job(jobs.tiny())
-    assert "learns from the model that it starts from; SLoRB adds 1/16 of the weights" in AST().explain(made)
-    assert "teacher" not in AST(**PLAIN).explain(made)
+    assert "learns from the model that it starts from; SLoRB adds 1/16 of the weights" in AST().explain(
+        attachments_of(made)
+    )
+    assert "teacher" not in AST(**PLAIN).explain(attachments_of(made))
     with job(AST(slorb=4, distillation=0.0), total=30) as made:
         for number in range(30):
             made.step(batch(number))
-        cut, whole = made.features[0].reduction(made.trace), 2 * 16 * 32
+        cut, whole = attachments_of(made).features[0].reduction(made.trace), 2 * 16 * 32
         assert cut.without - cut.used == whole / 2 - 3 * whole / 4  # half of one product, and the adapter's three
-        assert [row[0] for row in made.features[0].report_items(made.trace)[0].rows] == [UP, DOWN]
+        assert [row[0] for row in attachments_of(made).features[0].report_items(made.trace)[0].rows] == [UP, DOWN]
 
 
 # -- models of transformers --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.job import attachments_of
 from shoestring.sparse import STEP, masks
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.9), 1e-8, 0.05, 0.1
@@ -26,7 +27,7 @@ def job(feature, total=10, kind=torch.optim.AdamW, **options):
     made = ss.Job(
         net(), forward=lambda model, x: model(x), loss=lambda y, x: ((y - x).square().sum(), torch.tensor(8.0))
     )
-    made.optimizer = lambda parameters: kind(parameters, **({"lr": RATE} | options))
+    attachments_of(made).build_optimizer = lambda parameters: kind(parameters, **({"lr": RATE} | options))
     made.progress.total = total
     return ss.compose(made, [feature])
 
@@ -73,7 +74,7 @@ def test_steps_after_the_switch_are_adam_with_held_second_moments(kind):
         for number in range(9):
             made.step(batch(number))
         wanted = by_hand(kind, 0.4, 9, 10).state_dict()
-        torch.testing.assert_close(made.module.state_dict(), wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(attachments_of(made).module.state_dict(), wanted, rtol=1e-9, atol=1e-12)
         assert not method(made).dense
 
 
@@ -95,15 +96,15 @@ def test_the_change_that_is_watched_is_that_of_adams_second_moments():
     with job(STEP(layers=("0",), earliest=0.5, latest=0.5), total=100, betas=(0.9, 0.75)) as made:
         for number in range(3):
             made.step(batch(number))
-        before = [made.built_optimizer.state[w]["exp_avg_sq"].clone() for w in made.module.parameters()]
+        before = [made.optimizer.state[w]["exp_avg_sq"].clone() for w in attachments_of(made).module.parameters()]
         made.step(batch(3))
-        after = [made.built_optimizer.state[w]["exp_avg_sq"] for w in made.module.parameters()]
+        after = [made.optimizer.state[w]["exp_avg_sq"] for w in attachments_of(made).module.parameters()]
         changes = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
         torch.testing.assert_close(float(method(made).changes[3]), float(changes.mean()), rtol=1e-5, atol=0)
 
 
 def test_what_it_cannot_hold_is_refused():
-    with pytest.raises(ConflictError, match="holds the second moments of Adam, and the optimizer is RMSprop"):
+    with pytest.raises(ConflictError, match="freezes the second moments of Adam, and the optimizer is RMSprop"):
         job(STEP(layers=("0",)), kind=torch.optim.RMSprop)
     with pytest.raises(ConflictError, match="amsgrad"):
         job(STEP(layers=("0",)), amsgrad=True)
@@ -118,8 +119,8 @@ def test_it_goes_on_from_its_state_on_either_side_of_the_switch(stop):
         for number in range(stop):
             straight.step(batch(number))
         for mine, theirs in (
-            (resumed.module, straight.module),
-            (resumed.built_optimizer, straight.built_optimizer),
+            (attachments_of(resumed).module, attachments_of(straight).module),
+            (resumed.optimizer, straight.optimizer),
             (method(resumed), method(straight)),
         ):
             mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
@@ -127,5 +128,7 @@ def test_it_goes_on_from_its_state_on_either_side_of_the_switch(stop):
         for number in range(stop, 9):
             straight.step(batch(number))
             resumed.step(batch(number))
-        torch.testing.assert_close(straight.module.state_dict(), resumed.module.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            attachments_of(straight).module.state_dict(), attachments_of(resumed).module.state_dict(), rtol=0, atol=0
+        )
         assert not method(resumed).dense

@@ -6,6 +6,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.job import attachments_of
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.sparse import SRSTE, SSTE, STE, TSRSTE
 from shoestring.sparse.layers import choose, is_feed_forward
@@ -111,8 +112,8 @@ def test_why_layers_stay_dense():
         ([TSRSTE(refresh=0)], "`sparse.tsrste.refresh` must be at least 1 step, got 0"),
         ([TSRSTE(tail=1.0)], "`sparse.tsrste.tail` is a share of the steps"),
         ([TSRSTE(calibrate=-0.1)], "`sparse.tsrste.calibrate` is a share of the steps"),
-        ([SRSTE(decay=-1.0)], "`sparse.srste.decay` must lie in"),
-        ([SRSTE(decay=float("nan"))], "`sparse.srste.decay` must lie in"),
+        ([SRSTE(masked_decay=-1.0)], "`sparse.srste.masked_decay` must lie in"),
+        ([SRSTE(masked_decay=float("nan"))], "`sparse.srste.masked_decay` must lie in"),
         ([STE(refresh=-1)], "`sparse.ste.refresh` must be at least 1 step"),
     ],
 )
@@ -132,10 +133,12 @@ def test_two_that_want_the_same_layer():
 
 def test_what_check_says():
     job = ss.Job(gpt())
-    said = TSRSTE(layers=("blocks.*",)).explain(job)
+    said = TSRSTE(layers=("blocks.*",)).explain(attachments_of(job))
     assert "8 linear layers, 100% of the weights of all, in 2 of the 3 products" in said
     assert "no step is faster here: a cpu has no sparse units" in said
-    said = SSTE(layers=("blocks.*.mlp.*", "head")).explain(ss.Job(gpt(tied=False, dim=36, hidden=50, heads=6)))
+    said = SSTE(layers=("blocks.*.mlp.*", "head")).explain(
+        attachments_of(ss.Job(gpt(tied=False, dim=36, hidden=50, heads=6)))
+    )
     assert "dense: `blocks.0.mlp.down`" in said
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from oracles import best_row_energy, best_tile_scores, greedy_tile, tiles
 
 from shoestring.core.errors import ConfigError
 from shoestring.sparse import masks
+from tests import degenerate
 
 WEIGHTS = arrays.arrays(
     "float32",
@@ -21,7 +22,6 @@ def gaussian(rows=256, columns=256, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None)
 @given(WEIGHTS)
 def test_row_masks_keep_the_two_largest_of_four(array):
     weight = torch.from_numpy(array)
@@ -39,6 +39,21 @@ def test_row_masks_of_any_type_and_number_of_dimensions(dtype):
     assert torch.equal((weight.double().square() * mask).reshape(-1, 4).sum(1), best_row_energy(weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_two_of_four_are_kept_whatever_they_are_and_nan_first(dtype):
+    nan, inf = float("nan"), float("inf")
+    groups = degenerate.groups((0.0, -0.0, 1.0, -inf, nan)).to(dtype)
+    kept = masks.row_mask(groups)
+    assert (kept.sum(1) == 2).all()
+    assert (kept & groups.isnan()).sum(1).eq(groups.isnan().sum(1).clamp_max(2)).all()
+    ranks = groups.abs().nan_to_num(nan=4, posinf=3)
+    assert (torch.where(kept, ranks, 9).amin(1) >= torch.where(kept, -1, ranks).amax(1)).all()
+    tile = groups[:400].view(-1, 4)
+    for mask in (masks.transposable_mask(tile), masks.transposable_mask(tile, norm="l2")):
+        tiles = mask.view(-1, 4, 4)
+        assert (tiles.sum(1) == 2).all() and (tiles.sum(2) == 2).all()
+
+
 def test_of_equal_entries_the_first_are_kept():
     mask = masks.row_mask(torch.tensor([[1.0, -1, 1, 1, 0, 0, 0, 0, 0, 2, -2, 2]]))
     assert mask.int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0]]
@@ -52,7 +67,6 @@ def test_there_are_ninety_patterns():
     assert (patterns.sum(2) == 2).all()
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.sampled_from(["l1", "l2"]))
 def test_transposable_masks_keep_most(array, norm):
     weight = torch.from_numpy(array)
@@ -91,7 +105,6 @@ def test_the_transpose_of_a_transposable_mask_is_one():
     masks.require_2_4(masks.prune(weight, mask).t())
 
 
-@settings(deadline=None)
 @given(WEIGHTS)
 def test_greedy_masks(array):
     weight = torch.from_numpy(array) + 1e-3 * torch.rand(array.shape, generator=torch.Generator().manual_seed(0))
@@ -134,7 +147,7 @@ def test_masks_of_numbers_are_refused(dtype):
     mask = masks.row_mask(weight)
     for use in (masks.prune, masks.kept_energy, lambda _, mask: masks.flip_rate(mask, mask)):
         use(weight, mask)
-        with pytest.raises(ConfigError, match="give a mask of bool"):
+        with pytest.raises(ConfigError, match="give a bool mask"):
             use(weight, mask.to(dtype))
 
 

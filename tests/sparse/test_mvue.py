@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from shoestring.sparse.mvue import draw_key, mvue, uniforms
+from tests import degenerate
 
 GROUPS = arrays.arrays("float64", st.tuples(st.integers(1, 9), st.integers(1, 3)), elements=st.floats(-4, 4, width=16))
 DRAWS = 400_000
@@ -16,7 +17,6 @@ def key(seed=0, call=0):
     return draw_key(seed, torch.tensor(call))
 
 
-@settings(deadline=None)
 @given(GROUPS, st.integers(0, 2**40))
 def test_at_most_two_of_four_are_left(array, call):
     x = torch.from_numpy(array)
@@ -47,7 +47,6 @@ def test_no_draw_keeps_a_third_entry(monkeypatch):
     assert ((mvue(x, key()) != 0).unflatten(0, (-1, 4)).sum(1) <= 2).all()
 
 
-@settings(deadline=None)
 @given(arrays.arrays("float64", 4, elements=st.floats(0.25, 4, width=16)))
 def test_variance_is_the_least_there_is(array):
     """Σ x² / p is least, over probabilities of at most 1 that add up to 2, where |x| / p is one number wherever p < 1,
@@ -72,6 +71,31 @@ def test_unbiased():
 
     assert unbiased(draws)
     assert not unbiased(1.01 * draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_unbiased_where_entries_are_zero_one_equal_or_tiny(dtype, monkeypatch):
+    """The mean over all random numbers, on a grid of them, of every group of such entries; in fp64."""
+    x, grid = degenerate.groups().to(dtype), 512
+    numbers = (torch.arange(grid) + 0.5) / grid
+    monkeypatch.setattr(
+        "shoestring.sparse.mvue.uniforms", lambda key, groups, columns, first: numbers[:, None].expand(groups, columns)
+    )
+    draws = mvue(x.t().repeat(grid, 1), key()).unflatten(0, (grid, 4))
+    assert ((draws != 0).sum(1) <= 2).all()
+    exact, unit = x.t().double(), x.abs().double().sort(1).values[:, :3].sum(1).clamp_min(torch.finfo(dtype).tiny)
+    off = (draws.double().mean(0) - exact).abs()
+    assert (off <= 2 * torch.maximum(exact.abs(), unit) / grid).all()  # an entry's two ends lie between two numbers
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24])
+def test_no_entry_is_kept_twice_at_the_ends_of_the_random_numbers(u, monkeypatch):
+    x = degenerate.groups()
+    monkeypatch.setattr(
+        "shoestring.sparse.mvue.uniforms", lambda key, groups, columns, first: torch.full((groups, columns), u)
+    )
+    draws, unit = mvue(x.t().contiguous(), key()).t(), x.abs().sort(1).values[:, :3].sum(1, keepdim=True)
+    assert (draws.abs() <= torch.maximum(x.abs(), unit.clamp_min(2.0**-126))).all()
 
 
 def test_relative_variance_of_gaussians():

@@ -150,7 +150,7 @@ def test_the_verb_writes_a_model_that_generates(trained, tmp_path, capsys, metho
     said = capsys.readouterr().out
     assert f"2:4 by {method}: 8 layers, 100% of the weights of all linear layers" in said
     assert "  blocks.*.mlp.down: 2 layers, kept energy 0." in said
-    assert "MB before" in said and f"written to {out}" in said
+    assert "B before, " in said and f"written to {out}" in said
     dense, pruned = load_model(trained)[0], load_model(out)[0]
     named = {name: layer for name, layer in dense.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in named.items():

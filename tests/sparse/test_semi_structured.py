@@ -8,6 +8,7 @@ from stand_ins import ALGORITHM, sparse_units
 from torch import nn
 
 import shoestring as ss
+from shoestring.core.job import attachments_of
 from shoestring.core.task import cross_entropy
 from shoestring.memory.predicted import predict
 from shoestring.models.gpt import GPT, GPTConfig
@@ -325,7 +326,11 @@ def gradients(compiled, tokens):
     model = GPT(GPTConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hidden=48, context=16))
     feature = TSRSTE(refresh=2, calibrate=0.0, tail=0.0, mvue=True)
     with ss.compose(ss.Job(model, optimizer=sgd, total=4), [feature]) as job, torch.autocast("cpu", torch.bfloat16):
-        forward = torch.compile(job.module, backend="aot_eager", fullgraph=True) if compiled else job.module
+        forward = (
+            torch.compile(attachments_of(job).module, backend="aot_eager", fullgraph=True)
+            if compiled
+            else attachments_of(job).module
+        )
         loss = forward(tokens).float().square().mean()
         loss.backward()
         return [loss.detach(), *(each.grad for each in model.parameters())]

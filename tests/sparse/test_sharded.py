@@ -19,9 +19,9 @@ def pool():
 @pytest.mark.parametrize(
     "feature",
     [
-        TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, decay=1e-2, tail=0.2),
-        TSRSTE(layers=LAYERS, refresh=2, calibrate=0.5, decay=1e-2, tail=0.0),
-        SRSTE(layers=LAYERS, decay=1e-2),
+        TSRSTE(layers=LAYERS, refresh=2, calibrate=0.0, masked_decay=1e-2, tail=0.2),
+        TSRSTE(layers=LAYERS, refresh=2, calibrate=0.5, masked_decay=1e-2, tail=0.0),
+        SRSTE(layers=LAYERS, masked_decay=1e-2),
         STE(layers=LAYERS, mask="greedy"),
         SSTE(layers=LAYERS, mvue=True),
         AST(metric="wanda", refresh=2, slorb=8),

@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
+from shoestring.core.compose import attach
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import export_weights
+from shoestring.core.job import attachments_of
 from shoestring.optim import Clip
-from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE, attach, masks
+from shoestring.sparse import AST, SRSTE, SSTE, STE, TSRSTE, masks
 from shoestring.sparse.mvue import draw_key, mvue
 from shoestring.sparse.product import Product, pack, rounded, shrink, unpack
 from shoestring.sparse.soft import least_squares_scale
@@ -49,12 +51,12 @@ def job(feature, *others, total=0, model=None):
 
 
 def weights(job):
-    return {name: tensor.detach().clone() for name, tensor in job.module.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in attachments_of(job).module.named_parameters()}
 
 
 def leaving(job):
     kept = {name: each.state.state_dict() for name, each in job.kept.items()}
-    return export_weights(job.features, weights(job), kept)
+    return export_weights(attachments_of(job).features, weights(job), kept)
 
 
 # -- S-STE ------------------------------------------------------------------------------------------------------------
@@ -148,9 +150,22 @@ def test_every_forward_pass_draws_anew():
         gradients = []
         for _ in range(2):
             made.model(batch()).square().sum().backward()
-            gradients.append(made.module.layers[0]["down"].weight.grad.clone())
-            made.built_optimizer.zero_grad()
+            gradients.append(attachments_of(made).module.layers[0]["down"].weight.grad.clone())
+            made.optimizer.zero_grad()
         assert not torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("feature", [SSTE, TSRSTE, SRSTE, STE])
+def test_a_token_that_alone_counts_among_four_is_kept_as_it_is(feature, place):
+    """By a mask of the loss, on the answer of a chat for example; then nothing is left to chance."""
+    gradients = []
+    for draws in (False, True):
+        with job(feature(mvue=draws)) as made:
+            made.model(batch())[place::4].square().sum().backward()
+            gradients.append([each.grad.clone() for each in attachments_of(made).module.parameters()])
+    for exact, drawn in zip(*gradients, strict=True):
+        torch.testing.assert_close(drawn, exact)
 
 
 def test_rounding_to_8_bits():
@@ -200,8 +215,8 @@ def test_layers_compute_with_masked_weights(feature, mask):
 def decayed(feature, *others):
     """How far a first step moves the weight of `up` beyond what it moves without the decay; its mask; the weight."""
     moved = []
-    for factor in (feature.decay, 0.0):
-        with job(type(feature)(**{**vars(feature), "decay": factor}), *others) as made:
+    for factor in (feature.masked_decay, 0.0):
+        with job(type(feature)(**{**vars(feature), "masked_decay": factor}), *others) as made:
             before = weights(made)["layers.0.up.weight"]
             made.step(batch())
             moved.append(weights(made)["layers.0.up.weight"])
@@ -209,7 +224,9 @@ def decayed(feature, *others):
     return moved[0] - moved[1], mask, before
 
 
-@pytest.mark.parametrize("feature", [SRSTE(decay=0.5), TSRSTE(decay=0.5, calibrate=0.0, tail=0.0)], ids=str)
+@pytest.mark.parametrize(
+    "feature", [SRSTE(masked_decay=0.5), TSRSTE(masked_decay=0.5, calibrate=0.0, tail=0.0)], ids=str
+)
 def test_masked_weights_decay_through_their_gradients(feature):
     """With SGD the step is -lr x decay x weight where the mask is false, and nothing where it is true."""
     extra, mask, before = decayed(feature)
@@ -218,7 +235,7 @@ def test_masked_weights_decay_through_their_gradients(feature):
 
 def test_decay_comes_after_clipping():
     """Clipping to a tiny norm leaves nothing of the gradients, and all of the decay."""
-    extra, mask, before = decayed(SRSTE(decay=0.5), Clip(max_norm=1e-9))
+    extra, mask, before = decayed(SRSTE(masked_decay=0.5), Clip(max_norm=1e-9))
     torch.testing.assert_close(extra, (-0.1 * 0.5 * before).masked_fill(mask, 0))
 
 
@@ -226,8 +243,8 @@ def test_decay_is_of_gradients_not_of_weights():
     """Adam divides it by the root of the second moment with the gradient: a first step is of the size lr everywhere,
     where a decay of weights would be lr x decay x weight."""
     made = ss.Job(net(), forward=lambda model, batch: model(batch), loss=lambda y, _: (0 * y.sum(), torch.tensor(1.0)))
-    made.optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-12)
-    with ss.compose(made, [SRSTE(decay=1e-3)]):
+    attachments_of(made).build_optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-12)
+    with ss.compose(made, [SRSTE(masked_decay=1e-3)]):
         before = weights(made)["layers.0.up.weight"]
         made.step(batch())
         moved = weights(made)["layers.0.up.weight"] - before
@@ -240,8 +257,10 @@ def test_masks_are_refreshed_every_few_steps():
         method = made.kept["sparse.tsrste"].state.method
         seen = []
         for number in range(7):
-            made.module.layers[0]["up"].weight.data = torch.randn(32, 16, dtype=torch.float64)  # the mask must move
-            expected = pack(masks.transposable_mask(made.module.layers[0]["up"].weight))
+            attachments_of(made).module.layers[0]["up"].weight.data = torch.randn(
+                32, 16, dtype=torch.float64
+            )  # the mask must move
+            expected = pack(masks.transposable_mask(attachments_of(made).module.layers[0]["up"].weight))
             made.step(batch(number))
             seen.append(torch.equal(method.masks["layers.0.up"], expected))
         assert seen == [True, False, False, True, False, False, True]
@@ -286,7 +305,7 @@ def test_a_run_that_is_made_longer_leaves_its_tail():
 def test_one_line_in_a_loop_of_its_own():
     model = net()
     optimizer = sgd(model.parameters())
-    made = attach(model, TSRSTE(refresh=1), optimizer)
+    made = attach(model, optimizer, TSRSTE(refresh=1))
     for number in range(4):
         model(batch(number)).square().sum().backward()
         optimizer.step()
@@ -302,7 +321,7 @@ def test_one_line_in_a_loop_of_its_own():
 def test_attach_refuses_what_does_not_fit():
     model = nn.Linear(6, 6)
     with pytest.raises(ConfigError, match="matches no linear layer of Linear"):
-        attach(model, SSTE(), sgd(model.parameters()))
+        attach(model, sgd(model.parameters()), SSTE())
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
@@ -327,7 +346,7 @@ def test_compiled_without_a_break(feature):
         torch._dynamo.reset()
         with job(feature, total=8) as made:
             if compiled:
-                made.module.compile(backend="aot_eager", fullgraph=True)
+                attachments_of(made).module.compile(backend="aot_eager", fullgraph=True)
             losses.append([float(made.step(batch(number))) for number in range(8)])
             losses[-1].append(float(weights(made)["layers.0.up.weight"].sum()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
@@ -340,7 +359,7 @@ def test_the_report_shows_layers_and_curves():
     with job(SSTE(layers=("*.up", "*.odd")), total=30) as made:
         for number in range(30):
             made.step(batch(number))
-        feature = made.features[0]
+        feature = attachments_of(made).features[0]
         table, flips, _ = feature.report_items(made.trace)
         (row,) = table.rows
         assert row[0] == "layers.0.up"
@@ -363,7 +382,7 @@ def test_a_job_that_is_finished_early_counts_each_step_once():
 
 def test_what_is_explained_stays_the_same_once_it_is_attached():
     feature = TSRSTE()
-    before = feature.explain(ss.Job(net()))
+    before = feature.explain(attachments_of(ss.Job(net())))
     with job(feature) as made:
-        assert feature.explain(made) == before
+        assert feature.explain(attachments_of(made)) == before
     assert "2 linear layers, 100%" in before

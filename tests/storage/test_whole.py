@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoestring.checkpoint.format.state import pack
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.data.tokens import TokenWriter
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.loading import load_model
@@ -176,7 +176,7 @@ def test_a_checkpoint_in_one_file_makes_the_folders_above_it_durable(tmp_path, m
     from shoestring.checkpoint.tiers.plain import Saver
 
     (tmp_path / "runs/one").mkdir(parents=True)
-    saver = Saver(Job(torch.nn.Linear(1, 1)), Plain(folder=str(tmp_path / "runs/one/checkpoints")))
+    saver = Saver(attachments_of(Job(torch.nn.Linear(1, 1))), Plain(folder=str(tmp_path / "runs/one/checkpoints")))
     above = [tmp_path / "runs/one/checkpoints", tmp_path / "runs/one", tmp_path / "runs", tmp_path]
     with synced(monkeypatch) as found:
         saver._write(above[0] / "step-00000001.safetensors", pack({}))

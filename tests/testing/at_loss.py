@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoestring.core.feature import Feature, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class Scaled(Feature):
 
     seams: ClassVar = (Seam.LOSS,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        loss = job.loss
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        loss = attachments.loss
 
         def scaled(output: Any, batch: Any) -> Any:
             total, count = loss(output, batch)
             return total * self.factor, count
 
-        job.loss = scaled
+        attachments.loss = scaled
 
 
 Scaled.neutral = Scaled(factor=1.0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shoestring.core.feature import Feature, Phase, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class Rounds(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         def clip() -> None:
-            for gradient in job.gradients:
+            for gradient in attachments.gradients:
                 gradient.clamp_(-self.bound, self.bound).copy_(gradient.half())
 
-        job.at(Phase.CLIP, clip)
+        attachments.at(Phase.CLIP, clip)
 
 
 Rounds.neutral = Rounds(bound=math.inf)
@@ -38,12 +38,12 @@ Rounds.neutral = Rounds(bound=math.inf)
 class Momentum:
     """Adds a tenth of the former step's gradients."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, attachments: Attachments) -> None:
+        self.attachments = attachments
         self.former: list[Any] = []
 
     def add(self) -> None:
-        gradients = self.job.gradients
+        gradients = self.attachments.gradients
         for gradient, former in zip(gradients, self.former, strict=False):
             gradient.add_(former, alpha=0.1)
         self.former = [gradient.clone() for gradient in gradients]
@@ -61,8 +61,8 @@ class Forgets(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        job.at(Phase.GRAD, Momentum(job).add)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.at(Phase.GRAD, Momentum(attachments).add)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,10 @@ class StartsAfresh(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        momentum = Momentum(job)
-        job.at(Phase.GRAD, momentum.add)
-        job.keep("momentum", momentum, across="own")
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        momentum = Momentum(attachments)
+        attachments.at(Phase.GRAD, momentum.add)
+        attachments.keep("momentum", momentum, across="own")
 
 
 class Seen:
@@ -96,8 +96,8 @@ class Mislabels(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        job.keep("seen", Seen(job.world.rank), across="same")
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.keep("seen", Seen(attachments.world.rank), across="same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Speechless(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         return
 
 
@@ -123,7 +123,7 @@ class Unwritable(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         return
 
 
@@ -133,12 +133,12 @@ class Unscaled(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         def average() -> None:
-            for gradient in job.gradients:
-                gradient.div_(job.world.size)
+            for gradient in attachments.gradients:
+                gradient.div_(attachments.world.size)
 
-        job.at(Phase.GRAD, average)
+        attachments.at(Phase.GRAD, average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +147,12 @@ class Ascends(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         def turn() -> None:
-            for gradient in job.gradients:
+            for gradient in attachments.gradients:
                 gradient.neg_()
 
-        job.at(Phase.GRAD, turn)
+        attachments.at(Phase.GRAD, turn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +161,12 @@ class Grabs(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         import torch
 
-        job.reserved = torch.zeros(1000)
+        attachments.reserved = torch.zeros(1000)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         return
 
 
@@ -176,9 +176,9 @@ class Encroaches(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        build = job.optimizer
-        job.optimizer = lambda parameters: build(parameters)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        build = attachments.build_optimizer
+        attachments.build_optimizer = lambda parameters: build(parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,8 @@ class LeavesHook(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        job.module.register_forward_hook(lambda *_: None)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.module.register_forward_hook(lambda *_: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +197,8 @@ class LeavesPatch(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        forward, module = job.forward, next(job.module.children())
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        forward, module = attachments.forward, next(attachments.module.children())
 
         def patched(model: Any, batch: Any) -> Any:
             module.forward = module.forward
@@ -206,7 +206,7 @@ class LeavesPatch(Feature):
             del module.forward
             return output
 
-        job.forward = patched
+        attachments.forward = patched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +215,8 @@ class LeavesThread(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        job.forward = accompanied(job.forward)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.forward = accompanied(attachments.forward)
 
 
 def accompanied(forward: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -241,12 +241,12 @@ class Strays(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         def write() -> None:
             Path(self.folder).mkdir(exist_ok=True)
-            (Path(self.folder) / f"{job.progress.step}.txt").touch()
+            (Path(self.folder) / f"{attachments.progress.step}.txt").touch()
 
-        job.at(Phase.CAPTURE, write)
+        attachments.at(Phase.CAPTURE, write)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,14 +255,14 @@ class NeedsTheJob(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        loss = job.loss
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        loss = attachments.loss
 
         def half(output: Any, batch: Any) -> Any:
             total, count = loss(output, batch)
             return total * 0.5, count
 
-        job.loss = half
+        attachments.loss = half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,19 +271,19 @@ class Whole(Feature):
 
     seams: ClassVar = (Seam.MODEL, Seam.STEP)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         if seam is Seam.MODEL:
-            job.trace.facts["largest"] = max(parameter.numel() for parameter in job.parameters)
+            attachments.trace.facts["largest"] = max(parameter.numel() for parameter in attachments.parameters)
             return
 
         def smooth() -> None:
             import torch
 
-            room = torch.zeros(int(job.trace.facts["largest"]))
-            for parameter in job.parameters:
+            room = torch.zeros(int(attachments.trace.facts["largest"]))
+            for parameter in attachments.parameters:
                 room[: parameter.numel()].copy_(parameter.grad.flatten())
 
-        job.at(Phase.GRAD, smooth)
+        attachments.at(Phase.GRAD, smooth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,13 +295,13 @@ class KeepsToItself(Feature):
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from functools import partial
 
         from torch.nn import functional as F
 
-        for block in job.module.blocks:
-            job.patch(block.up, partial(self._forward, F.linear, block.up))
+        for block in attachments.module.blocks:
+            attachments.patch(block.up, partial(self._forward, F.linear, block.up))
 
     def _forward(self, linear: Any, layer: Any, inputs: Any) -> Any:
         return linear(inputs, layer.weight * self.factor, layer.bias)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoestring.core.feature import Feature, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Peeks(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         import shoestring as ss
 
-        assert not any(isinstance(feature, ss.comm.BF16) for feature in job.features)
+        assert not any(isinstance(feature, ss.comm.BF16) for feature in attachments.features)

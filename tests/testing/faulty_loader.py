@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Feature, Seam
-from shoestring.core.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,5 +20,5 @@ class Heavy(Feature):
 
     seams: ClassVar = (Seam.STEP,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         return

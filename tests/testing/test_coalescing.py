@@ -5,7 +5,7 @@ import os
 import pytest
 
 from shoestring.testing.netlab import coalescing, netlab, netlab_available
-from shoestring.testing.netlab.leftovers import kill, start_owner
+from tests.rigs.leftovers import kill, start_owner
 from tests.testing.on_hosts import python
 from tests.waiting import until
 

@@ -62,7 +62,7 @@ class TestBF16(FeatureSuite):
 
 @pytest.mark.slow
 class TestRecompute(FeatureSuite):
-    feature = Recompute(every=2)
+    feature = Recompute(every_nth=2)
 
 
 class TestAutocast(FeatureSuite):
@@ -74,7 +74,7 @@ class TestAutocast(FeatureSuite):
 class TestPlain(FeatureSuite):
     feature = Plain(every=2)
     representative = False
-    clashes: ClassVar = {"checkpoint.tiered": "both save"}
+    clashes: ClassVar = {"checkpoint.tiered": "both write checkpoints"}
 
 
 class TestTiered(FeatureSuite):

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from shoestring.core.errors import ConfigError, WorldError
-from shoestring.testing.netlab import DISK, LOGS, SHARED, cli, lab_folders, netlab, netlab_available
-from shoestring.testing.netlab.leftovers import (
+from shoestring.testing.netlab import DISK, LOGS, SHARED, by_hand, lab_folders, netlab, netlab_available
+from tests.rigs.leftovers import (
     descendants,
     ends,
     folder_of,
@@ -327,21 +327,21 @@ def test_logs_of_an_earlier_lab_are_not_written_over(tmp_path):
 def test_a_lab_by_hand_is_up_until_down(capfd):
     if lab_folders.kept_lab():
         pytest.skip("a lab of `shoestring lab up` is up")
-    cli.up(2, "10mbit")
+    by_hand.up(2, "10mbit")
     try:
-        with pytest.raises(WorldError, match="up already"):
-            cli.up()
-        assert cli.run(["hostname"]) == 0
-        assert cli.run(["sh", "-c", "[ $(hostname) = host0 ]"]) == 1
-        assert cli.run(["sh", "-c", "getent hosts host1; exit 5"], host="host0") == 5
+        with pytest.raises(WorldError, match="already up"):
+            by_hand.up()
+        assert by_hand.run(["hostname"]) == 0
+        assert by_hand.run(["sh", "-c", "[ $(hostname) = host0 ]"]) == 1
+        assert by_hand.run(["sh", "-c", "getent hosts host1; exit 5"], host="host0") == 5
         with pytest.raises(WorldError, match=r"no host7 \(hint: it has host0, host1\)"):
-            cli.run(["true"], host="host7")
+            by_hand.run(["true"], host="host7")
     finally:
-        cli.down()
+        by_hand.down()
     printed = capfd.readouterr().out
     assert "host0: host0\n" in printed
     assert "host1: host1\n" in printed
     assert "10.77.0.2 " in printed
-    for verb in (cli.down, lambda: cli.run(["true"])):
+    for verb in (by_hand.down, lambda: by_hand.run(["true"])):
         with pytest.raises(WorldError, match="no lab is up"):
             verb()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoestring.core.errors import ConfigError, WorldError
-from shoestring.testing.netlab import cli, lab_folders, links, machine, netlab, netlab_available
+from shoestring.testing.netlab import by_hand, lab_folders, links, machine, netlab, netlab_available
 from shoestring.testing.netlab.hosts import HostSpec, spawn
 from shoestring.testing.netlab.lab_folders import LabRecord
 from shoestring.testing.netlab.machine import Identity
@@ -156,8 +156,8 @@ def test_a_folder_that_others_can_enter_is_not_trusted(root):
 
 
 def test_torchrun_on_all_hosts_gets_a_rendezvous_unless_it_has_one():
-    bare = cli.with_rendezvous(["torchrun", "train.py"], ["host0", "host1"])
+    bare = by_hand.with_rendezvous(["torchrun", "train.py"], ["host0", "host1"])
     assert bare[:7] == ["torchrun", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400"]
     assert bare[-2:] == [str(os.getpid()), "train.py"]
     for own in (["torchrun", "--nnodes=1", "train.py"], ["python", "train.py"]):
-        assert cli.with_rendezvous(own, ["host0", "host1"]) == own
+        assert by_hand.with_rendezvous(own, ["host0", "host1"]) == own

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from shoestring.testing.netlab import DISK, netlab, netlab_available
-from shoestring.testing.netlab.lab_run import EVERY, STEPS, STRIKE, LabRun, undisturbed
+from tests.rigs.lab_run import EVERY, STEPS, STRIKE, LabRun, undisturbed
 from tests.waiting import until
 
 REASON = netlab_available()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shoestring.testing.netlab.lab_run import STEPS, STRIKE, LabRun
-from shoestring.testing.slurm import PATIENCE, slurm, slurm_available
+from tests.rigs.lab_run import STEPS, STRIKE, LabRun
+from tests.rigs.slurm import PATIENCE, slurm, slurm_available
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "slurm.sbatch"
 REASON = slurm_available()

@@ -18,7 +18,8 @@ def function(lines: int, name: str = "long") -> str:
 
 
 def faults(root: Path) -> list[str]:
-    return list(sizes.faults(sizes.survey(root)))
+    files = sizes.survey(root)
+    return [*sizes.faults(files), *sizes.hints(files)]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +66,37 @@ def test_pages_of_the_package_have_the_limit_of_files(tmp_path, suffix):
     assert faults(tmp_path) == [f"src/shoestring/report/page.{suffix}:401: 401 lines, at most 400 in a file"]
 
 
-def test_the_core_has_a_limit_in_total(tmp_path):
-    for number in range(4):
-        plant(tmp_path, f"src/shoestring/core/part{number}.py", '"""What\nit is."""\n\n# Why.\n' + "x = 1\n" * 300)
+def test_the_core_has_limits_of_what_there_is_to_learn(tmp_path):
+    plant(tmp_path, "src/shoestring/core/functions.py", "".join(function(1, f"f{number}") for number in range(59)))
+    plant(tmp_path, "src/shoestring/core/job.py", "class Job:\n" + "".join(f"    a{n}: int = 0\n" for n in range(15)))
     assert faults(tmp_path) == []
-    plant(tmp_path, "src/shoestring/core/last.py", "x = 1  # one more\n")
-    assert faults(tmp_path) == ["src/shoestring/core:1: 1201 lines of code, at most 1200 in the core"]
+    plant(tmp_path, "src/shoestring/core/functions.py", "".join(function(1, f"f{number}") for number in range(60)))
+    plant(tmp_path, "src/shoestring/core/job.py", "class Job:\n" + "".join(f"    a{n}: int = 0\n" for n in range(261)))
+    assert faults(tmp_path) == [
+        "src/shoestring/core:1: 61 public classes and functions, at most 60 in the core",
+        "src/shoestring/core:1: 261 public members, at most 260 in the core",
+        "src/shoestring/core:1: 261 public members of Job, at most 15 in the core",
+    ]
+
+
+def test_members_are_fields_methods_and_what_init_sets():
+    source = """
+class A:
+    a: int
+    b = c = 1
+    _private = 2
+    def __init__(self): self.d, self.e = 1, 2; self.f: int = 3; self._g = 4; other.h = 5
+    def i(self): self.j = 6
+    @property
+    def k(self): return 1
+class _B:
+    x: int
+def f(): pass
+"""
+    (node, *_) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef)
+    assert sizes.members(node) == set("abcdefik")
+    assert sizes.concepts(ast.parse(source)) == {"A": 8, "f": 0}
 
 
 def test_a_file_that_does_not_parse_is_named(tmp_path):
@@ -78,17 +104,21 @@ def test_a_file_that_does_not_parse_is_named(tmp_path):
     assert faults(tmp_path) == ["src/a.py:2: does not parse"]
 
 
-def test_the_command_prints_the_sizes_and_fails_on_a_fault(tmp_path, capsys):
+def test_the_command_prints_the_sizes_and_hints_and_fails_on_a_fault(tmp_path, capsys):
     plant(tmp_path, "src/shoestring/core/a.py", "".join(function(lines, f"f{lines}") for lines in range(1, 12)))
     assert sizes.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "src: 11 function bodies, median 6, p90 10, max 11 lines (limit 80)",
         "src: 1 files, median 77, p90 77, max 77 lines (limit 400)",
-        "core: 77 lines of code (limit 1200)",
+        "core: 11 public classes and functions (limit 60), with 0 public members (limit 260), "
+        "0 of them Job's (limit 15)",
     ]
     plant(tmp_path, "tests/b.py", function(81))
+    assert sizes.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("hint: tests/b.py:1: long has a body of 81 lines, at most 80\n")
+    plant(tmp_path, "tests/c.py", "def f(:\n")
     assert sizes.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out.endswith("tests/b.py:1: long has a body of 81 lines, at most 80\n")
+    assert "tests/c.py:1: does not parse\n" in capsys.readouterr().out
 
 
 def test_an_empty_tree_has_no_sizes(tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_metrics_of_the_users_own_are_written_at_each_evaluation(tmp_path):
 
 
 def test_training_ends_early_where_the_held_out_loss_rises(tmp_path):
-    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "patience": 3, "steps": 60, "keep_best": True}
+    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "patience": 3, "steps": 60, "save_best": True}
     result = train(run(tmp_path, **settings), World())
     losses = rows(tmp_path, "held_out_loss")
     best = min(losses, key=lambda step: losses[step])
@@ -94,9 +94,19 @@ def test_training_ends_early_where_the_held_out_loss_rises(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["notes"] == summary["notes"]  # none was counted twice
 
 
+@pytest.mark.parametrize("steps", [8, 60])
+def test_the_last_step_is_evaluated_in_one_row(tmp_path, steps):
+    """At the end of the run, and where patience ends it."""
+    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "patience": 3, "steps": steps, "save_best": True}
+    train(run(tmp_path, **settings), World())
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["step"] for row in written if "held_out_loss" in row]
+    assert evaluated == sorted(set(evaluated)) and evaluated[-1] == written[-1]["step"]
+
+
 def test_the_best_model_is_the_one_of_its_step(tmp_path):
     """Its held-out loss is what was written then; a run that is stopped and resumed keeps the same one."""
-    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "keep_best": True, "steps": 8}
+    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "save_best": True, "steps": 8}
     train(run(tmp_path / "whole", **settings), World())
     losses = rows(tmp_path / "whole", "held_out_loss")
     losses.pop(8)  # the last row of a step counts, and that is of all held-out data
@@ -117,14 +127,14 @@ def test_the_best_model_is_the_one_of_its_step(tmp_path):
 
 
 def test_a_run_shorter_than_its_evaluations_are_apart_has_a_best_model(tmp_path):
-    train(run(tmp_path, data=f"{HERE}:misleading", evaluate_every=25, keep_best=True, steps=6), World())
+    train(run(tmp_path, data=f"{HERE}:misleading", evaluate_every=25, save_best=True, steps=6), World())
     load_model(tmp_path / "best")
     assert list(rows(tmp_path, "held_out_loss")) == [6]
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
     """The checkpoint of a step is written before its evaluation: what is resumed has not seen it."""
-    settings = {"data": f"{HERE}:misleading", "evaluate_every": 2, "keep_best": True, "steps": 8}
+    settings = {"data": f"{HERE}:misleading", "evaluate_every": 2, "save_best": True, "steps": 8}
     asked = iter([False] * 3 + [True])
     train(run(tmp_path, **settings), World(), stop=lambda: next(asked))
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -138,11 +148,11 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path):
     ("settings", "said"),
     [
         ({"patience": 2}, "`run.patience` needs evaluations during the run"),
-        ({"keep_best": True}, "`run.keep_best` needs evaluations during the run"),
+        ({"save_best": True}, "`run.save_best` needs evaluations during the run"),
         ({"patience": -1}, "`run.patience` must be zero or a positive number"),
-        ({"patience": 1, "evaluate_every": 2, "data": f"{HERE}:alone"}, "`run.patience` goes by the held-out loss"),
+        ({"patience": 1, "evaluate_every": 2, "data": f"{HERE}:alone"}, "`run.patience` needs the held-out loss"),
         ({"evaluate": f"{HERE}:share_of_hit"}, "`run.evaluate`: .* has no callable `share_of_hit` .*`share_of_hits`"),
-        ({"evaluate": f"{HERE}:not_a_dict"}, "`run.evaluate`: .* returned 0.5, which is no dict of numbers"),
+        ({"evaluate": f"{HERE}:not_a_dict"}, "`run.evaluate`: .* returned 0.5, not a dict of numbers"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tmp_path, settings, said):
@@ -152,12 +162,13 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, settings, said):
 
 def test_check_finds_an_evaluation_that_is_not_there(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(f'[run]\nevaluate = "{HERE}:share"\n')
+    assert main(["trust", str(tmp_path / "run.toml")]) == 0
     assert main(["check", str(tmp_path / "run.toml")]) == 2
     assert "has no callable `share`" in " ".join(capsys.readouterr().err.split())
 
 
 def on_two_ranks(folder, features):
-    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "patience": 3, "steps": 60, "keep_best": True}
+    settings = {"data": f"{HERE}:misleading", "evaluate_every": 1, "patience": 3, "steps": 60, "save_best": True}
     result = train(run(folder, features, evaluate=f"{HERE}:share_of_hits", **settings), World.current())
     return {"status": result.status, "held_out": result.metrics["held_out_loss"], "hits": result.metrics["hits"]}
 

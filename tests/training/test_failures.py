@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.optim import AdamW
 from shoestring.training.failures import stop_on_signals
 
@@ -45,6 +45,6 @@ def test_the_first_signal_stops_after_the_step_and_only_a_second_interrupt_goes_
                 signal.raise_signal(number)
             assert usual == usually
             one.step((torch.ones(1, 2),))
-            assert one.stopping
+            assert attachments_of(one).stopping
         signal.raise_signal(TERM)
     assert usual == [*usually, TERM]

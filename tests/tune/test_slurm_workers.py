@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from shoestring.commands.study import read_plan
-from shoestring.commands.trials import folder_of
-from shoestring.testing.slurm import PATIENCE, slurm, slurm_available
+from shoestring.verbs.study import read_plan
+from shoestring.verbs.trials import folder_of
+from tests.rigs.slurm import PATIENCE, slurm, slurm_available
 from tests.small_runs import write_run_file, write_texts
 from tests.tune.test_space import LR
 from tests.waiting import until

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import tomli_w
 
-from shoestring.commands.study import read_plan
-from shoestring.commands.tune import WriteBest, with_action
+from shoestring.cli import find_verb
 from shoestring.core.errors import ConfigError
 from shoestring.tune.gaussian import decode, encode, fit, propose
-from shoestring.tune.settings import Study
+from shoestring.tune.population import perturb
+from shoestring.tune.search import TrialSearch
+from shoestring.tune.settings import Population, Study
 from shoestring.tune.space import Dimension, draw, read_space
+from shoestring.tune.store import Store, connect
+from shoestring.verbs.study import read_plan
+from shoestring.verbs.tune import write_best
 
 LR = {"optim.adamw.lr": {"log": [1e-4, 1e-2]}}
 
@@ -57,7 +61,7 @@ BAD = {
     "unknown_technique": ({"optim.adamww.lr": {"float": [0.1, 0.2]}}, "unknown technique.*did you mean `adamw`"),
     "wrong_type": ({"run.batch": {"float": [1.0, 2.0]}}, "`run.batch` must be a whole number"),
     "refused_end": ({"run.batch": {"int": [0, 4]}}, "`run.batch` must be at least 1"),
-    "own_key": ({"run.folder": {"choice": ["a", "b"]}}, "the study's own"),
+    "own_key": ({"run.folder": {"choice": ["a", "b"]}}, "set by the study itself"),
 }
 
 
@@ -83,15 +87,15 @@ def test_bad_studies_are_refused(tmp_path):
     plan_of(tmp_path)
     (tmp_path / "study").mkdir()
     with pytest.raises(ConfigError, match="the store holds no study"):
-        WriteBest(tmp_path / "tune.toml").run()
+        write_best(tmp_path / "tune.toml", tmp_path / "run.toml")
 
 
 def test_run_may_be_left_out():
-    assert with_action([]) == ["run"]
-    assert with_action(["tune.toml", "--workers", "2"]) == ["run", "tune.toml", "--workers", "2"]
-    assert with_action(["--workers", "2", "tune.toml"])[0] == "run"
-    assert with_action(["best", "--out", "b.toml"]) == ["best", "--out", "b.toml"]
-    assert with_action(["--help"]) == ["--help"]
+    assert find_verb(["tune"]) == ("tune run", [])
+    assert find_verb(["tune", "tune.toml", "--workers", "2"]) == ("tune run", ["tune.toml", "--workers", "2"])
+    assert find_verb(["tune", "--workers", "2", "tune.toml"])[0] == "tune run"
+    assert find_verb(["tune", "best", "--out", "b.toml"]) == ("tune best", ["--out", "b.toml"])
+    assert find_verb(["tune", "--help"]) == ("tune", ["--help"])
 
 
 def test_every_end_becomes_a_run_and_the_document_reads_back(tmp_path):
@@ -140,3 +144,41 @@ def test_a_batch_does_not_propose_a_running_point_again():
 def test_settings_have_bounds():
     with pytest.raises(ConfigError, match=r"`tune\.lease` must be positive"):
         Study(run="quickstart", lease=0.0)
+
+
+TYPES = [1, 1.0, True, "1"]
+BETAS = [[0.9, 0.95], [0.9, 0.999], []]
+
+
+@pytest.mark.parametrize("sampler", ["random", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tpe", "gp"))])
+@pytest.mark.parametrize("choices", [TYPES, BETAS], ids=["types", "lists"])
+def test_choices_keep_their_types_and_may_be_lists(tmp_path, sampler, choices):
+    space = read_space({"a.b": {"choice": choices}, "a.c": {"int": [1, 2], "when": {"a.b": [choices[0]]}}}, "t")
+    store = Store(connect(f"sqlite:///{tmp_path / 'store.db'}"), "s")
+    store.create({})
+    search = TrialSearch(store, Study(run="r", name="s", trials=7, sampler=sampler), space)
+    met = set()
+    for _ in range(7):
+        lease = search.propose("w", 60.0)
+        value = lease.parameters["a.b"]
+        same = [choice for choice in choices if repr(choice) == repr(value)]
+        assert len(same) == 1, f"{value!r} is none of {choices}"
+        assert ("a.c" in lease.parameters) == (repr(value) == repr(choices[0]))
+        met.add(repr(value))
+        store.finish(lease, "done", 1.0)
+        search.publish(lease.number)
+    assert len(met) > 1
+    plans = Population(size=4, every=5, resample=0.0, method="pbt")
+    moved = perturb(space, {"a.b": choices[1]}, plans, np.random.default_rng(0))["a.b"]
+    assert repr(moved) in (repr(choices[0]), repr(choices[2]))
+
+
+def test_lists_of_choices_reach_the_run_file(tmp_path):
+    plan = plan_of(tmp_path, {"optim.adamw.betas": {"choice": [[0.9, 0.95], [0.9, 0.999]]}})
+    document = plan.run_document({"optim.adamw.betas": [0.9, 0.999]})
+    assert document["optim"]["adamw"]["betas"] == [0.9, 0.999]
+    with pytest.raises(ConfigError, match=r"`optim\.adamw\.betas` must be a list of 2"):
+        plan_of(tmp_path, {"optim.adamw.betas": {"choice": [[0.9, 0.95], [0.9]]}})
+    for bad in ({"x": 1}, [{"x": 1}]):
+        with pytest.raises(ConfigError, match="or lists of them"):
+            plan_of(tmp_path, {"optim.adamw.betas": {"choice": [bad]}})

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoestring.report import figures
+from shoestring import figures
 from shoestring.tune.progress import StudyProgress, drawing, ending, headline
 from shoestring.tune.settings import Halving, Population, Study
 from shoestring.tune.space import Dimension

@@ -154,7 +154,7 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestLeases.settings = settings(max_examples=25, stateful_step_count=25)
 
 
 def test_a_trial_paused_again_is_not_promoted_by_who_saw_it_before(tmp_path):

@@ -1,6 +1,7 @@
 """`shoestring tune` as a user has it: files, workers as processes, and what they leave behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,12 +13,12 @@ import tomli_w
 
 from shoestring.checkpoint import Tiered
 from shoestring.checkpoint.tiers.slots import slots_folder
-from shoestring.commands.study import join_plan, read_plan
-from shoestring.commands.trials import Leftovers, folder_of
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.tune.search import open_optuna
 from shoestring.tune.store import Store, connect, masked
+from shoestring.verbs.study import join_plan, read_plan
+from shoestring.verbs.trials import Leftovers, folder_of
 from tests.small_runs import write_run_file, write_texts
 from tests.tune.test_space import LR, plan_of
 
@@ -59,12 +60,12 @@ def test_a_store_may_be_named_by_an_environment_variable(tmp_path, monkeypatch):
 
 
 def test_what_killed_trials_left_in_memory_is_removed_when_they_have_ended(tmp_path):
-    base = {"run": {"steps": 10}, "checkpoint": {"tiered": {"memory": str(tmp_path / "memory")}}}
+    base = {"run": {"steps": 10}, "checkpoint": {"tiered": {"memory_folder": str(tmp_path / "memory")}}}
     plan = plan_of(tmp_path, base=base)
     store = plan.open_store(create=True)
     slots = []
     for number in range(2):
-        settings = Tiered(memory=str(tmp_path / "memory")).placed(folder_of(plan, number))
+        settings = Tiered(memory_folder=str(tmp_path / "memory")).placed(folder_of(plan, number))
         slots.append(slots_folder(settings, World()).parent)
         store.add(number + 1, number, {"optim.adamw.lr": 1e-3}, 2)
         store.take("killed", -1.0)
@@ -79,15 +80,22 @@ def test_what_killed_trials_left_in_memory_is_removed_when_they_have_ended(tmp_p
 def test_two_workers_search_and_the_best_run_file_trains(tmp_path):
     base = {"run": {"steps": 6, "data": write_texts(tmp_path / "texts")}}
     write_run_file(tmp_path / "base.toml", base)
-    tables = {"tune": {"run": str(tmp_path / "base.toml"), "trials": 3, "sampler": "random"}, "space": LR}
+    tables = {"tune": {"run": str(tmp_path / "base.toml"), "trials": 3, "sampler": "random", "lease": 6.0}, "space": LR}
     (tmp_path / "tune.toml").write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "shoestring"]
     begin = {"cwd": tmp_path, "text": True, "capture_output": True, "timeout": 300}
-    search = subprocess.Popen([*command, "tune", "tune.toml", "--workers", "2"], cwd=tmp_path)
-    shown = set()
+    search = subprocess.Popen(
+        [*command, "tune", "tune.toml", "--workers", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    shown, killed = set(), 0
     while search.poll() is None:
         shown |= set(arguments_of_workers())
-    assert search.returncode == 0
+        below = Path(f"/proc/{search.pid}/task/{search.pid}/children")
+        workers = below.read_text().split() if below.exists() else []
+        if len(workers) == 2 and not killed and any(tmp_path.glob("tune/*/trial-*/metrics.jsonl")):
+            os.kill(killed := int(workers[0]), signal.SIGKILL)
+    assert killed and "a worker ended by signal 9" in search.stderr.read()
+    assert search.returncode == 0, "the exit code is the study's"
     assert shown and not any("sqlite" in arguments for arguments in shown), "the URL may hold a password"
     best = subprocess.run([*command, "tune", "best", "--out", "best.toml"], **begin)
     assert "3 done" in best.stdout, best.stderr
@@ -122,7 +130,7 @@ asked = []
 for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
     setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
 import importlib
-from shoestring.commands.trials import PRELOADED
+from shoestring.verbs.trials import PRELOADED
 for module in PRELOADED:
     importlib.import_module(module)
 assert not asked, asked

@@ -14,7 +14,7 @@ import sqlalchemy as sql
 
 from benchmarks.tune import toy_worker
 from benchmarks.tune.toy_trial import undisturbed
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, WorldError
 from shoestring.tune.process import TrialProcess, TrialServer, end_former
 from shoestring.tune.settings import Halving
 from shoestring.tune.store import Store, connect
@@ -156,6 +156,81 @@ def test_workers_that_show_a_trial_at_once_do_not_disturb_each_other(tmp_path, m
     monkeypatch.setattr(second.storage, "get_trial", lambda trial: before)  # as it was before the other one ended it
     second.publish(lease.number)
     assert second.store.unpublished(abandoned=False) == []
+
+
+@pytest.mark.parametrize(
+    "when", ["while a trial runs", pytest.param("just before the next one", marks=pytest.mark.slow)]
+)
+def test_a_killed_fork_server_costs_an_attempt_at_most(tmp_path, caplog, when):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 2, 20.0, 100, 0.002)
+    start, killed = worker.start, []
+
+    def start_and_kill(lease):
+        trial = start(lease)
+        if not killed:
+            killed.append(trial._server)
+            if when == "while a trial runs":
+                until((tmp_path / "trial-0" / "checkpoint.json").exists)
+            else:
+                until(lambda: trial.poll() is not None)
+            os.kill(trial._server.pid, signal.SIGKILL)
+        return trial
+
+    worker.start = start_and_kill
+    with caplog.at_level("WARNING"):
+        worker.run()
+    trials = worker.store.trials()
+    assert [trial.state for trial in trials] == ["done", "done"]
+    assert [trial.attempts for trial in trials] == [int(when == "while a trial runs"), 0]
+    if when == "while a trial runs":
+        assert any("the process that starts the trials was killed" in each.getMessage() for each in caplog.records)
+
+
+def test_a_host_that_cannot_start_trials_says_so_and_keeps_no_lease(tmp_path):
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 1, 20.0, 10, 0.0)
+    server = TrialServer(["no_such_module"])
+    worker.start = lambda lease: TrialProcess(server, run_code, [""], tmp_path / "trial-0", "loss")
+    with pytest.raises(WorldError, match="no process for trials can be started"):
+        worker.run()
+    (trial,) = worker.store.trials()
+    assert (trial.state, trial.attempts) == ("ready", 0)
+    worker.start = lambda lease: (tmp_path / "store.db" / "no folder").mkdir()
+    with pytest.raises(NotADirectoryError):
+        worker.run()
+    assert worker.store.trials()[0].state == "ready"
+
+
+DIVERGES = """
+import sys
+from pathlib import Path
+from shoestring.report import history_file
+history_file.add(Path({folder!r}), "started", rank=0, step=0)
+history_file.add(Path({folder!r}), "failed", rank=0, step=3, error="NonFiniteError", message="the loss is nan")
+sys.exit("error: the loss became nan at step {number}")
+"""
+
+
+@pytest.mark.slow
+def test_only_failures_of_one_cause_end_a_study(tmp_path):
+    """Diverged trials are results, and different failures say nothing of the next trial."""
+    worker = toy_worker.build(url_of(tmp_path), tmp_path, 7, 20.0, 5, 0.0)
+    start, worker.attempts, server = worker.start, 1, TrialServer([])
+    causes = ("no room", "no file", "no luck")
+
+    def begin(lease):
+        folder, code = tmp_path / f"trial-{lease.number}", DIVERGES
+        if lease.number == 6:
+            return start(lease)
+        if lease.number < 3:
+            code = f"import sys; sys.exit('error: {causes[lease.number]}')"
+        code = code.format(folder=str(folder), number=lease.number)
+        return TrialProcess(server, run_code, [code], folder, "loss")
+
+    worker.start = begin
+    worker.run()
+    trials = worker.store.trials()
+    assert [trial.state for trial in trials] == ["failed"] * 6 + ["done"]
+    assert trials[5].note == "diverged: the loss became nan at step 5"
 
 
 def process(code, folder):

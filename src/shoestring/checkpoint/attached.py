@@ -1,4 +1,4 @@
-"""Attaching the checkpoint cache: to a job, and to a program that knows nothing of jobs."""
+"""Attach multi-level checkpoints to a job, or to a program with a training loop of its own."""
 
 from __future__ import annotations
 
@@ -16,85 +16,89 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint import Tiered
-from shoestring.checkpoint.differences.averages import KeptAverages
+from shoestring.checkpoint.differences.averages import KeptAverages, refuse_scaled
 from shoestring.checkpoint.differences.differences import STEPS, Differences
 from shoestring.checkpoint.recovery.resume import forget_all, resume
 from shoestring.checkpoint.tiers.slots import Slot, slots_folder
 from shoestring.checkpoint.tiers.tiered import Checkpointer
+from shoestring.core.attachments import Attachments, Kept
 from shoestring.core.compose import check_features
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.feature import DATA, Phase
-from shoestring.core.job import Job, Kept
 from shoestring.core.kept import Progress, RandomState
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
 
 OURS = ("progress", "random", "checkpoint")
-"""The names of the states that are saved besides those of a program with a loop of its own."""
+"""Names of the states that are saved in addition to the states that the program passes; it may not use these names."""
 
 
-def install(job: Job, settings: Tiered) -> None:
-    """Save the job's kept state after its steps from now on."""
+def install(attachments: Attachments, settings: Tiered) -> None:
+    """Attach multi-level checkpoints to a job: restored at the start, written after steps, completed on exit."""
 
     def stable() -> set[int]:
-        return addresses([job.module, job.built_optimizer, *(kept.state for kept in job.kept.values())])
+        states = (entry.state for entry in attachments.kept.values())
+        return addresses([attachments.module, attachments.optimizer, *states])
 
-    folder = job.world.agree(lambda: slots_folder(settings, job.world))
-    checkpointer = Checkpointer(job.kept, job.progress, job.world, settings, folder, stable)
-    job.exits.callback(close, checkpointer)
-    job.keep("checkpoint", checkpointer.schedule)
+    folder = attachments.world.agree(lambda: slots_folder(settings, attachments.world))
+    checkpointer = Checkpointer(attachments.kept, attachments.progress, attachments.world, settings, folder, stable)
+    attachments.exits.callback(close, checkpointer)
+    attachments.keep("checkpoint", checkpointer.schedule)
     if settings.differences:
-        checkpointer.differences = _differences(job, checkpointer)
+        checkpointer.differences = _differences(attachments, checkpointer)
         checkpointer.schedule.replays = checkpointer.differences is not None
 
     def capture() -> None:
-        if job.done:
-            job.world.agree(job.verify)
-        loss = job.numbers.get("loss")
+        if attachments.done:
+            attachments.world.agree(attachments.verify)
+        loss = attachments.numbers.get("loss")
         if checkpointer.differences is not None:
             checkpointer.schedule.replays = checkpointer.differences.works
-        checkpointer.capture(job.done, loss if isinstance(loss, Tensor) else None)
-        job.trace.facts |= checkpointer.facts()
+        checkpointer.capture(attachments.done, loss if isinstance(loss, Tensor) else None)
+        attachments.trace.facts |= checkpointer.facts()
 
-    job.at(Phase.WAIT, checkpointer.wait)
-    job.at(Phase.CAPTURE, capture)
-    job.restore_with(partial(_restore, checkpointer, job.progress.total))
+    attachments.at(Phase.WAIT, checkpointer.wait)
+    attachments.at(Phase.CAPTURE, capture)
+    attachments.restore_with(partial(_restore, checkpointer, attachments.progress.total))
 
 
-def _differences(job: Job, checkpointer: Checkpointer) -> Differences | None:
-    """What keeps the steps since the newest checkpoint; None on a single rank, which exchanges nothing.
+def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differences | None:
+    """Create the recorder of differences since the newest checkpoint; None for a single rank, which exchanges nothing.
 
     Raises:
-        ConfigError: on all ranks: steps of this job cannot be replayed.
+        ConfigError: steps of this job cannot be replayed; raised on all ranks.
     """
     settings = checkpointer.settings
-    if job.scaler.is_enabled():
-        hint = 'train with precision.autocast.dtype = "bf16"'
-        raise ConfigError(f"`{settings.name}.differences` cannot replay steps that a loss scale may skip", hint=hint)
-    averages = next((each.state for each in job.kept.values() if isinstance(each.state, KeptAverages)), None)
+    if attachments.scaler.is_enabled():
+        refuse_scaled(f"{settings.name}.differences")
+    states = (entry.state for entry in attachments.kept.values())
+    averages = next((state for state in states if isinstance(state, KeptAverages)), None)
     if averages is None:
-        if job.world.ranks_over(DATA) > 1:
+        if attachments.world.ranks_over(DATA) > 1:
             raise ConfigError(
-                f"`{settings.name}.differences` finds nothing that keeps averages", hint="add [comm.dense]"
+                f"`{settings.name}.differences` needs a gradient exchange of [comm]", hint="add [comm.dense]"
             )
         return None
-    slot = Slot(checkpointer.folder / f"{STEPS}-{job.world.local_rank}", checkpointer.files)
+    slot = Slot(checkpointer.folder / f"{STEPS}-{attachments.world.local_rank}", checkpointer.files)
     claim, group, steps = checkpointer.claim, checkpointer.group, settings.differences
     partners = None
     if checkpointer.schedule.has_peers and settings.differences_on != "memory":
-        partners = Slot(checkpointer.folder / f"{STEPS}-partner-{job.world.local_rank}", checkpointer.files)
+        partners = Slot(checkpointer.folder / f"{STEPS}-partner-{attachments.world.local_rank}", checkpointer.files)
     on_disk = settings.differences_on == "disk"
-    differences = Differences(job, averages, slot, claim, group, steps, on_disk=on_disk, partners=partners)
-    job.at(Phase.WAIT, differences.begin_step)
+    differences = Differences(attachments, averages, slot, claim, group, steps, on_disk=on_disk, partners=partners)
+    attachments.at(Phase.WAIT, differences.begin_step)
     return differences
 
 
 def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
-    """Resume; a run that has nothing left to do is on disk after that.
+    """Resume from a checkpoint. If the run has no steps left, write its state to disk.
+
+    A finished run that resumes from memory was killed before its last checkpoint was on disk.
 
     Args:
-        total: steps to do, if the run file says so.
+        total: number of steps that the run file asks for; 0 if it gives no number.
+        where: "auto" for the newest checkpoint, or a path.
     """
     step = resume(checkpointer, where)
     done = 0 < (total or checkpointer.progress.total) <= checkpointer.progress.position
@@ -103,14 +107,15 @@ def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
     return step
 
 
-def restore(job: Job, settings: Tiered, where: str) -> int | None:
-    """`resume` for a job that does not save by the cache, but may continue from what the cache has left.
+def restore(attachments: Attachments, settings: Tiered, where: str) -> int | None:
+    """Resume a job without `Tiered`, possibly from checkpoints that an earlier start wrote with `Tiered`.
 
     Args:
-        settings: of the cache; nothing is saved by them.
+        settings: settings that say in which folders checkpoints are looked for; none is written.
+        where: "auto" for the newest checkpoint, or a path.
     """
-    slots = job.world.agree(lambda: slots_folder(settings, job.world, make=False))
-    checkpointer = Checkpointer(job.kept, job.progress, job.world, settings, slots, set)
+    slots = attachments.world.agree(lambda: slots_folder(settings, attachments.world, make=False))
+    checkpointer = Checkpointer(attachments.kept, attachments.progress, attachments.world, settings, slots, set)
     try:
         return resume(checkpointer, where)
     finally:
@@ -118,17 +123,21 @@ def restore(job: Job, settings: Tiered, where: str) -> int | None:
 
 
 def close(checkpointer: Checkpointer) -> None:
-    """Stop; of a run that ended by itself nothing stays in memory."""
+    """Stop writing checkpoints. If the run has finished, delete its checkpoints in memory: the last one is on disk."""
     checkpointer.close()
     if checkpointer.finished and checkpointer.world.local_rank == 0:
         forget_all(checkpointer.folder.parent)
 
 
 def addresses(owners: Iterable[object]) -> set[int]:
-    """Where the tensors lie that stay as they are until the next optimizer step: parameters, optimizer state, and
-    numbers of the newest step that nobody has read."""
-    with torch.no_grad():  # where a DTensor gives its local tensor as it is
-        return {_local(tensor).untyped_storage().data_ptr() for owner in owners for tensor in _tensors(owner)}
+    """Storage addresses of all tensors that stay unchanged until the next optimizer step.
+
+    These tensors are parameters, optimizer state, and metrics of the newest step that are still on the device.
+    """
+    with torch.no_grad():  # with gradients, `to_local` would return a new tensor
+        tensors = (tensor for owner in owners for tensor in _tensors(owner))
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return {tensor.untyped_storage().data_ptr() for tensor in local}
 
 
 def _tensors(owner: object) -> Iterator[Tensor]:
@@ -137,36 +146,32 @@ def _tensors(owner: object) -> Iterator[Tensor]:
     elif isinstance(owner, Optimizer):
         for state in owner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-    elif isinstance(unread := getattr(owner, "unread", None), Tensor):  # of `Progress`, and of rows of metrics
+    elif isinstance(unread := getattr(owner, "unread", None), Tensor):  # an attribute of `Progress` and `NewestRows`
         yield unread
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _check_given(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
-    """Raise ConfigError where something is no state, or two of them would be saved under one name."""
-    for key, given in (("state", state), ("own", own)):
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"`{key}` must be a mapping, got a {type(given).__name__}", hint='as {"model": model}')
-        for name, each in given.items():
-            if not isinstance(each, Stateful):
-                said = f"`{name}` in `{key}` is a {type(each).__name__}, without `state_dict` and `load_state_dict`"
-                raise ConfigError(said, hint="give the object itself, such as the model, not what it holds")
+def _check_states(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) -> None:
+    """Raise ConfigError if an object has no state to save, or two objects would be saved under the same name."""
+    for key, states in (("state", state), ("own", own)):
+        if not isinstance(states, Mapping):
+            raise ConfigError(f"`{key}` must be a mapping, got a {type(states).__name__}", hint='as {"model": model}')
+        for name, value in states.items():
+            if not isinstance(value, Stateful):
+                message = f"`{name}` in `{key}` is a {type(value).__name__}, without `state_dict` and `load_state_dict`"
+                raise ConfigError(message, hint="give the object itself, such as the model, not its state dict")
     for name in OURS:
         if name in state or name in own:
             raise ConfigError(
-                f"`{name}` is the name of a state that `checkpoint.attach` saves itself", hint="give yours another name"
+                f"`{name}` is reserved for a state that `checkpoint.attach` adds", hint="give yours another name"
             )
     if both := state.keys() & own.keys():
         raise ConfigError(f"`{min(both)}` is in `state` and in `own`", hint="give one of them another name")
 
 
 class Attached:
-    """The checkpoint cache of a program with a loop of its own. A context manager: it stops its threads at the end.
+    """Checkpoints of a program with a training loop of its own; a context manager, whose end stops the threads.
 
-    Call `restore` before the loop, and `step` after every optimizer step, on all ranks.
+    All ranks call `restore` before the loop, and `step` after every optimizer step.
     """
 
     def __init__(self, state: Mapping[str, Stateful], own: Mapping[str, Stateful], settings: Tiered) -> None:
@@ -176,32 +181,37 @@ class Attached:
             raise ConfigError(f"`settings` must be a checkpoint.Tiered, got a {type(settings).__name__}")
         settings.validate(world.hosts)
         if settings.differences:
-            said = f"`{settings.name}.differences` replays steps of a job, which `checkpoint.attach` knows nothing of"
-            raise ConfigError(said, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`")
-        _check_given(state, own)
+            message = (
+                f"`{settings.name}.differences` replays steps of a job, but `checkpoint.attach` works without a job"
+            )
+            raise ConfigError(
+                message, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`"
+            )
+        _check_states(state, own)
         self._hooks: list[Callable[[], None]] = []
-        kept = {name: Kept(each, "shard", None) for name, each in state.items()}
-        kept |= {name: Kept(each, "own", None) for name, each in own.items()}
-        kept |= {"progress": Kept(self.progress, "same", None), "random": Kept(RandomState(world.device), "own", None)}
+        states = {name: Kept(value, "shard", None) for name, value in state.items()}
+        states |= {name: Kept(value, "own", None) for name, value in own.items()}
+        states["progress"] = Kept(self.progress, "same", None)
+        states["random"] = Kept(RandomState(world.device), "own", None)
         owners = list(state.values())
         folder = world.agree(lambda: slots_folder(settings, world))
-        self.checkpointer = Checkpointer(kept, self.progress, world, settings, folder, lambda: addresses(owners))
-        kept["checkpoint"] = Kept(self.checkpointer.schedule, "same", None)
+        self.checkpointer = Checkpointer(states, self.progress, world, settings, folder, lambda: addresses(owners))
+        states["checkpoint"] = Kept(self.checkpointer.schedule, "same", None)
         for owner in owners:
             if isinstance(owner, Optimizer):
                 self._hooks.append(owner.register_step_pre_hook(lambda *_: self.checkpointer.wait()).remove)
 
     def restore(self, where: str | Path = "auto") -> int:
-        """Resume from the newest state there is, or from what is named; the steps done, 0 where there is none."""
+        """Resume from the newest checkpoint, or from the one at a path; returns its step, or 0 if there is none."""
         return resume(self.checkpointer, str(where)) or 0
 
     def step(self, *, last: bool = False) -> None:
-        """Count a step, and save where that is due; everything and at once if it is the `last`."""
+        """Count a step, and make a checkpoint if one is due. If `last`, wait until the checkpoint is on disk."""
         if self.closed:
-            raise CheckpointError("the checkpoints are closed", hint="call `step` inside of the `with` block")
+            raise CheckpointError("the checkpoints are closed", hint="call `step` inside the `with` block")
         self.progress.step += 1
         self.checkpointer.capture(last)
-        if not self._hooks:  # nobody says when the optimizer will change what is being copied
+        if not self._hooks:  # without a hook before the next optimizer step, nothing would wait for the copy
             self.checkpointer.wait()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What each verb of the command line does."""
+"""Arguments of the verbs, and the printing of their results; importing these modules does not import torch."""

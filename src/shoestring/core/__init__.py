@@ -1,1 +1,1 @@
-"""The nouns every area shares: World, Cluster, Job, Trace, Feature. Import the modules, not this package."""
+"""Classes that every area uses: World, Job, Trace, Feature. Import them from the modules of this package."""

@@ -1,4 +1,4 @@
-"""How features attach to a job, and to a program with a loop of its own."""
+"""Attach features to a job, or to the model and optimizer of a program with a training loop of its own."""
 
 from __future__ import annotations
 
@@ -9,37 +9,48 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoestring import facts
+from shoestring._torch import unscale_before_steps
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Phase, Seam, arrange_mesh, check_owners, order_of_application
-from shoestring.core.job import Job
+from shoestring.core.feature import Feature, Phase, Seam, arrange_mesh, check_owners, order_of_application, resolve_all
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Params
 
 
-def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
-    """Attach features to a job: resolve, refuse conflicts, check, then apply seam by seam.
+def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) -> Job:
+    """Attach features to a job: fill in "auto" settings, refuse conflicts, check each feature, apply seam by seam.
 
-    Nothing is changed or allocated before every check has passed; if an `apply` fails, what was taken is released.
+    Nothing is changed or allocated before all checks have passed. If an `apply` fails, everything is released.
+
+    Args:
+        dry: stop after the checks.
 
     Raises:
-        ConfigError: a feature does not fit the job. ConflictError: two features own one seam.
+        ConfigError: a feature does not fit the job, or ranks have different settings. ConflictError: two features own
+            the same seam.
     """
     check_features(features)
-    job.world = arrange_mesh(job.world, features)
-    features = tuple(feature.resolve(job.world) for feature in features)
+    attachments = attachments_of(job)
+    world = attachments.world
+    world.alike(facts.of_features(features, total=job.progress.total), "attach the same features on all ranks")
+    attachments.world = arrange_mesh(world, features)
+    attachments.features = features = resolve_all(features, attachments.world)
     check_owners(features)
-    _check_replicas(job, features)
-    job.features = features
-    if isinstance(job.optimizer, Optimizer):
-        job.optimizer = _factory_of(job.optimizer, job)
-    if not job.parameters:
-        raise ConfigError(f"{type(job.model).__name__} has no trainable parameters")
+    _check_replicas(attachments)
+    if isinstance(attachments.build_optimizer, Optimizer):
+        attachments.build_optimizer = _factory_of(attachments.build_optimizer, attachments)
+    if not attachments.parameters:
+        raise ConfigError(f"{type(attachments.model).__name__} has no trainable parameters")
     for feature in features:
-        if feature.adds_parameters and job.engine == "ddp" and job.model is not job.module:
-            said = f"`{feature.name}` adds parameters, and DDP has wrapped the model without them"
-            raise ConfigError(said, hint="attach it to the model before DDP does")
-        feature.check(job)
+        if feature.adds_parameters and attachments.wrapped:
+            message = f"`{feature.name}` adds parameters, which DDP would not average: it has already wrapped the model"
+            raise ConfigError(message, hint="attach the feature first, then wrap the model in DDP")
+        feature.check(attachments)
+    if dry:
+        return job
     try:
-        _apply_all(job)
+        _apply_all(attachments)
     except BaseException:
         job.close()
         raise
@@ -47,6 +58,7 @@ def compose(job: Job, features: Sequence[Feature] = ()) -> Job:
 
 
 def check_features(features: Sequence[object]) -> None:
+    """Raise ConfigError if an object is not a feature, or has a setting that is not among the allowed values."""
     for feature in features:
         if isinstance(feature, type):
             raise ConfigError(f"`{feature.__name__}` is a class, not settings", hint=f"write `{feature.__name__}()`")
@@ -57,92 +69,111 @@ def check_features(features: Sequence[object]) -> None:
                 raise ConfigError(f"`{feature.name}.{name}` cannot be {value!r}", hint=f"valid: {get_args(kind)}")
 
 
-def _check_replicas(job: Job, features: Sequence[Feature]) -> None:
-    """Every mesh axis with several ranks needs someone who keeps their models equal, or merges them."""
-    keeping = [feature.over for feature in features if {Seam.SHARD, Seam.WIRE} & set(feature.seams)]
-    owned = set(job.replicas).union(*keeping)
-    for axis, ranks in job.world.axes.items():
+def _check_replicas(attachments: Attachments) -> None:
+    """Raise ConfigError if no feature keeps the models of ranks along a mesh axis equal, or merges them."""
+    owners = (feature for feature in attachments.features if {Seam.SHARD, Seam.WIRE} & set(feature.seams))
+    owned = set(attachments.replicas).union(*(feature.over for feature in owners))
+    for axis, ranks in attachments.world.axes.items():
         if ranks > 1 and axis not in owned:
-            said = f"{ranks} ranks over {axis}, but nothing keeps their models equal"
-            raise ConfigError(said, hint="add parallel.DDP()")
+            message = f"{ranks} ranks over {axis}, but nothing keeps their models equal"
+            raise ConfigError(message, hint="add parallel.DDP()")
 
 
-def _apply_all(job: Job) -> None:
-    """Apply seam by seam; inside a seam in the given order, which for a run file is that of `feature.AREAS`.
+def _apply_all(attachments: Attachments) -> None:
+    """Apply the features seam by seam; inside a seam in the given order.
 
-    The order of the seams, each with its reason:
+    Why the seams have this order:
 
-    1. MODEL: all others see what the model computes and which parameters it has then. Modules are frozen by
-       now, so that SHARD can shard them.
-    2. GRAPH: passes are collected, then the model is compiled once. DDP's and FSDP2's hooks come later and so lie
-       outside of the compiled graph, which they would break.
-    3. LOSS: wraps the loss before anything is sharded, with what MODEL has set up (a teacher).
-    4. SHARD: settles how the model is spread and which tensors the optimizer steps.
-    5. WIRE: hooks into the engine that SHARD has put around the model.
-    6. OPTIM: the optimizer is built over what SHARD left to be stepped.
-    7. STEP: hangs its phases on the optimizer, which must exist for that.
+    1. MODEL comes first: it determines what the model computes and which parameters it has. MODEL also freezes modules,
+       so that SHARD can shard them.
+    2. GRAPH: passes are collected, then the model is compiled once. The hooks of DDP and FSDP2 are added later, so
+       that torch.compile does not trace them, which would break the graph.
+    3. LOSS: the loss is wrapped before anything is sharded; it may use modules that MODEL set up (a teacher).
+    4. SHARD determines how the model is distributed, and which tensors the optimizer steps.
+    5. WIRE registers its hooks on the wrapper that SHARD put around the model.
+    6. OPTIM: the optimizer is built over the tensors that SHARD chose.
+    7. STEP adds functions to the phases of the optimizer's step; by then the optimizer exists.
     """
-    pairs = order_of_application(job.features)
     for seam in Seam:
-        for of, feature in pairs:
-            if of is seam:
-                job.attaching = feature.name, seam
-                feature.apply(job, seam)
-        job.attaching = "the program", None
-        if seam is Seam.GRAPH and (compiler := job.graph.compiler()):
-            job.module.compile(backend=compiler)
-            job.exits.callback(setattr, job.module, "_compiled_call_impl", None)
+        for place, feature in order_of_application(attachments.features):
+            if place is seam:
+                attachments.attaching = feature.name, seam
+                feature.apply(attachments, seam)
+        attachments.attaching = "the program", None
+        if seam is Seam.GRAPH and (compiler := attachments.graph.compiler()):
+            attachments.module.compile(backend=compiler)
+            attachments.exits.callback(setattr, attachments.module, "_compiled_call_impl", None)
         if seam is Seam.OPTIM:
-            job.build()
+            attachments.build()
+            if "OPTIM" not in attachments.owners:  # otherwise `compose` has compared the feature's settings
+                built = facts.of_optimizer(attachments.optimizer, attachments.world.axes)
+                attachments.world.alike(built, "build the same optimizer on all ranks")
 
 
-def attach(model: nn.Module, optimizer: Optimizer, *features: Feature) -> Job:
-    """Attach features to a program with a loop of its own: its `model` and `optimizer`, as they are.
+def attach(
+    model: nn.Module, optimizer: Optimizer, *features: Feature, scaler: torch.amp.GradScaler | None = None
+) -> Job:
+    """Attach features to the model and optimizer of a program with a training loop of its own.
 
-    The features run in hooks of the two, so the loop stays as it is. A feature that wraps the model (DDP) gives the
-    wrapped one as `attach(…).model`, and one that builds an optimizer (AdamW) gives it as `.built_optimizer`.
+    The features run in hooks of the model and the optimizer, so the loop stays as it is. If a feature wraps the model
+    (DDP) or builds an optimizer (AdamW), the loop uses `attach(…).model` and `attach(…).optimizer`.
+
+    Args:
+        scaler: the loop's own loss scaler for fp16, if it has one.
+
+    Returns:
+        The job. The loop may call its `keep`, `restore` and `close`, but not its `step`: it steps its own optimizer.
 
     Raises:
-        ConfigError: as `compose` does; and for a feature at LOSS, which a loop with its own loss would pass by.
+        ConfigError: as in `compose`; also for a feature at LOSS, because the loop computes the loss itself.
     """
     check_features(features)
     for feature in features:
         if Seam.LOSS in feature.seams:
-            hint = "compose a Job and call its `step`, or its `loss`"
+            hint = "compose a Job and call its `step`"
             raise ConfigError(f"`{feature.name}` changes the loss, which this loop computes itself", hint=hint)
-    job = compose(Job(model, optimizer=optimizer), features)
-    if job.phases[Phase.FORWARD]:
-        hook: Any = torch.compiler.disable(_before_forward(job))
-        job.exits.callback(job.model.register_forward_pre_hook(hook).remove)
+    job = Job(model, optimizer=optimizer)
+    attachments = attachments_of(job)
+    if scaler is not None:
+        attachments.scaler = scaler
+    compose(job, features)
+    if scaler is not None:
+        attachments.exits.callback(unscale_before_steps(job.optimizer))
+    if attachments.phases[Phase.FORWARD]:
+        hook: Any = torch.compiler.disable(_before_forward(attachments))
+        attachments.exits.callback(job.model.register_forward_pre_hook(hook).remove)
     return job
 
 
-def _before_forward(job: Job) -> Callable[[nn.Module, object], None]:
-    """Does the work of Phase.FORWARD before the first forward pass of each step."""
+def _before_forward(attachments: Attachments) -> Callable[[nn.Module, object], None]:
+    """Build a hook that runs Phase.FORWARD before the first forward pass of each step."""
     done = -1
 
     def before(module: nn.Module, _: object) -> None:
         nonlocal done
-        if module.training and done != job.progress.step:
-            done = job.progress.step
-            for work in job.phases[Phase.FORWARD]:
-                work()
+        if module.training and done != attachments.progress.step:
+            done = attachments.progress.step
+            attachments.run(Phase.FORWARD)
 
     return before
 
 
-def _factory_of(optimizer: Optimizer, job: Job) -> Callable[[Params], Optimizer]:
-    """A factory that returns `optimizer` over what is trained then: `fully_shard` puts others in its place."""
-    # Accelerate's wrapper calls the optimizer inside only where gradients are complete: hooks belong on that one.
-    inner = getattr(optimizer, "optimizer", None)
-    optimizer = inner if isinstance(inner, Optimizer) else optimizer
-    names = {parameter: name for name, parameter in job.named().items()}
+def _factory_of(optimizer: Optimizer, attachments: Attachments) -> Callable[[Params], Optimizer]:
+    """Build a factory that returns `optimizer` with the tensors that are trained when it is called.
+
+    If an owner of SHARD has replaced the parameters, as `fully_shard` does, these tensors are not the ones that the
+    optimizer was built with.
+    """
+    # Accelerate wraps the optimizer, and steps the inner one only when gradients are complete. So the hooks must be
+    # registered on the inner optimizer.
+    optimizer = inner if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) else optimizer
+    names = {parameter: name for name, parameter in attachments.named().items()}
 
     def over_trained(_: Params) -> Optimizer:
-        now = job.named()
+        now = attachments.named()
         for group in optimizer.param_groups:
-            group["params"] = [now.get(names.get(each, ""), each) for each in group["params"]]
-        if added := [tensor for name, tensor in job.trained.items() if name not in names.values()]:
+            group["params"] = [now.get(names.get(parameter, ""), parameter) for parameter in group["params"]]
+        if added := [tensor for name, tensor in attachments.trained.items() if name not in names.values()]:
             optimizer.add_param_group({"params": added})
         return optimizer
 

@@ -5,7 +5,7 @@
     │   └── ConflictError    two features claim the same seam or resource
     ├── DataError            the corpus, a tokenizer or a token file is unusable
     ├── WorldError           processes, devices or links are not what was asked for
-    │   └── PeerError        a rank or the way to it was lost while the ranks worked together
+    │   └── PeerError        a rank, or the connection to it, was lost while the ranks worked together
     ├── CheckpointError      a saved state cannot be written, found or read
     └── NonFiniteError       the loss became NaN or infinite
 
@@ -19,11 +19,14 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+STOPPED = 130
+"""Exit code of a run that was ended by a signal, whichever signal it was and whichever process received it."""
+
 
 class ShoestringError(Exception):
-    """What went wrong and where, in one line; `hint` says what to do about it."""
+    """A message of one line that says what went wrong and where; `hint` says what to do."""
 
-    code: ClassVar[int] = 2  # the exit code: starting again does not help
+    code: ClassVar[int] = 2  # the exit code for an error that a restart does not help against
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -33,13 +36,12 @@ class ShoestringError(Exception):
         return super().__str__() + (f" (hint: {self.hint})" if self.hint else "")
 
     def parts(self) -> list[str]:
-        """[class, message, hint], to raise the same error on another rank with `from_parts`."""
+        """[class name, message, hint], from which `from_parts` builds the same error on another rank."""
         return [type(self).__name__, super().__str__(), self.hint]
 
     @staticmethod
     def from_parts(parts: list[str], prefix: str = "") -> ShoestringError:
-        name, message, hint = parts
-        return globals().get(name, ShoestringError)(prefix + message, hint=hint)
+        return globals().get(parts[0], ShoestringError)(prefix + parts[1], hint=parts[2])
 
 
 class ConfigError(ShoestringError):
@@ -59,7 +61,7 @@ class WorldError(ShoestringError):
 
 
 class PeerError(WorldError):
-    """A rank or the way to it was lost while the ranks worked together."""
+    """A rank, or the connection to it, was lost while the ranks worked together."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: starting again may help
 
@@ -73,7 +75,6 @@ class NonFiniteError(ShoestringError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped `name`: the closest of `valid`, or all of them when none is close."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    """The hint for a mistyped `name`: the most similar of the `valid` names, or all of them if none is similar."""
+    close = difflib.get_close_matches(name, names := sorted(valid), n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(names)}"

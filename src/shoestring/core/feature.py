@@ -1,4 +1,4 @@
-"""What a technique is to shoestring: a frozen bag of settings that attaches at seams torch already has.
+"""`Feature`, the base class of all techniques: frozen settings that attach to a job at hooks that torch has.
 
 This module imports neither torch nor any area, so that settings can be read, checked and documented in milliseconds.
 """
@@ -6,7 +6,7 @@ This module imports neither torch nor any area, so that settings can be read, ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
@@ -19,55 +19,62 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
 
-# Two axes that every mesh of ranks has: across hosts (slow links) and inside one host (fast links). Along both, ranks
-# read different samples; a feature may split another axis off, along which they share the work on the same ones.
+# The two axes that every mesh of ranks has: across hosts (slow links) and inside one host (fast links). Ranks along
+# these axes read different samples. A feature may split off a third axis, along which ranks work on the same samples.
 HOSTS: Final = "hosts"
 LOCAL: Final = "local"
 DATA: Final = (HOSTS, LOCAL)
 
+Inexact = Literal["", "numbers", "gradients", "replicas", "fragments"]
+"""Why several ranks compute a different result than one process does; empty if only the order of sums differs.
 
-AREAS: Final = tuple("precision sparse decode memory graph parallel comm optim checkpoint profile".split())  # noqa: SIM905
-"""The areas of this package; inside a seam, features apply in this order, and those of other packages after them."""
+"numbers": some numbers are rounded, random or delayed. "gradients": the average of the gradients is approximate.
+"replicas": ranks train separate replicas, whose weights are merged at intervals. "fragments": the same, but each merge
+covers only some of the weights.
+"""
+
+Divided = Literal["", "optimizer", "parameters"]
+"""What an owner of SHARD shards: nothing, only the tensors that the optimizer steps, or the parameters as well."""
 
 
 class Seam(IntEnum):
-    """Where a feature attaches; the value is the order of application."""
+    """A place where features attach; seams are applied in the order of these numbers."""
 
-    MODEL = 10  # change what a module computes, or add parameters; none renamed  chain
+    MODEL = 10  # change what a module computes; may add, not rename, parameters  chain
     GRAPH = 20  # a pass over the graph that torch.compile traces                 chain, one backend
-    LOSS = 30  # wrap `job.loss`                                                  chain
+    LOSS = 30  # wrap `attachments.loss`                                          chain
     SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh axis
     WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh axis
     OPTIM = 60  # build the torch.optim.Optimizer                                 one owner
-    STEP = 70  # around the optimizer step, in the phases below                   chain
+    STEP = 70  # around the optimizer step, in the phases of `Phase`             chain
 
 
 class Phase(IntEnum):
-    """The order inside one optimizer step; torch's own step lies between WAIT and PROJECT."""
+    """The phases of one optimizer step, in their order; torch's own step runs between WAIT and PROJECT."""
 
-    FORWARD = 0  # before the first forward pass: what it needs to be there (gathered weights, fresh masks)
-    CLIP = 1  # average and bound the gradients
+    FORWARD = 0  # before the first forward pass: gather weights, update masks
+    CLIP = 1  # average the gradients, and clip them
     RATE = 2  # set the learning rates
-    GRAD = 3  # change the gradients, or what the step uses with them
-    WAIT = 4  # wait for copies of what the step overwrites
-    PROJECT = 5  # put the weights back where they must lie
+    GRAD = 3  # change the gradients, or other inputs of the optimizer step (its state, its betas)
+    WAIT = 4  # wait until tensors that the step overwrites have been copied
+    PROJECT = 5  # project the weights onto a constraint (a sparsity mask)
     OUTER = 6  # an outer optimizer over the weights
-    CAPTURE = 7  # read the state at the step's one consistent boundary
+    CAPTURE = 7  # read the state of the finished step (checkpoints)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """One line of the report: how much of a scarce resource the run used, and would have without the feature."""
+    """A line of the report: how much of a resource the run used, and what it would have used without the feature."""
 
-    unit: str  # what is cut, such as "bytes per step"
+    unit: str  # resource and unit, such as "bytes per step"
     used: float
     without: float
-    measured: bool  # False where it was computed from sizes
-    cost: str  # what it cost, in words
+    measured: bool  # whether `used` was measured; False if it was computed from sizes
+    cost: str  # what the feature costs, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,92 +83,144 @@ class Table:
 
     title: str
     head: tuple[str, ...]  # the titles of the columns
-    rows: tuple[tuple[str | float, ...], ...]  # the first cell of a row names it
+    rows: tuple[tuple[str | float, ...], ...]  # the first cell is the name of the row
     note: str = ""  # a sentence below the title
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A chart that a feature adds to the report: numbers that it published at each step in `job.numbers`."""
+    """A chart that a feature adds to the report: metrics that it published at each step, over the steps."""
 
     title: str
-    metrics: Mapping[str, str]  # the number's key -> its label in the chart
+    metrics: Mapping[str, str]  # name of a metric -> its label in the chart
     unit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature(ABC):
-    """One technique's settings. Subclasses are final, frozen, keyword-only dataclasses whose field docstrings are help.
+    """The settings of one technique: a final, frozen, keyword-only dataclass whose field docstrings are the help texts.
 
-    `compose` calls, in this order and each for all features before the next: `arrange`, `resolve`, the check for
-    conflicts, `check`, and `apply` once a seam.
+    `compose` calls the methods in this order, each one for all features before the next: `arrange`, `resolve`,
+    `beside`, `check`, and `apply` once for each seam. Before `check` it looks for conflicts.
     """
 
     seams: ClassVar[tuple[Seam, ...]]
     neutral: ClassVar[Feature | None] = None
-    """The setting that is bit-identical to absence, where one exists."""
-    engine: ClassVar[Literal["", "ddp", "fsdp", "zero"]] = ""
-    """At SHARD: what spreads the model over ranks, for features at WIRE that hook into it."""
+    """Settings whose results are bit-identical to those without the feature, if such settings exist."""
+    divided: ClassVar[Divided] = ""
+    """At SHARD: which tensors are sharded over ranks."""
+    averages_in_backward: ClassVar[bool] = False
+    """At SHARD: whether gradients are averaged during the backward pass, with a hook that WIRE may replace."""
+    data_form: ClassVar[str] = ""
+    """At LOSS: form that `data.form` must have, for a loss of samples of that form; empty if text or chats will do."""
     adds_parameters: ClassVar[bool] = False
-    """At MODEL: whether the model gets parameters that it did not have (LoRA); all others keep their names."""
+    """At MODEL: whether the feature adds parameters to the model (LoRA). Existing parameters keep their names."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """At MODEL: whether the feature scales the loss, and skips steps whose gradients overflow."""
+        return False
+
+    @property
+    def inexact(self) -> Inexact:
+        """Why several ranks compute a different result than one process does; see `Inexact`."""
+        return ""
+
+    @property
+    def places_model(self) -> bool:
+        """Whether the feature moves the model to the device itself, layer by layer, because the whole might not fit."""
+        return False
+
+    @property
+    def tokenizer_of(self) -> str:
+        """Model whose tokenizer the run's data must use, in the form of `run.model`; empty if any tokenizer works."""
+        return ""
+
+    @property
+    def exports_model(self) -> bool:
+        """Whether the run exports the whole model; False if it exports only the files of `write_beside`."""
+        return True
 
     @property
     def name(self) -> str:
-        """`area.technique`, or `package.technique` for a feature of another package; the run file's table."""
+        """Name of the feature's table in the run file: `area.technique`, or `package.technique` for other packages."""
         return f"{area_of(type(self))}.{type(self).__name__.lower()}"
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh axes that it owns at SHARD and WIRE."""
+        """Mesh axes that the feature owns at SHARD and WIRE."""
         return DATA
 
     def placed(self, folder: Path) -> Self:
-        """The same feature with every folder that it writes to inside `folder`, the run's own."""
+        """Return the feature with every folder that it writes to placed inside `folder`, the run folder."""
         return self
 
     def arrange(self, world: World) -> World:
-        """The world with the mesh axes that this feature adds: `world.split(LOCAL, "tensor", 2)`."""
+        """Return the world with the mesh axes that this feature adds, such as `world.split(LOCAL, "tensor", 2)`."""
         return world
 
     def resolve(self, world: World) -> Self:
-        """The same feature with every "auto" made a concrete choice for this world."""
+        """Return the feature with each "auto" replaced by a value that suits this world."""
         return self
 
-    def check(self, job: Job) -> None:
-        """Raise ConfigError where the feature cannot work on this job; nothing has been changed or allocated yet."""
+    def beside(self, features: Sequence[Feature]) -> Self:
+        """Return the feature with settings that depend on the other features filled in; all were resolved before."""
+        return self
+
+    def check(self, attachments: Attachments) -> None:
+        """Raise ConfigError if the feature cannot work on this job. Called before anything is changed or allocated."""
         return
 
     @abstractmethod
-    def apply(self, job: Job, seam: Seam) -> None:
-        """Attach at one of `seams`. What must be released goes on `job.exits`."""
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        """Attach the feature at one of its `seams`. Callbacks that undo this go on `attachments.exits`."""
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The weights that leave the run, from those that were trained: what the model computes with.
+        """Turn trained weights into weights with which a plain model, without the feature, computes the same.
 
-        For features at MODEL whose module computes with something else than its parameters (a sparse weight, merged
-        adapters). Called on one rank with whole tensors on the host, also long after the run, from a checkpoint.
+        For features at MODEL whose module does not compute with its parameters as they are (masked weights, adapters).
+        Called on one rank, with unsharded tensors in host memory; also after the run, with a checkpoint's content.
 
         Args:
-            weights: parameters and buffers by name, as the features before this one leave them.
-            kept: the states of `Job.keep` by name, for masks and the like.
+            weights: parameters and buffers by name, after the `export` of earlier features.
+            kept: the states that features saved with `Attachments.keep`, such as masks, by name.
         """
         return weights
 
-    def explain(self, job: Job) -> str:
-        """What was chosen and why, in one line; said at the start of a run and in the report."""
+    def write_beside(self, attachments: Attachments, base: str) -> Callable[[Path], None] | None:
+        """Gather further content to export, and return a function that writes it to the exported model's folder.
+
+        All ranks call this method; the function that it returns is called on the first rank only. The result is None
+        if the feature exports nothing else.
+
+        Args:
+            base: name or path of the model that the run started from; empty if it started from none.
+        """
+        return None
+
+    def check_gradients(self, count: int) -> None:
+        """Raise ConfigError if `count`, the gradients per step over all ranks and micro-batches, is too small."""
+        return
+
+    def explain_resume(self, attachments: Attachments) -> str:
+        """A line for the log on what changes because the run is resumed with other settings; empty if nothing does."""
+        return ""
+
+    def explain(self, attachments: Attachments) -> str:
+        """A line on what the feature chose and why, printed at the start of a run and in the report."""
         return ""
 
     def reduction(self, trace: Trace) -> Reduction | None:
-        """What the feature cut, for the report, from what the run's trace measured."""
+        """How far the feature reduced the use of a resource, computed from the run's trace; None if not known."""
         return None
 
     def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
-        """Tables and charts that it adds to the report; asked once the run has ended, on the first rank."""
+        """Tables and charts for the report; called on the first rank after the run."""
         return ()
 
 
 def area_of(kind: type[Feature]) -> str:
-    """The area that a feature of this package belongs to; the top-level package of any other feature."""
+    """The area that a feature of shoestring belongs to; for any other feature, its top-level package."""
     package, *inside = kind.__module__.split(".")
     return inside[0] if package == "shoestring" and inside else package
 
@@ -169,7 +228,7 @@ def area_of(kind: type[Feature]) -> str:
 def export_weights(
     features: Iterable[Feature], weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """The weights that leave a run, after each feature's `export`."""
+    """Pass trained weights through the `export` of each feature, one after the other."""
     for feature in features:
         weights = feature.export(weights, kept)
     return weights
@@ -182,8 +241,14 @@ def arrange_mesh(world: World, features: Iterable[Feature]) -> World:
     return world
 
 
+def resolve_all(features: Sequence[Feature], world: World) -> tuple[Feature, ...]:
+    """Return the features with each "auto" replaced by a value that suits this world and the other features."""
+    resolved = tuple(feature.resolve(world) for feature in features)
+    return tuple(feature.beside(resolved) for feature in resolved)
+
+
 def check_owners(features: Sequence[Feature]) -> None:
-    """Raise ConflictError where two features own one seam (at SHARD and WIRE: one seam and mesh axis)."""
+    """Raise ConflictError if two features own the same seam (at SHARD and WIRE: the same seam and mesh axis)."""
     for seam in (Seam.SHARD, Seam.WIRE, Seam.OPTIM):
         owners = [feature for feature in features if seam in feature.seams]
         for one, other in combinations(owners, 2):
@@ -195,5 +260,5 @@ def check_owners(features: Sequence[Feature]) -> None:
 
 
 def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
-    """Every (seam, feature) in the order of application; inside a seam the given order stands."""
+    """All pairs (seam, feature) in the order in which they are applied; within a seam, features keep their order."""
     return sorted(((seam, feature) for feature in features for seam in feature.seams), key=lambda pair: pair[0])

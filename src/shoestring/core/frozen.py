@@ -1,4 +1,4 @@
-"""Modules that a job uses without training them: without gradients, in evaluation mode, and saved as a reference."""
+"""Modules that a job uses without training them; checkpoints hold the source and a hash of their weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoestring.core.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class Reference:
-    """The state of a frozen module: where it comes from and a hash of its tensors, in place of these."""
+    """What a checkpoint holds of a frozen module: its source and a hash of its tensors, instead of the tensors."""
 
     source: str
     digest: str
     within_model: tuple[str, ...]
-    """The names of those tensors that are the job's own model's: what the model's state leaves out."""
+    """Names of tensors that the job's model shares with the module; the model's own state leaves them out."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
@@ -31,10 +31,10 @@ class Reference:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare; there is nothing to load.
+        """Compare this module's hash with the hash in the checkpoint; there are no tensors to load.
 
         Raises:
-            CheckpointError: what was saved refers to other tensors.
+            CheckpointError: the checkpoint was written with other tensors.
         """
         if state_dict["digest"] != self.digest:
             raise CheckpointError(
@@ -43,7 +43,7 @@ class Reference:
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 of the names, types, shapes and bytes of a module's state."""
+    """SHA-256 of the names, data types, shapes and bytes of all entries of a module's state dict."""
     total = hashlib.sha256()
     for name, value in module.state_dict().items():
         tensor = value if isinstance(value, Tensor) else torch.tensor(list(repr(value).encode()), dtype=torch.uint8)
@@ -53,32 +53,36 @@ def digest(module: nn.Module) -> str:
 
 
 def shared_names(module: nn.Module, model: nn.Module, label: str) -> tuple[str, ...]:
-    """The names in the model's state of the tensors that it shares with `module`.
+    """Names, in the model's state dict, of the tensors that the model shares with `module`.
 
     Raises:
-        ConfigError: a parameter that the model trains is used by `module` and elsewhere.
+        ConfigError: freezing `module` would freeze a parameter that the model trains in another layer.
     """
     tensors = {id(value) for value in module.state_dict(keep_vars=True).values()}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} & tensors
     common = set(model.modules()) & set(module.modules())
     apart = {*model.modules(), *module.modules()} - common
-    if model in common or any(id(parameter) in trained for each in apart for parameter in each.parameters(False)):
+    if model in common or any(id(parameter) in trained for part in apart for parameter in part.parameters(False)):
         raise ConfigError(f"{label} shares parameters that the model trains", hint="freeze a copy of it")
     return tuple(name for name, value in model.state_dict(keep_vars=True).items() if id(value) in tensors)
 
 
 def freeze(module: nn.Module) -> Callable[[], None]:
-    """Take gradients from all parameters and hold all submodules in evaluation mode; what undoes that."""
-    modes = {each: each.training for each in module.modules()}
+    """Turn off gradients of all parameters, and keep all submodules in evaluation mode.
+
+    Returns:
+        A function that restores gradients and modes.
+    """
+    modes = {submodule: submodule.training for submodule in module.modules()}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.eval().requires_grad_(False)
-    for each in modes:  # the `train()` of a model around it asks every module below for its own
-        vars(each)["train"] = lambda mode=True, each=each: each
+    for submodule in modes:  # `train()` of an enclosing model calls `train()` of every submodule
+        vars(submodule)["train"] = lambda mode=True, submodule=submodule: submodule
 
     def undo() -> None:
-        for each, training in modes.items():
-            vars(each).pop("train", None)
-            each.training = training
+        for submodule, training in modes.items():
+            vars(submodule).pop("train", None)
+            submodule.training = training
         for parameter in trained:
             parameter.requires_grad_(True)
 

@@ -1,4 +1,4 @@
-"""How passes over a traced graph compose around the one compiler at their end."""
+"""Passes over the graph that torch.compile traces, followed by one compiler backend."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from shoestring._torch import compile_joint, lookup_backend
 from shoestring.core.errors import ConfigError
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule | None]
-"""Changes a graph in place, or returns another one."""
+"""A function that changes a graph in place and returns None, or returns a new graph."""
 
 
 @dataclass(eq=False)
 class Graph:
-    """What torch.compile does to the model: passes in order, then one backend. Eager where there is neither."""
+    """How torch.compile treats the model: passes over its graph, then one backend. Without either it stays eager."""
 
     backend: str | Callable[..., Any] = ""
-    """Without one, graphs that passes changed are interpreted ("eager"; "aot_eager" where there are joint passes)."""
+    """Backend of torch.compile; if empty, "aot_eager" where there are joint passes, "eager" for forward passes only."""
     forward: list[GraphPass] = field(default_factory=list)
     joint: list[GraphPass] = field(default_factory=list)
 
     def compiler(self) -> str | Callable[..., Any]:
-        """What torch.compile takes as its backend; empty where nothing is to be compiled.
+        """The backend to give to torch.compile; empty if nothing is to be compiled.
 
         Raises:
-            ConfigError: there are passes on the joint graph, and the backend builds none.
+            ConfigError: there are passes over the joint graph, but the backend builds no such graph.
         """
         backend = self.backend or ("aot_eager" if self.joint else "eager" if self.forward else "")
         if not (self.forward or self.joint):
@@ -46,7 +46,7 @@ class Graph:
 
 
 def run_passes(passes: Sequence[GraphPass], graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph after all passes, checked and compiled to Python anew after each."""
+    """Run passes over a graph; after each pass the graph is checked and its Python code is generated again."""
     for work in passes:
         graph = work(graph) or graph
         graph.graph.lint()

@@ -1,4 +1,4 @@
-"""The built-in state that survives a restart: model, optimizer, progress and random numbers."""
+"""States that every checkpoint holds: model, optimizer, progress and random number generators."""
 
 from __future__ import annotations
 
@@ -27,63 +27,65 @@ Merge = Callable[[Sequence[dict[str, Any]], int, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Kept:
-    """Something that must survive; see `Job.keep`."""
+    """A state that checkpoints hold, with the arguments of `Attachments.keep`."""
 
     state: Stateful
     across: Across
     merge: Merge | None
+    merged: bool = False
 
 
 @dataclass
 class Progress:
-    """How far the run is. Schedules are functions of its position."""
+    """How far a run has trained. Schedules are functions of `position`."""
 
     step: int = 0  # optimizer steps done
-    total: int = 0  # steps, as `position` counts them, to do; 0 where that is open
+    total: int = 0  # position at which training ends; 0 if not known
     tokens: int = 0  # targets seen, over all ranks
-    count: float = 0.0  # the divisor of the last step's loss; see step.py
-    position: float = 0.0  # steps that those done are worth: where schedules are
-    gain: float = 1.0  # steps that the next one is worth (AdaScale, Johnson et al. 2020, sets it before each)
+    count: float = 0.0  # divisor of the newest step's loss sum; 0 before the first step; see step.py
+    position: float = 0.0  # sum of the gains of all steps done, which schedules are functions of
+    gain: float = 1.0  # how far the next step advances `position`; AdaScale (Johnson et al. 2020) sets it at each step
 
+    planned: int = 0
+    """`total` in the loaded checkpoint: schedules decayed towards it so far, and `total` may differ now."""
     unread: Tensor | None = None
-    """On an accelerator, (loss, count, votes to stop) of the newest step: reading them now would wait for it."""
+    """On an accelerator, (loss sum, count, votes to stop) of the newest step, which are read one step late."""
 
     @property
     def done(self) -> bool:
-        """Whether all that was to do is done."""
+        """Whether `position` has reached `total`."""
         return 0 < self.total <= self.position
 
     @property
     def last(self) -> bool:
-        """Whether the next step is the last."""
+        """Whether the next step is the last one."""
         return 0 < self.total <= self.position + self.gain
 
     def advance(self) -> None:
-        """Count a step."""
+        """Count the step just done, and advance `position` by its gain."""
         self.step += 1
         self.position += self.gain
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers; what is not read yet is saved as the tensor that it is, so that no checkpoint waits for it."""
-        state = {name: value for name, value in vars(self).items() if name != "unread"}
+        """All numbers. A count that was not read yet stays a tensor, so that saving does not wait for the device."""
+        state = {name: value for name, value in vars(self).items() if name not in ("unread", "planned")}
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was saved; but a total that this run has set stays, so that it may train for longer."""
-        state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # earlier versions kept neither
-        targets = int(state.pop("unread", 0))  # of the newest step
-        vars(self).update(state, unread=None, total=self.total or state["total"])
-        self.tokens += targets
+        """Restore the numbers; a `total` that this run has set itself stays, so that it may train for longer."""
+        state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # for checkpoints of earlier versions
+        state["tokens"] += int(state.pop("unread", 0))  # targets of the newest step
+        vars(self).update(state, unread=None, total=self.total or state["total"], planned=state["total"])
 
 
 @dataclass(eq=False)
 class ModelState:
-    """Weights and buffers under their own names, whatever wraps the model.
+    """State of the model: parameters and buffers, under their names in the unwrapped model.
 
     Args:
-        trained: name -> what the optimizer steps in a parameter's place, if that is another tensor: saved instead.
-        refresh: writes those back into the parameters.
-        leave_out: names that are not saved, because they are frozen and saved as a reference.
+        trained: name of a parameter -> tensor that the optimizer steps, and a checkpoint saves, in its place.
+        refresh: copies the tensors of `trained` into the parameters.
+        leave_out: names of frozen tensors, of which a checkpoint holds only a `Reference`.
     """
 
     model: nn.Module
@@ -113,14 +115,13 @@ class ModelState:
 
 @dataclass(eq=False)
 class OptimizerState:
-    """An optimizer's state under the names of its parameters, so that it fits any sharding.
+    """State of the optimizer, by names of parameters instead of torch's numbers, so that it can be resharded.
 
-    Learning rates and the like are settings, not state: after loading they are those of the present run, so that a
-    run can continue with others.
+    Learning rates and other settings are not restored, so that a run may be resumed with different ones.
 
     Args:
-        named: () -> name of a parameter -> the tensor that the optimizer steps for it.
-        hooks_off: a context in which steps of the optimizer run no hooks; new state is laid out by one of no gradients.
+        named: function that returns a mapping: name of a parameter -> tensor that the optimizer steps for it.
+        hooks_off: context in which a step of the optimizer does not count as a training step.
     """
 
     optimizer: Optimizer
@@ -137,8 +138,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Fill what there is, in place; state that this optimizer does not keep is left out. Where parameters go by
-        numbers, as another program has saved them, they are those of the same places."""
+        """Copy saved state into the optimizer's tensors; entries that this optimizer does not have are ignored.
+
+        Other programs save numbers instead of names; then parameters are matched by their position.
+        """
         self._lay_out()
         tensors, saved = self.named(), _parameters(state_dict["param_groups"])
         if not tensors.keys() & {*saved}:
@@ -152,34 +155,39 @@ class OptimizerState:
                     state[key] = value
 
     def _lay_out(self) -> None:
-        """Let an optimizer that made no step yet make its state, as if none was made."""
+        """Make an optimizer without state allocate it, by a step that changes no parameter.
+
+        torch allocates state only in the first step, but loading a checkpoint needs tensors to copy into.
+        """
         if self.optimizer.state:
             return
         groups, parameters = self.optimizer.param_groups, _parameters(self.optimizer.param_groups)
         before = [(parameter, parameter.grad) for parameter in parameters]
-        rates = [group["lr"] for group in groups]
+        settings = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        for group in groups:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], Tensor) else 0.0
+        for group, numbers in zip(groups, settings, strict=True):  # weight decay would change the momentum
+            group |= {
+                key: torch.zeros_like(number) if isinstance(number, Tensor) else 0.0 for key, number in numbers.items()
+            }
         with self.hooks_off():
             self.optimizer.step()
         for parameter, grad in before:
             parameter.grad = grad
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        for group, numbers in zip(groups, settings, strict=True):
+            group |= numbers
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
 
 
 def _parameters(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """What an optimizer's groups hold: its parameters, or what they are called in its state."""
-    return [each for group in groups for each in group["params"]]
+    """All parameters of an optimizer's groups in order; for groups of a state dict, their names or numbers."""
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Write `value` into `tensor`; this rank's part of it, where `tensor` is sharded and `value` whole."""
+    """Copy `value` into `tensor`. If `tensor` is sharded and `value` is not, copy this rank's shard of `value`."""
     with torch.no_grad():
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = value.to(tensor.device).view(tensor.shape)
@@ -189,7 +197,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 
 @dataclass(eq=False)
 class RandomState:
-    """The random states of Python, numpy and torch on this rank."""
+    """States of this rank's random number generators: Python's, numpy's and torch's, on CPU and GPU."""
 
     device: torch.device
 

@@ -1,4 +1,4 @@
-"""Host memory: one budget for all large users of it, and the order in which they give it back."""
+"""A budget of host memory that all large buffers of a rank share, and the order in which they are freed."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from shoestring import figures
+
 
 class Priority(IntEnum):
-    """Who gives memory back when it runs short: the last of these first, the first never."""
+    """Priority of a lease. When memory runs short, leases with the highest number are freed first, `REQUIRED` never."""
 
     REQUIRED = 0
-    """What training cannot do without: offloaded state, the one copy that is written to disk from."""
+    """Needed for training: offloaded state, and the copy of a checkpoint that is being written to disk."""
     CACHE = 1
-    """What can be read or computed again, at the price of speed."""
+    """Caches, whose content can be read or computed again, only more slowly."""
     CHECKPOINT = 2
-    """This host's own checkpoints in memory."""
+    """Checkpoints of this host in its own memory."""
     PEERS = 3
-    """Checkpoints that this host holds for others."""
+    """Checkpoints that this host holds for other hosts."""
 
 
 @dataclass(eq=False)
 class HostMemory:
-    """Leases of host memory that one rank may take in addition to what its process uses; thread-safe.
+    """Accounts for the large buffers in host memory of one rank, each under a named lease; thread-safe.
 
-    A lease is taken again before each use. Leases of `Priority.REQUIRED` are always granted; others if they fit into
-    the budget together with all leases of the same and of more urgent priorities. After a refusal the former lease
-    stands, because its memory is still in use, until the owner has freed it and calls `give`.
+    An owner calls `take` before each use of its buffer. Leases of `Priority.REQUIRED` are always granted, others if
+    they fit into the budget together with all leases of the same and of more urgent priorities. If a lease is refused
+    to an owner that holds one under this name, it keeps the old one until it has freed the memory and called `give`.
     """
 
     budget: float = math.inf
-    """Bytes; see `settle`."""
+    """Bytes that all leases of this rank may take together; infinite until `settle` is called."""
     leases: dict[str, tuple[int, Priority]] = field(default_factory=dict)
-    """Bytes and priority, by name."""
+    """Name of a lease -> its size in bytes, and its priority."""
     called_back: set[str] = field(default_factory=set)
-    """Names of leases that others need: their owners free the memory and `give` them as soon as they can."""
+    """Names of leases whose memory is needed elsewhere; their owners free it and call `give` as soon as they can."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
         """Set the budget, once in a run: this rank's share of 7/8 of the `free` bytes of a host with `ranks` ranks.
 
-        What has been leased before is in use and therefore not free: it is added.
+        `free` does not include the memory of leases that were taken before, so their bytes are added to the budget.
 
         Args:
-            there: bytes of `free` that are in use already, for leases that are still to come.
+            there: bytes of memory in use already whose leases will be taken later.
         """
         with self._lock:
             if self.budget == math.inf:
                 self.budget = 7 / 8 * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
-        """Lease `nbytes` in place of the lease that `name` has; True if granted. A refusal changes nothing."""
+        """Set the lease `name` to `nbytes`; False if it is refused, which leaves the former lease as it was."""
         with self._lock:
             firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= priority)
             if granted := priority is Priority.REQUIRED or firm + nbytes <= self.budget:
@@ -60,17 +62,21 @@ class HostMemory:
             return granted
 
     def give(self, name: str) -> None:
-        """End a lease; its memory must have been freed."""
+        """End a lease, whose memory the caller has already freed."""
         with self._lock:
             self.leases.pop(name, None)
 
     def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
-        """Inside of it much is copied: it waits for whoever copies what is more urgent, at most `patience` seconds."""
+        """Context around a large copy; it first waits for more urgent copies, for at most `patience` seconds."""
         return nullcontext()
 
     def described(self, but: str = "") -> str:
-        """The budget and its leases, except the lease `but`."""
-        leases = (f"{name} {nbytes / 1e6:.0f} MB" for name, (nbytes, _) in self.leases.items() if name != but)
-        return f"{self.budget / 1e6:.0f} MB ({', '.join(leases) or 'nothing'} taken)"
+        """Text for messages: the budget, and all leases except the one named `but`."""
+        return f"{figures.memory(self.budget)} {self.taken(but)}"
+
+    def taken(self, but: str = "") -> str:
+        """Text for messages, in brackets: all leases except the one named `but`."""
+        leases = (f"{name} {figures.memory(nbytes)}" for name, (nbytes, _) in self.leases.items() if name != but)
+        return f"({', '.join(leases) or 'nothing'} taken)"
 
     __str__ = described

@@ -1,200 +1,216 @@
-"""One optimizer step of a job: micro-batches, their exact mean over ranks, and the phases around torch's own step.
+"""One training step: micro-batches, the exact mean of their losses over ranks, and the optimizer step with its phases.
 
-Losses come as (sum, count) and are divided once. The true divisor, the count over all micro-batches and ranks, is
-known only after the backward pass has begun, and waiting for it would put a round trip on slow links into every step.
-So the backward pass divides by the previous step's count, which all ranks agree on; the counts travel while it runs;
-and gradients are corrected by the ratio where counts turn out to differ.
+A loss function returns (sum, count), and the sum is divided once. The true divisor is the count over all micro-batches
+and ranks. The true divisor is known only after the backward pass has begun, and waiting for it would add a round trip
+on slow links to every step. So the backward pass divides by the previous step's count, which all ranks know. During the
+backward pass the new counts are summed over ranks. If the sum differs from the previous count, gradients are multiplied
+by the ratio.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shoestring._torch import foreach_mul_
-from shoestring.core.errors import NonFiniteError
+from shoestring.auxiliary import with_auxiliary
+from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import Phase
-from shoestring.core.task import Batch, sum_and_count
+from shoestring.core.task import Batch, Output, cross_entropy, sum_and_count
 from shoestring.core.trace import span
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
-class Step:
-    """The optimizer steps of one job."""
+def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
+    """Do one optimizer step on micro-batches; see `Job.step`."""
+    progress, scaler, optimizer = attachments.progress, attachments.scaler, attachments.optimizer
+    attachments.trace.step = progress.step
+    attachments.run(Phase.FORWARD)
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.stop_requested = False
-        self._hooks_off = False
+    # Forward and backward passes. Gradients accumulate; in the last micro-batch SHARD averages them over ranks.
+    micro = MicroBatches(attachments, batches)
+    (attachments.run_micro_batches or run_in_order)(micro)
+    sums = micro.summed()
+    attachments.check_gradients()
 
-    def __call__(self, batches: Sequence[Batch]) -> Tensor:
-        """See `Job.step`."""
-        job = self.job
-        job.trace.step = job.progress.step
-        self.run(Phase.FORWARD)
-        sums = torch.zeros(3, dtype=torch.float64, device=job.world.device)  # loss, count, votes to stop
-        sums[2] = float(self.stop_requested)
-        work = None
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with job.sync(last):
-                with job.computing():
-                    with span("forward", "compute"):
-                        total, count = sum_and_count(job.loss(job.forward(job.model, batch), batch))
-                    sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight()
-                    work = self._all_reduce(sums) if last else None
-                with span("backward", "compute"):
-                    job.scaler.scale(total / self._divisor(count, len(batches))).backward()
-        if work is not None:
-            with span("loss", "wire", sums.nbytes):
-                work.wait()
-        job.check_gradients()
-        self._settle(sums)
-        loss = job.numbers["loss"] = (sums[0] / sums[1]).float()
-        self._update(sums)
-        return loss
-
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """See `Job.evaluate`."""
-        job = self.job
-        sums = torch.zeros(2, dtype=torch.float64, device=job.world.device)
-        with job.evaluating(), span("evaluate", "compute"):
-            for batch in batches:
-                with job.computing():
-                    total, count = sum_and_count(job.task_loss(job.forward(job.model, batch), batch))
-                sums += torch.stack([total.double(), count.double()])
-        sums *= self._weight()
-        if job.world.size > 1:
-            dist.all_reduce(sums)
-        return float(sums[0]), int(sums[1])
-
-    def verify(self) -> None:
-        """See `Job.verify`."""
-        progress = self.job.progress
-        loss, count, _ = (0.0, 0.0, 0.0) if progress.unread is None else progress.unread.tolist()
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss became {loss} at step {progress.step}")
-        progress.tokens, progress.unread = progress.tokens + int(count), None
-
-    # -- loss and gradients ------------------------------------------------------------------------------------------
-
-    def _all_reduce(self, sums: Tensor) -> dist.Work | None:
-        """Start adding loss, count and votes over the ranks; it travels while the backward pass computes."""
-        group = self.job.world.group((*self.job.replicas, *self._repeating()))
-        return dist.all_reduce(sums, group=group, async_op=True) if group is not None else None
-
-    def _repeating(self) -> list[str]:
-        """Mesh axes along which ranks compute the same loss of the same samples (tensor parallel)."""
-        job = self.job
-        return [axis for axis in job.world.axes if axis not in job.data_axes and axis not in job.replicas]
-
-    def _weight(self) -> float:
-        """What this rank's losses and counts are multiplied by, so that those that several ranks compute count once.
-
-        Not left out: 0 times a loss that is not finite is not finite, so all ranks refuse it.
-        """
-        return float(self.job.world.index_over(self._repeating()) == 0)
-
-    def _divisor(self, count: Tensor, batches: int) -> Tensor | float:
-        """What a micro-batch's loss is divided by before the backward pass.
-
-        One process with one micro-batch knows the true divisor; others take the previous step's, and `_update`
-        corrects the gradients. SHARD averages over `ranks`, hence its part in the divisor.
-        """
-        progress, ranks = self.job.progress, self.job.world.ranks_over(self.job.replicas)
-        if ranks == batches == 1:
-            progress.count = 0.0
-            return count
-        if not progress.count:
-            counts = count.double() * batches
-            if group := self.job.world.group(self.job.replicas):  # along it, nothing is repeated
-                dist.all_reduce(counts, group=group)
-            progress.count = max(float(counts), 1.0)
-        return progress.count / ranks
-
-    def _settle(self, sums: Tensor) -> None:
-        """Read the sums where that is free: at once on a CPU, one step late on an accelerator."""
-        job = self.job
-        ready, job.progress.unread = (job.progress.unread, sums.clone()) if job.defers else (sums, None)
-        if ready is None:
-            return
-        loss, count, votes = ready.tolist()
-        if not (math.isfinite(loss) and count):
-            job.built_optimizer.zero_grad(set_to_none=True)
-            at = f"at step {job.progress.step + 1 - (ready is not sums)}"
-            said = f"the loss became {loss} {at}"
+    # Refuse a loss that is not finite before the optimizer steps. On an accelerator, where reading the newest loss
+    # would wait for the device, read the previous step's loss instead, which is ready by now.
+    due, progress.unread = (progress.unread, sums.clone()) if attachments.defers else (sums, None)
+    if due is not None:
+        total, count, votes = due.tolist()
+        if math.isfinite(total) and count:
+            progress.tokens += int(count)
+            attachments.stopping = votes > 0
+        else:
+            optimizer.zero_grad(set_to_none=True)
+            at = f"at step {progress.step + 1 - (due is not sums)}"
+            message = f"the loss became {total} {at}"
             hint = "the last checkpoint is good; resume with a lower learning rate or with [optim.clip]"
             if not count:
-                said, hint = f"there is no loss {at}: none of its targets count", ""
-            job.refuse(NonFiniteError(said, hint=hint))
-            return
-        job.progress.tokens += int(count)
-        job.stopping = votes > 0
+                message, hint = f"there is no loss {at}: none of its targets count", ""
+            attachments.refuse(NonFiniteError(message, hint=hint))
+    loss = attachments.numbers["loss"] = (sums[0] / sums[1]).float()
 
-    def _update(self, sums: Tensor) -> None:
-        job = self.job
-        job.scaler.unscale_(job.built_optimizer)
-        if job.progress.count and (gradients := job.gradients):  # there are none after a refused loss
-            self._correct(gradients, sums[1])
-        with span("optimizer", "compute"):
-            job.scaler.step(job.built_optimizer)
-            job.scaler.update()
-            job.built_optimizer.zero_grad(set_to_none=True)
+    # Step. First the gradients are corrected to the true divisor. The optimizer's pre-hook runs CLIP, RATE, GRAD and
+    # WAIT; its post-hook runs PROJECT, OUTER and CAPTURE. Being hooks, they also run in loops of other programs.
+    scaler.unscale_(optimizer)
+    if progress.count and (gradients := attachments.gradients):  # a refused loss has set all gradients to None
+        micro.correct(gradients, sums[1])
+    with span("optimizer", "compute"):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    return loss
 
-    def _correct(self, gradients: list[Tensor], count: Tensor) -> None:
-        """Turn gradients divided by the expected count into gradients divided by the true one."""
-        progress = self.job.progress
+
+class MicroBatches:
+    """The micro-batches of one step or of one evaluation.
+
+    The micro-batches are run by `run_in_order`, or by a function that an owner of SHARD has set (`Attachments.shard`).
+    """
+
+    def __init__(self, attachments: Attachments, batches: Sequence[Batch], *, training: bool = True) -> None:
+        self.attachments, self.batches, self.training = attachments, batches, training
+        self.owned = attachments.run_micro_batches is not None
+        self.sums = torch.zeros(3, dtype=torch.float64, device=attachments.world.device)  # loss, count, votes to stop
+        self.sums[2] = float(attachments.stop_requested and training)
+        self._work: dist.Work | None = None
+        # Along some mesh axes ranks compute the same loss of the same samples (tensor parallelism), so only the first
+        # of these ranks is counted. The other ranks add their loss with weight 0. Since 0 times NaN or infinity is NaN,
+        # all ranks still refuse a loss that is not finite on any. An owner of SHARD that runs the micro-batches itself
+        # calls `loss` on only one of these ranks, so there every call counts.
+        world = attachments.world
+        spread = (*attachments.data_axes, *attachments.replicas)
+        self._repeating = [axis for axis in world.axes if axis not in spread]
+        self._weight = 1.0 if self.owned else float(world.index_over(self._repeating) == 0)
+        self._first = training and not attachments.progress.count
+        if self.owned and self._first:
+            attachments.progress.count = 1.0  # a provisional divisor: not every rank computes a loss
+
+    def sync(self, last: bool) -> AbstractContextManager[None]:
+        """Context around the forward and backward pass of a micro-batch; only the `last` one exchanges gradients."""
+        return self.attachments.sync(last)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context around a forward pass and its loss, such as autocast."""
+        return self.attachments.computing()
+
+    def forward(self, batch: Batch) -> Output:
+        """The model's output on a batch, computed by the job's `forward`."""
+        return self.attachments.forward(self.attachments.model, batch)
+
+    def loss(self, output: Output, batch: Batch) -> Tensor:
+        """Add the loss of a micro-batch to `sums`, and return the tensor to call `backward` on.
+
+        The tensor is the loss, divided by the divisor of the step and multiplied by the loss scale. In an evaluation
+        the tensor is the sum of the losses.
+        """
+        attachments = self.attachments
+        total, count = sum_and_count((attachments.loss if self.training else attachments.task_loss)(output, batch))
+        if self.training and attachments.task_loss is cross_entropy:  # a user's loss does this itself
+            total = with_auxiliary(total, count, output, attachments.module, ConfigError)
+        self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
+        return attachments.scaler.scale(total / self._divisor(count)) if self.training else total
+
+    def begin_sum(self) -> None:
+        """Start the all-reduce of loss, count and votes, which overlaps the backward pass."""
+        attachments = self.attachments
+        group = attachments.world.group((*attachments.replicas, *self._repeating))
+        if group is not None:
+            self._work = dist.all_reduce(self.sums, group=group, async_op=True)
+
+    def summed(self) -> Tensor:
+        """(loss sum, count, votes to stop) over all micro-batches and ranks."""
+        if self.owned:  # earlier, ranks might start it at different places among the owner's collectives
+            self.begin_sum()
+        if self._work is not None:
+            with span("loss", "wire", self.sums.nbytes):
+                self._work.wait()
+        return self.sums
+
+    def correct(self, gradients: list[Tensor], count: Tensor) -> None:
+        """Correct gradients, which were divided by the expected count of targets, to the true `count`."""
+        progress = self.attachments.progress
         ratio = progress.count / count
-        if count.device.type != "cpu":  # comparing would wait for the device
+        if count.device.type != "cpu":  # comparing would wait for the device; multiplying by 1 does not
             foreach_mul_(gradients, ratio.float())
+            if self.owned and self._first:
+                progress.count = float(count)  # waits for the device, but only in the first step of a run
         elif float(ratio) != 1.0:
             foreach_mul_(gradients, float(ratio))
             progress.count = float(count)
 
-    # -- phases ------------------------------------------------------------------------------------------------------
+    def _divisor(self, count: Tensor) -> Tensor | float:
+        """The divisor of a micro-batch's loss before the backward pass.
 
-    def run(self, *phases: Phase) -> None:
-        for phase in phases:
-            for work in self.job.phases[phase]:
-                work()
-
-    @contextmanager
-    def hooks_off(self) -> Iterator[None]:
-        """Steps of the optimizer inside run no phases: torch lays out new state by a step of no gradients."""
-        self._hooks_off = True
-        try:
-            yield
-        finally:
-            self._hooks_off = False
-
-    def before_update(self, *_: object) -> None:
-        """Hook before the optimizer's own step."""
-        if not self._hooks_off:
-            self.run(Phase.CLIP, Phase.RATE, Phase.GRAD, Phase.WAIT)
-
-    def after_update(self, *_: object) -> None:
-        """Hook after the optimizer's own step."""
-        if not self._hooks_off:
-            self.run(Phase.PROJECT, Phase.OUTER)
-            self.job.progress.advance()
-            self.run(Phase.CAPTURE)
-            self.job.trace.step = self.job.progress.step
+        One process with one micro-batch divides by the true count. With more, the divisor is the previous step's count
+        over the number of ranks, because SHARD averages gradients over ranks where their sum is needed; `correct`
+        adjusts the gradients to the true count later.
+        """
+        attachments, progress = self.attachments, self.attachments.progress
+        ranks, batches = attachments.world.ranks_over(attachments.replicas), len(self.batches)
+        if ranks == batches == 1 and not self.owned:
+            progress.count = 0.0
+            return count
+        if not progress.count:
+            counts = count.double() * batches
+            if group := attachments.world.group(attachments.replicas):  # ranks that read different samples
+                dist.all_reduce(counts, group=group)
+            progress.count = max(float(counts), 1.0)
+        return progress.count / ranks
 
 
-def no_sync(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
-    """For `Job.shard` with DDP: exchange gradients in the last micro-batch only."""
-    return lambda last: nullcontext() if last else model.no_sync()
+def run_in_order(micro: MicroBatches) -> None:
+    """Run forward pass, loss and backward pass of each micro-batch, one micro-batch after the other."""
+    for index, batch in enumerate(micro.batches):
+        last = index == len(micro.batches) - 1
+        with micro.sync(last):
+            with micro.computing(), span("forward", "compute"):
+                # The output is not assigned to a variable, so the logits are freed unless the backward pass needs them.
+                loss = micro.loss(micro.forward(batch), batch)
+            if last:
+                micro.begin_sum()
+            with span("backward", "compute"):
+                loss.backward()
 
 
-def raise_error(error: Exception) -> None:
-    """The answer to a loss that is not finite, unless a feature gives another."""
-    raise error
+def evaluate(attachments: Attachments, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Sum the user's loss over the batches of all ranks, without training; see `Job.evaluate`."""
+    sums = torch.zeros(2, dtype=torch.float64, device=attachments.world.device)
+    with attachments.evaluating(), span("evaluate", "compute"):
+        for batch in batches:
+            micro = MicroBatches(attachments, [batch], training=False)
+            if attachments.run_micro_batches is not None:
+                attachments.run_micro_batches(micro)
+            else:
+                with micro.computing():
+                    micro.loss(micro.forward(batch), batch)
+            sums += micro.sums[:2]
+    if attachments.world.size > 1:
+        dist.all_reduce(sums)
+    return float(sums[0]), int(sums[1])
+
+
+def before_update(attachments: Attachments) -> None:
+    """Hook before the optimizer's own step: run the phases CLIP to WAIT."""
+    if not attachments.hooks_are_off:
+        attachments.run(Phase.CLIP, Phase.RATE, Phase.GRAD, Phase.WAIT)
+
+
+def after_update(attachments: Attachments) -> None:
+    """Hook after the optimizer's own step: run the phases PROJECT to CAPTURE, and count the step."""
+    if not attachments.hooks_are_off:
+        attachments.run(Phase.PROJECT, Phase.OUTER)
+        for work in attachments.after_merges if attachments.merged else ():
+            work()
+        attachments.progress.advance()
+        attachments.run(Phase.CAPTURE)
+        attachments.trace.step = attachments.progress.step

@@ -1,20 +1,18 @@
-"""What is learned: how a model is called on a batch, and the loss of what it returns, in the forms that users bring.
-
-Other forms are refused in one line.
-"""
+"""The default forward pass and loss, for the common forms of batches and model outputs; other forms are refused."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.core.errors import ConfigError
+from shoestring.wrapped import unwrap
 
 Batch = Any  # what the loader yields: a mapping or tuple of tensors
 Output = Any  # what the model returns: a tensor, or an object with `.logits`
@@ -23,19 +21,19 @@ Forward = Callable[[nn.Module, Batch], Output]
 Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 
 IGNORED = -100
-"""Target that no loss counts; torch's `ignore_index`."""
+"""Target value that the loss ignores, as torch's `ignore_index`."""
 _OPTIONAL = ("attention_mask", "position_ids")
 _HINT = "for batches of another form, give Job(forward=…, loss=…)"
 
 
 def call_model(model: nn.Module, batch: Batch) -> Output:
-    """The model's output on the batch's inputs.
+    """Call the model on the inputs of a batch, and return its output.
 
-    A tuple gives its first item. A mapping gives `inputs`; or, as the collators of transformers name them, `input_ids`
-    with `attention_mask` and `position_ids` where the batch has them.
+    The inputs of a tuple are its first item. The inputs of a mapping are its entry `inputs`, or the entries of
+    transformers' collators: `input_ids`, and `attention_mask` and `position_ids` if there are any.
 
     Raises:
-        ConfigError: the batch has no inputs, or the model takes no mask.
+        ConfigError: the batch has no inputs, or it has a mask or positions that the model does not take.
     """
     inputs = _entry(batch, 0, "inputs", "input_ids")
     if not isinstance(batch, Mapping) or "inputs" in batch:
@@ -47,14 +45,15 @@ def call_model(model: nn.Module, batch: Batch) -> Output:
 
 
 def cross_entropy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of the negative log-likelihoods in nats, number of targets); targets of -100 do not count.
+    """(sum of the negative log-likelihoods in nats, number of targets); targets of -100 are ignored.
 
-    Shapes: logits (..., V) as the output itself or its `.logits`; targets (...) integers, the second item of a tuple
-    or the entry `targets` of a mapping. The entry `labels` (transformers' name) of shape (B, T) holds the inputs
-    themselves: position t is scored against label t + 1.
+    The logits, of shape (..., V), are the output itself or its `.logits`. The targets, integers of shape (...), are the
+    second item of a tuple or the entry `targets` of a mapping. The entry `labels` (transformers' name) of shape (B, T)
+    holds the input tokens, not shifted: the logits at position t are scored against label t + 1.
 
     Raises:
-        ConfigError: the output has no logits, the batch no targets, or their shapes differ.
+        ConfigError: the output has no logits, the batch has no targets, their shapes differ, or a target is not a
+            class.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None:
@@ -63,48 +62,65 @@ def cross_entropy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
         )
     targets = _entry(batch, 1, "targets", "labels")
     if isinstance(batch, Mapping) and "targets" not in batch and targets.ndim > 1:
-        targets = F.pad(targets, (0, 1), value=IGNORED)[..., 1:]  # so that the logits are not copied to be cut
+        targets = F.pad(targets, (0, 1), value=IGNORED)[..., 1:]  # shifting the logits instead would copy them
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(
             f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(targets.shape)}",
-            hint="logits have one dimension more than targets, the vocabulary, and it is the last",
+            hint="logits need the shape of the targets, and a last dimension for the classes",
         )
-    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    with known_targets(logits, targets):
+        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (targets != IGNORED).sum()
 
 
+@contextmanager
+def known_targets(logits: Tensor, targets: Tensor) -> Iterator[None]:
+    """On a CPU, turn torch's error about a target out of range into an error that names the sample."""
+    try:
+        yield
+    except IndexError as error:
+        classes = logits.shape[-1]
+        strange = (targets != IGNORED) & ((targets < 0) | (targets >= classes))
+        if not strange.any():
+            raise
+        sample, *place = strange.nonzero()[0].tolist()
+        where = f"sample {sample} of the batch" + (f", position {place[0]}," if place else "")
+        raise ConfigError(
+            f"{where} has the target {int(targets[strange][0])}, and the model knows the classes 0 to {classes - 1}",
+            hint="give the model as many classes as the data set has, or correct the labels",
+        ) from error
+
+
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor]:
-    """What a loss returned, as two 0-d tensors.
+    """Check that a loss function returned (sum, count), and convert them to two 0-d tensors.
 
     Raises:
-        ConfigError: it is not a sum and a count.
+        ConfigError: it returned something else.
     """
     match returned:
-        case (Tensor(ndim=0) as total, Tensor(ndim=0) as count):
-            return total, count
-        case (Tensor(ndim=0) as total, int() | float() as count):
-            return total, torch.tensor(count, device=total.device)
+        case (Tensor(ndim=0) as total, Tensor(ndim=0) | int() | float() as count):
+            return total, count if isinstance(count, Tensor) else torch.tensor(count, device=total.device)
         case (Tensor() as total, Tensor() | int() | float()) if total.ndim:
-            found = f"a total of shape {tuple(total.shape)}"
+            form = f"a total of shape {tuple(total.shape)}"
         case Tensor():
-            found = f"a Tensor of shape {tuple(returned.shape)}"
+            form = f"a Tensor of shape {tuple(returned.shape)}"
         case tuple():
-            found = "a tuple of " + " and ".join(type(item).__name__ for item in returned)
+            form = "a tuple of " + " and ".join(type(item).__name__ for item in returned)
         case _:
-            found = f"a {type(returned).__name__}"
+            form = f"a {type(returned).__name__}"
     raise ConfigError(
-        f"the loss returned {found}, not (sum, count)",
-        hint="return the sum over all targets and the number of targets; for a mean, multiply it by that number",
+        f"the loss returned {form}, not (sum, count)",
+        hint="return the sum over all targets and the number of targets; a mean times that number is the sum",
     )
 
 
 def _entry(batch: Batch, position: int, name: str, other: str) -> Tensor:
-    """The tensor at `position` of a tuple, or under one of two names of a mapping."""
+    """The tensor at a position of a tuple, or under one of two names of a mapping."""
     if isinstance(batch, Mapping):
-        found = name if name in batch else other
-        if found not in batch:
+        key = name if name in batch else other
+        if key not in batch:
             raise ConfigError(f"the batch has neither `{name}` nor `{other}`, only {', '.join(batch)}", hint=_HINT)
-        what, value = f"`{found}` of the batch", batch[found]
+        what, value = f"`{key}` of the batch", batch[key]
     elif isinstance(batch, list | tuple) and len(batch) > position:
         what, value = f"item {position} of the batch", batch[position]
     else:
@@ -116,8 +132,8 @@ def _entry(batch: Batch, position: int, name: str, other: str) -> Tensor:
 
 
 def _check_takes(model: nn.Module, name: str) -> None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = unwrap(model)
     parameters = inspect.signature(inner.forward).parameters
-    if name not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if name not in parameters and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         hint = "remove it from the batch: a causal model does not see padding on the right; its labels are -100"
         raise ConfigError(f"`{type(inner).__name__}` takes no `{name}`, which the batch has", hint=hint)

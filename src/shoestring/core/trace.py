@@ -1,8 +1,8 @@
-"""What happened, and how long it took: spans on any thread, bounded in memory however long the run.
+"""Tracing: timed spans of work on any thread, in bounded memory.
 
-`span` costs about a microsecond, so it may stand on hot paths. It records into every trace that is open
-(`with trace:`), on whatever thread it runs, and tells every listener (`with listening(profiler):`) when it begins and
-ends; with none of either it does nothing.
+`span` costs about a microsecond, so it may be used on hot paths. On any thread, it records into all open traces
+(`with trace:`) and notifies all listeners (`with listening(profiler):`) when it begins and ends. Without traces and
+listeners it does nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 Kind = Literal["compute", "wire", "copy", "disk", "wait"]
 
-# The traces that are open in this process. Work is marked on threads that were started long before or outside of
-# any run (autograd's, a communication library's), so a context variable would not reach them.
+# The traces that are open in this process. This is a global list and not a context variable, because spans also run on
+# threads that autograd or a communication library started before the trace was opened.
 _open: list[Trace] = []
 _listeners: list[Listener] = []
 
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Total:
-    """All spans of one name and kind added up."""
+    """Number, total duration and total bytes of all spans with one name and kind."""
 
     count: int = 0
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class Total:
 
 @dataclass(eq=False)
 class Trace:
-    """The totals of all spans, and the newest `keep` of them one by one."""
+    """Record of a run on one rank: totals over all spans, the newest `keep` spans themselves, and a few facts."""
 
     rank: int = 0
     host: str = ""
@@ -55,17 +55,17 @@ class Trace:
     step: int = 0
     ranks: int = 1
     parameters: int = 0
-    """Trained parameters, in elements; gathered, where they are sharded."""
+    """Number of trained parameters over all shards."""
     gradient_bytes: int = 0
-    """Bytes of all their gradients."""
+    """Bytes of the gradients of all trained parameters."""
     steps: int = 0
-    """Optimizer steps of the run, once it has ended."""
+    """Number of optimizer steps of the run; set when the run ends."""
     training_seconds: float = 0.0
-    """Seconds that the loop took, once it has ended."""
+    """Duration of the training loop in seconds; set when the run ends."""
     aside: float = 0.0
-    """Seconds inside of steps that were not training: trials, which rates must not count."""
+    """Seconds of the steps that were spent on trial measurements instead of training; throughput leaves them out."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers of features' own, which `Feature.reduction` and `Feature.report_items` read."""
+    """Numbers by name that features record, to be read in their `reduction` and `report_items`."""
     totals: dict[tuple[str, Kind], Total] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=deque)
     origin: float = field(default_factory=time.perf_counter)
@@ -82,7 +82,7 @@ class Trace:
         _open.remove(self)
 
     def align(self) -> None:
-        """Make now the origin: called on all ranks right after a barrier, it puts their clocks on one line."""
+        """Set the origin of time to now, and drop earlier spans. Called on all ranks right after a barrier."""
         with self._lock:
             self.origin = time.perf_counter()
             self.spans.clear()
@@ -90,8 +90,7 @@ class Trace:
     def record(self, name: str, kind: Kind, start: float, stop: float, nbytes: int = 0) -> None:
         """Add one span; `start` and `stop` are readings of `time.perf_counter`."""
         with self._lock:
-            total = self.totals.get((name, kind))
-            if total is None:
+            if (total := self.totals.get((name, kind))) is None:
                 total = self.totals[name, kind] = Total()
             total.count += 1
             total.seconds += stop - start
@@ -100,17 +99,20 @@ class Trace:
             self.spans.append(Span(name, kind, start - self.origin, stop - self.origin, nbytes, thread, self.step))
 
     def seconds(self, kind: Kind) -> float:
-        """Seconds of all spans of one kind; those that overlap count each."""
-        return sum(total.seconds for (_, of), total in self.totals.items() if of == kind)
+        """Sum of the durations of all spans of one kind; time in which spans overlap is counted several times."""
+        return sum(total.seconds for (_, other), total in self.totals.items() if other == kind)
 
     def snapshot(self) -> tuple[list[Span], dict[tuple[str, Kind], Total]]:
-        """Spans and totals as they are now, while other threads continue to record."""
+        """Consistent copies of spans and totals; other threads may be recording meanwhile."""
         with self._lock:
             return list(self.spans), {key: replace(total) for key, total in self.totals.items()}
 
 
 class Listener(Protocol):
-    """Hears each span begin and end, on the span's own thread; the end of those only that it heard begin."""
+    """What `listening` calls when a span begins and ends, on the span's thread.
+
+    `end` is called only for spans for which `begin` was called.
+    """
 
     def begin(self, work: span, /) -> None: ...
 
@@ -119,7 +121,10 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` at both ends of every span in this process, outside of its time. Spans may nest."""
+    """Call `listener` when any span in this process begins and ends. The span does not include the listener's time.
+
+    Spans may be nested.
+    """
     _listeners.append(listener)
     try:
         yield
@@ -128,14 +133,12 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute"):`)
-    """Marks the work inside a `with` block; `nbytes` may be set while it runs."""
+    """Times the work inside a `with` block; `nbytes` may be set inside the block."""
 
     __slots__ = ("_notified", "began", "kind", "name", "nbytes")
 
     def __init__(self, name: str, kind: Kind, nbytes: int = 0) -> None:
-        self.name = name
-        self.kind: Kind = kind
-        self.nbytes = nbytes
+        self.name, self.kind, self.nbytes = name, kind, nbytes
 
     def __enter__(self) -> Self:
         self._notified = None

@@ -1,4 +1,4 @@
-"""Who runs: the ranks, the mesh they form, this rank's device, and the few exchanges the product itself needs."""
+"""The ranks of a job: their mesh, this rank's device, and collectives that exchange bytes and errors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoestring._torch import flattened, wait_as_the_world
-from shoestring.core.errors import ShoestringError, WorldError
+from shoestring import facts
+from shoestring._torch import flattened, own_device, wait_as_the_world
+from shoestring.collectives import broadcast_bytes, gather_bytes
+from shoestring.core.errors import ConfigError, ShoestringError, WorldError
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.core.leases import HostMemory
 
 T = TypeVar("T")
-HEAD = 1 << 10  # bytes that travel with the length of what is gathered
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one job, and the mesh that they form. `World()` is one process alone.
+    """The ranks of one job, and the mesh that they form. `World()` is a single process.
 
-    Ranks are numbered along the mesh, its last axis fastest. `local_size` consecutive ranks run on one host, whatever
-    the axes: what concerns a machine (its memory, its disk) asks `hosts` and `host_of`, and what concerns the model
-    or its data asks the axes.
+    Ranks are numbered along the mesh, with the last axis varying fastest. `local_size` consecutive ranks run on one
+    host, whatever the axes. So code about a machine (its memory, its disk) uses `hosts` and `host_of`, and code about
+    the model or its data uses the axes.
     """
 
     rank: int = 0
@@ -39,16 +40,19 @@ class World:
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     memory: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
-    """What this rank may take of its host's."""
+    """Budget and leases of the host memory that this rank may use for large buffers."""
+    store: Any = field(default=None, compare=False, repr=False)
+    """Key-value store of `join`. Ranks write facts to it, which other ranks read after a failed collective."""
     layout: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Size of each mesh axis, the slowest first; empty for hosts x ranks of a host. `split` adds axes."""
-    # Splits and meshes that were made already.
+    """Size of each mesh axis, the slowest first; empty for the default, hosts x ranks per host. `split` adds axes."""
+    # Worlds after a split, and meshes. Each is created once, because a mesh has process groups, which all ranks must
+    # create in the same order.
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.layout and math.prod(self.layout.values()) != self.size:
             axes = " x ".join(f"{size} ({axis})" for axis, size in self.layout.items())
-            raise WorldError(f"a mesh of {axes} ranks does not have the {self.size} ranks that there are")
+            raise WorldError(f"a mesh of {axes} ranks does not fit {self.size} ranks")
 
     @property
     def hosts(self) -> int:
@@ -56,7 +60,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this is rank 0, which writes logs and files for all ranks."""
         return self.rank == 0
 
     @property
@@ -64,7 +68,7 @@ class World:
         return socket.gethostname()
 
     def host_of(self, rank: int) -> int:
-        """The number of the host that a rank runs on."""
+        """Index, from 0, of the host that a rank runs on."""
         return rank // self.local_size
 
     # -- the mesh ----------------------------------------------------------------------------------------------------
@@ -75,16 +79,17 @@ class World:
         return dict(self.layout) or {HOSTS: self.hosts, LOCAL: self.local_size}
 
     def split(self, axis: str, added: str, size: int) -> World:
-        """The same ranks with a new axis of `size`, taken out of `axis` and faster than it.
+        """Split `axis` into two: itself, with fewer ranks, and the axis `added` of `size` ranks, which varies faster.
 
-        A world that has the axis is left as it is, and the same split of one world is the same world, so that it has
-        its process groups once.
+        A world that already has the axis `added` is returned as it is. Repeated equal splits return the same world, so
+        that its process groups are created once.
 
         Raises:
-            WorldError: the ranks along `axis` do not divide by `size`, or the mesh has the axis in another size.
+            WorldError: the number of ranks along `axis` is not a multiple of `size`, or the mesh has an axis `added` of
+                another size.
         """
         if self.axes.get(added, size) != size:
-            raise WorldError(f"the mesh has an axis {added} of {self.axes[added]} ranks, which cannot have {size}")
+            raise WorldError(f"the mesh already has an axis {added} of {self.axes[added]} ranks, not {size}")
         if added in self.axes:
             return self
         if size < 1 or self.axes.get(axis, 1) % size:
@@ -97,11 +102,11 @@ class World:
         return self._cache[axis, added, size]
 
     def ranks_over(self, axes: Collection[str]) -> int:
-        """How many ranks the mesh has along `axes`; an axis that it does not have has one."""
+        """Number of ranks along `axes`; an axis that the mesh does not have counts as one rank."""
         return math.prod(size for axis, size in self.axes.items() if axis in axes)
 
     def index_over(self, axes: Collection[str]) -> int:
-        """This rank's place among those along `axes`: 0 for the first of them."""
+        """This rank's index among the ranks along `axes`, from 0."""
         index, stride = 0, self.size
         for axis, size in self.axes.items():
             stride //= size
@@ -111,16 +116,16 @@ class World:
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
-        """The device mesh with all axes; None for one process alone. All ranks ask for it first at the same time."""
+        """torch's device mesh with all axes; None for one process. The first access is a collective."""
         if self.size == 1:
             return None
         sizes, names = tuple(self.axes.values()), tuple(self.axes)
         return wait_as_the_world(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
     def mesh_over(self, axes: Collection[str]) -> DeviceMesh | None:
-        """The ranks along `axes` as a mesh of one dimension; None where this rank is alone along them.
+        """The ranks along `axes` as a one-dimensional mesh; None if there is only one rank along them.
 
-        All ranks ask for the same axes, in the same order of calls.
+        A collective: all ranks call it for the same axes, in the same order.
         """
         if self.ranks_over(axes) == 1:
             return None
@@ -131,7 +136,7 @@ class World:
         return self._cache[several]
 
     def group(self, axes: Collection[str]) -> dist.ProcessGroup | None:
-        """The process group along `axes`; see `mesh_over`."""
+        """The process group of the ranks along `axes`; None if there is only one. A collective, as `mesh_over`."""
         if self.ranks_over(axes) == self.size > 1:
             return dist.group.WORLD
         mesh = self.mesh_over(axes)
@@ -139,71 +144,56 @@ class World:
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 
+    def note(self, what: str, value: int) -> None:
+        """Write a number under the key `what` to the store, for other ranks to read if a collective fails."""
+        if self.store is not None:
+            self.store.set(f"{what}/{self.rank}", str(value))
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
     def gather(self, data: bytes, group: Any = None) -> list[bytes]:
-        """The bytes of every rank, on every rank; where all are short, in one round.
+        """All-gather bytes of any length over all ranks, in one round if every rank's are short.
 
-        Bytes, not objects: nothing that arrives is unpickled.
+        The data are bytes and not objects, so that no rank unpickles what it receives.
 
         Args:
-            group: another process group of all ranks, for this world's device.
+            group: process group to use instead of the default one; it must hold all ranks and use this world's device.
         """
-        if self.size == 1:
-            return [data]
-        heads = self._gathered(len(data).to_bytes(8, "little") + data[:HEAD], 8 + HEAD, group)
-        lengths = [int.from_bytes(head[:8], "little") for head in heads]
-        longest = max(lengths)
-        whole = [head[8:] for head in heads] if longest <= HEAD else self._gathered(data, longest, group)
-        return [each[:length] for each, length in zip(whole, lengths, strict=True)]
-
-    def _gathered(self, data: bytes, width: int, group: Any) -> list[bytes]:
-        mine = self._tensor(data.ljust(width, b"\0"))
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(theirs, mine, group=group)
-        return [each.cpu().numpy().tobytes() for each in theirs]
+        return [data] if self.size == 1 else gather_bytes(data, self.size, self.device, group)
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank."""
-        if self.size == 1:
-            return data or b""
-        mine = self.rank == source
-        length = torch.tensor([len(data or b"") if mine else 0], device=self.device)
-        dist.broadcast(length, source)
-        content = self._tensor(data or b"") if mine else torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        if len(content):
-            dist.broadcast(content, source)
-        return content.cpu().numpy().tobytes()
+        """Broadcast the bytes of rank `source` to all ranks; the `data` of other ranks is ignored."""
+        return data or b"" if self.size == 1 else broadcast_bytes(data or b"", source, self.device)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Do `work` on every rank; if it fails with a ShoestringError on any, raise that on all of them."""
-        result, mine = None, None
+        """Call `work` on every rank; if it raises a ShoestringError on one rank, raise this error on all ranks."""
+        result, own = None, None
         try:
             result = work()
         except ShoestringError as error:
-            mine = error
-        for rank, data in enumerate(self.gather(json.dumps(mine and mine.parts()).encode())):
-            if theirs := json.loads(data):
-                raise mine or ShoestringError.from_parts(theirs, f"rank {rank}: ")
+            own = error
+        for rank, data in enumerate(self.gather(json.dumps(own and own.parts()).encode())):
+            if parts := json.loads(data):
+                raise own or ShoestringError.from_parts(parts, f"rank {rank}: ")
         return cast(T, result)
 
     def decide(self, work: Callable[[], Any]) -> Any:
-        """Do `work` on the first rank; its result (of JSON types), or its ShoestringError, is every rank's."""
+        """Call `work` on the first rank, and return its result (of JSON types) or raise its error on all ranks."""
         return json.loads(self.broadcast(json.dumps(self.agree(lambda: work() if self.first else None)).encode()))
 
-    def _tensor(self, data: bytes) -> torch.Tensor:
-        if not data:
-            return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+    def alike(self, own_facts: Mapping[str, Any], hint: str) -> None:
+        """Raise ConfigError on all ranks if their facts differ; it names the key, the values and the ranks."""
+        if dist.is_initialized() and (message := facts.difference(self.gather(facts.encode(own_facts)))):
+            raise ConfigError(message, hint=hint)
 
     @classmethod
     def current(cls) -> World:
-        """The world of the process group that is already initialised in this program, or one process alone.
+        """The world of the process group that this program has already initialised, or else of a single process.
 
         Raises:
-            WorldError: several ranks were started, and have not joined: each would train a model of its own.
+            WorldError: several ranks were started but have not joined, so each would train a separate model.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -211,15 +201,6 @@ class World:
             return cls(device=own_device(0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
-        on_gpu = "nccl" in dist.get_backend_config()  # where none was named, `get_backend` knows none
+        on_gpu = "nccl" in dist.get_backend_config()  # `get_backend` is "undefined" if none was named
         device = own_device(local_rank) if on_gpu else torch.device("cpu")
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
-
-
-def own_device(local_rank: int) -> torch.device:
-    """The GPU of a local rank, made the current one; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -1,12 +1,13 @@
-"""Samples of a slow data set, kept on this host's disk and in memory that its ranks share.
+"""A cache of the samples of a slow data set: on this host's disk, and in memory shared by this host's ranks.
 
-Each level keeps what came first and gives up nothing: an epoch takes every sample once, in another order each time, so
-of any set of samples that fits, each epoch finds all, and what is rarely used does not exist. What is kept has a
-checksum; where it does not fit, the sample is fetched again.
+Neither level evicts samples. Every epoch uses each sample once, in another order, so any set of cached samples is hit
+equally often, and no eviction policy is better than keeping the first samples that fit. Entries have a checksum; if it
+does not match, the sample is fetched again from the data set.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -26,6 +27,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import DataError
+from shoestring.data.cache_on_disk import OnDisk
 from shoestring.data.flattening import from_bytes, to_bytes
 from shoestring.storage.guarded import private_folder
 
@@ -33,21 +35,25 @@ log = logging.getLogger("shoestring.data")
 
 MEMORY = Path("/dev/shm")
 THREADS = 4
-"""That fetch ahead of the order."""
+"""Number of threads that fetch samples ahead of their use."""
 _MAGIC = b"shoestr1"
-_HEAD = struct.Struct("<8sQQQ")  # magic, samples, bytes of room, bytes taken
+_HEAD = struct.Struct("<8sQQQ")  # magic, number of samples, capacity in bytes, bytes used
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4"), ("length", "<u4")])
-_FILE = struct.Struct("<II")  # checksum and length, before the bytes
 _FORMAT = "2"
-"""Of what is kept, on both levels: files of another one are other files."""
+"""Format version of the stored entries in memory and on disk; it is part of the cache's name, so another version uses
+other files."""
 _FOLD = 256
+"""Number of 64-bit words in a block (2 KB); `folded_crc32` adds the blocks up."""
+_SPARE = 256 << 20
+"""Number of bytes of /dev/shm, but at most a quarter of its size, that the cache leaves free for the batches of worker
+processes and for checkpoints."""
 
 
 class Slow(Protocol):
-    """A data set that is worth a cache: any map-style one.
+    """A slow data set whose samples are cached: any map-style data set.
 
-    With `fetch(index) -> bytes` and `decode(bytes) -> sample`, what was fetched lies on the disk as it came, and what
-    was decoded in memory; else samples lie in both as they are.
+    If it has `fetch(index) -> bytes` and `decode(bytes) -> sample`, the disk cache holds the raw bytes and the memory
+    cache the decoded samples; otherwise both hold samples.
     """
 
     def __len__(self) -> int: ...
@@ -56,10 +62,10 @@ class Slow(Protocol):
 
 
 def folded_crc32(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """A checksum at the pace of memory: the CRC of the 2 KB that all 2 KB add up to, and of what is left over.
+    """A checksum that is computed at memory bandwidth: the CRC of the sum of all 2 KB blocks and of the remainder.
 
-    Any single change shows. Two hide each other only where one adds what the other takes off, at the same place of
-    two such blocks.
+    The checksum detects any single change. Two changes cancel only if they are at the same offset in two blocks and one
+    adds exactly the value that the other subtracts.
     """
     whole = len(raw) // (8 * _FOLD) * 8 * _FOLD
     sums = raw[:whole].view(np.uint64).reshape(-1, _FOLD).sum(0, dtype=np.uint64)
@@ -70,10 +76,16 @@ def folded_crc32(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 
 class Shared:
-    """Byte strings by number, in memory that all processes of this user on this host share.
+    """A cache of byte strings by number, in memory that all processes of this user on this host share.
 
-    Its file stays while any process has it open, and goes with the last that closes it; what killed processes left is
-    taken over by the next of the same data set, and removed by the next of another.
+    The memory is a file that exists while any process has it open; the last process to close it removes it. A file that
+    killed processes left behind is reused by the next run on the same data set, or removed by the next run on another.
+    The table of entries is memory-mapped, after its memory has been reserved. Samples are read and written by system
+    calls instead: if the file system is full, a system call fails, whereas access through a mapping would end the
+    process with SIGBUS.
+
+    Raises:
+        OSError: there is no room for the table.
     """
 
     def __init__(self, name: str, samples: int, room: int, root: Path = MEMORY) -> None:
@@ -83,19 +95,25 @@ class Shared:
         _remove_unused(folder, self.path)
         table = _HEAD.size + samples * _ENTRY.itemsize
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with self._alone():
-            if os.fstat(self.file).st_size != table + room or self._given_back_and_left():
-                os.ftruncate(self.file, 0)
-                os.ftruncate(self.file, table + room)
-                os.pwrite(self.file, _HEAD.pack(_MAGIC, samples, room, 0), 0)
+        try:
+            with self._alone():
+                if os.fstat(self.file).st_size != table + room or self._freed_and_unused():
+                    os.ftruncate(self.file, 0)
+                    os.ftruncate(self.file, table + room)
+                    os.pwrite(self.file, _HEAD.pack(_MAGIC, samples, room, 0), 0)
+                os.posix_fallocate(self.file, 0, table)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            os.close(self.file)
+            raise
         fcntl.flock(self.file, fcntl.LOCK_SH)
         self.memory = mmap.mmap(self.file, table + room)
         self.table, self.room = table, room
         self.entries = np.frombuffer(self.memory, _ENTRY, samples, _HEAD.size)
         self.bytes = np.frombuffer(self.memory, np.uint8)
 
-    def _given_back_and_left(self) -> bool:
-        """Whether there is no room any more, and nobody has the file open for whom that must stay so."""
+    def _freed_and_unused(self) -> bool:
+        """Whether `give_back` has freed the memory and no other process has the file open any more."""
         with suppress(OSError):
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return not _HEAD.unpack(os.pread(self.file, _HEAD.size, 0))[2]
@@ -103,7 +121,8 @@ class Shared:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Among threads by a lock of theirs, among processes by one of the file's bytes."""
+        """Context that holds the lock on the file. A POSIX lock excludes only other processes, so a second lock
+        excludes other threads."""
         with self._thread:
             fcntl.lockf(self.file, fcntl.LOCK_EX)
             try:
@@ -115,19 +134,18 @@ class Shared:
         return bool(self.entries["length"][number])
 
     def get(self, number: int) -> memoryview | None:
-        """A copy of what was put, so that a sample may be changed in place; None if nothing was, or if it changed."""
+        """A copy of an entry, so that the sample may be changed in place; None if the entry is absent or damaged."""
         offset, crc, length = self.entries[number].item()
         if not length:
             return None
-        begin = self.table + offset
-        raw = self.bytes[begin : begin + length].copy()
-        if folded_crc32(raw) == crc:
+        raw = np.empty(length, np.uint8)
+        if os.preadv(self.file, [raw.data], self.table + offset) == length and folded_crc32(raw) == crc:
             return raw.data
         self.entries["length"][number] = 0
         return None
 
     def put(self, number: int, raw: bytes) -> bool:
-        """Keep it, if there is room; whether it was kept."""
+        """Store an entry if there is room; returns whether the entry is now stored."""
         with self._alone():
             if number in self:
                 return True
@@ -135,16 +153,37 @@ class Shared:
             if taken + len(raw) > room or not raw:
                 return False
             _HEAD.pack_into(self.memory, 0, magic, samples, room, taken + len(raw))
-        begin = self.table + taken
-        self.memory[begin : begin + len(raw)] = raw
+        if not self._write(raw, self.table + taken):
+            return False
         self.entries["offset"][number] = taken
         self.entries["crc"][number] = folded_crc32(np.frombuffer(raw, np.uint8))
-        self.entries["length"][number] = len(raw)  # last: from now on it is read
+        # The length is written last, because readers regard an entry with a length as complete.
+        self.entries["length"][number] = len(raw)
         return True
 
+    def _write(self, raw: bytes, begin: int) -> bool:
+        """Write an entry's bytes; returns whether the file system had room. If the file system is full, the cache
+        stores no more entries."""
+        view = memoryview(raw)
+        try:
+            space = os.fstatvfs(self.file)
+            if space.f_bavail * space.f_frsize < len(raw) + min(space.f_blocks * space.f_frsize // 4, _SPARE):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while view and (done := os.pwrite(self.file, view, begin)):
+                view, begin = view[done:], begin + done
+        except OSError as error:
+            with self._alone():
+                magic, samples, room, taken = _HEAD.unpack_from(self.memory)
+                _HEAD.pack_into(self.memory, 0, magic, samples, min(room, taken), taken)
+            if room > taken:
+                _warn_of_less_room(error, taken, self.room)
+        return not view
+
     def give_back(self) -> None:
-        """Free the memory, and keep nothing from now on, in all processes that share it; what is gone reads as zeros,
-        which no checksum matches."""
+        """Free the memory and stop storing entries, in all processes that share the cache.
+
+        Freed pages read as zeros, which no checksum matches, so a concurrent `get` is safe.
+        """
         with self._alone():
             magic, samples, _, _ = _HEAD.unpack_from(self.memory)
             _HEAD.pack_into(self.memory, 0, magic, samples, 0, 0)
@@ -154,8 +193,9 @@ class Shared:
                 self.memory.madvise(mmap.MADV_REMOVE, begin)
 
     def close(self) -> None:
+        """Unmap the file, and remove the file if this is the last process that has it open."""
         with suppress(OSError):
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it open
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds only if no other process has the file open
             self.path.unlink()
         del self.entries, self.bytes
         with suppress(BufferError):
@@ -163,7 +203,14 @@ class Shared:
         os.close(self.file)
 
 
+def _warn_of_less_room(error: OSError, stored: int, room: int) -> None:
+    """Warn that /dev/shm has less room than the cache was given."""
+    reason, mib = error.strerror, 1 << 20
+    log.warning("`%s`: %s: data.cache_memory keeps %d of %d MiB", MEMORY, reason, stored // mib, room // mib)
+
+
 def _remove_unused(folder: Path, but: Path) -> None:
+    """Remove the files of other caches that no process has open any more, which is known from their shared lock."""
     for path in folder.iterdir():
         if path != but:
             with suppress(OSError):
@@ -175,118 +222,29 @@ def _remove_unused(folder: Path, but: Path) -> None:
                     os.close(file)
 
 
-class OnDisk:
-    """Byte strings by number, a file each, in a folder that processes of this host share; it stays."""
-
-    def __init__(self, folder: Path, room: int) -> None:
-        self.folder, self.room = folder, room
-        self.full, self.damaged = False, 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._thread = threading.Lock()
-        self._count = os.open(folder / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with self._counting() as taken:
-            if not taken:
-                self._recount()
-
-    @contextmanager
-    def _counting(self) -> Iterator[int]:
-        with self._thread:
-            fcntl.lockf(self._count, fcntl.LOCK_EX)
-            try:
-                yield int.from_bytes(os.pread(self._count, 8, 0), "little")
-            finally:
-                fcntl.lockf(self._count, fcntl.LOCK_UN)
-
-    def _recount(self) -> int:
-        """Bytes of what lies there: files that were damaged had other sizes."""
-        taken = 0
-        for path in self.folder.glob("*/*"):
-            with suppress(OSError):
-                taken += path.stat().st_size
-        os.pwrite(self._count, taken.to_bytes(8, "little"), 0)
-        return taken
-
-    def _add(self, nbytes: int) -> None:
-        taken = int.from_bytes(os.pread(self._count, 8, 0), "little")
-        os.pwrite(self._count, max(taken + nbytes, 0).to_bytes(8, "little"), 0)
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number % 256:02x}" / str(number)
-
-    def __contains__(self, number: int) -> bool:
-        return self.path(number).exists()
-
-    def get(self, number: int) -> bytes | None:
-        """What was put; None if nothing was, or if it changed since, and then it is removed."""
-        try:
-            raw = self.path(number).read_bytes()
-        except OSError:
-            return None
-        if len(raw) >= _FILE.size:
-            crc, length = _FILE.unpack_from(raw)
-            content = raw[_FILE.size :]
-            if length == len(content) and crc == zlib.crc32(content):
-                return content
-        log.log(logging.DEBUG if self.damaged else logging.WARNING, "`%s` is damaged: fetched again", self.path(number))
-        self.damaged += 1
-        with suppress(OSError), self._counting():
-            self.path(number).unlink()
-            self._add(-len(raw))
-            self.full = False
-        return None
-
-    def put(self, number: int, raw: bytes) -> bool:
-        """Keep it, if there is room; whether it was kept. It is not synced: the checksum tells."""
-        if self.full:
-            return False
-        size = _FILE.size + len(raw)
-        with self._counting() as taken:
-            if taken + size > self.room and self._recount() + size > self.room:
-                self.full = True
-                return False
-            self._add(size)
-        path = self.path(number)
-        aside = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            aside.write_bytes(_FILE.pack(zlib.crc32(raw), len(raw)) + raw)
-            aside.rename(path)
-        except OSError as error:  # a full disk
-            log.warning("the cache of samples stops growing: %s", error)
-            self.full = True
-            aside.unlink(missing_ok=True)
-            with self._counting():
-                self._add(-size)
-            return False
-        return True
-
-    def close(self) -> None:
-        os.close(self._count)
-
-
 # -- the data set ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Origins:
-    """How many of this process' samples came from where."""
+    """Numbers of this process's samples by where they came from: memory, disk, or the data set itself (`fetched`)."""
 
     memory: int = 0
     disk: int = 0
     fetched: int = 0
     ahead: int = 0
-    """Of the fetched ones, before they were asked for."""
+    """Number of samples fetched before they were requested; these are included in `fetched`."""
 
 
 @dataclass(eq=False)
 class Cached(Dataset[Any]):
-    """A data set whose samples are kept in memory, on disk, or both; workers and ranks of a host share what is kept.
+    """A data set with its samples cached in memory, on disk, or both, shared by the workers and ranks of a host.
 
     Args:
-        dataset: the slow one.
+        dataset: the slow data set.
         memory: bytes of shared memory for samples. disk: bytes on disk.
-        folder: on disk; needed for `disk`.
-        fingerprint: tells this data set from others; by default its own `fingerprint`, or its type and length.
+        folder: folder of the cache on disk; required for `disk`.
+        fingerprint: identifies the data set; defaults to the data set's own `fingerprint`, or to its type and length.
     """
 
     dataset: Any
@@ -305,7 +263,12 @@ class Cached(Dataset[Any]):
 
     def _open(self) -> None:
         key = hashlib.blake2b(f"{_FORMAT}:{self.fingerprint}".encode(), digest_size=12).hexdigest()
-        self.shared = Shared(key, len(self.dataset), self.memory) if self.memory else None
+        self.shared = None
+        if self.memory:
+            try:
+                self.shared = Shared(key, len(self.dataset), self.memory)
+            except OSError as error:
+                _warn_of_less_room(error, 0, self.memory)
         self.shelf = OnDisk(Path(self.folder or ".") / key, self.disk) if self.disk else None
         self._pool: ThreadPoolExecutor | None = None
         self._wanted: set[int] = set()
@@ -317,7 +280,7 @@ class Cached(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        if self._process != os.getpid():  # a worker by fork, whose locks may be held by threads that it does not have
+        if self._process != os.getpid():  # a forked worker: locks may be held by threads that exist only in the parent
             self._open()
         if self.shared is not None and (raw := self.shared.get(index)) is not None:
             self.counts.memory += 1
@@ -328,21 +291,21 @@ class Cached(Dataset[Any]):
         return [self[index] for index in indices]
 
     def _fill(self, index: int) -> Any:
-        """Get a sample from the disk or the data set, and keep it; by one thread of a process at a time."""
+        """Get a sample from the disk or the data set and cache it, or wait if another thread is already getting it."""
         with self._lock:
             busy = self._fetching.get(index)
             if busy is None:
                 self._fetching[index] = threading.Event()
         if busy is not None:
             busy.wait()
-            return self[index] if self._kept(index) else self._get(index)
+            return self[index] if self._is_cached(index) else self._get(index)
         try:
             return self._get(index)
         finally:
             with self._lock:
                 self._fetching.pop(index).set()
 
-    def _kept(self, index: int) -> bool:
+    def _is_cached(self, index: int) -> bool:
         return (self.shared is not None and index in self.shared) or (self.shelf is not None and index in self.shelf)
 
     def _get(self, index: int) -> Any:
@@ -363,28 +326,29 @@ class Cached(Dataset[Any]):
         return sample
 
     def ahead(self, indices: Sequence[int]) -> None:
-        """Fetch these, which are asked for soon, on threads; what is kept already, and what waits already, is not."""
+        """Fetch samples that are needed soon, on background threads; samples that are already cached or queued are
+        skipped."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, "shoestring-data")
         if self.shared is not None:
             indices = np.array(indices)[self.shared.entries["length"][[*indices]] == 0].tolist()
         for index in indices:
-            if index not in self._wanted and not self._kept(index):
+            if index not in self._wanted and not self._is_cached(index):
                 self._wanted.add(index)
                 self._pool.submit(self._fetch_ahead, index)
 
     def _fetch_ahead(self, index: int) -> None:
         try:
-            if not self._kept(index):
+            if not self._is_cached(index):
                 self._fill(index)
                 self.counts.ahead += 1
-        except Exception as error:  # whoever asks for the sample gets it
+        except Exception as error:  # raised again when the sample is used
             log.debug("sample %d could not be fetched ahead: %s", index, error)
         finally:
             self._wanted.discard(index)
 
     def close(self) -> None:
-        """Give the memory back, once no process of the host uses it; what is on disk stays."""
+        """Close the cache: the memory is freed when the last process on the host closes it; the disk cache remains."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         for level in (self.shared, self.shelf):
@@ -392,8 +356,7 @@ class Cached(Dataset[Any]):
                 level.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("dataset", "memory", "disk", "folder", "fingerprint")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in ("dataset", "memory", "disk", "folder", "fingerprint")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, counts=Origins())

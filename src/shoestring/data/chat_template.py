@@ -1,7 +1,7 @@
-"""A model's own chat template: a conversation rendered as the model was trained on it, and encoded.
+"""Renders conversations by a model's own chat template, in the form that the model was trained on, and encodes them.
 
-Templates come with models, so they are rendered in jinja2's sandbox, as transformers does. Special tokens are those
-that the template writes: text of a conversation that spells one is encoded as ordinary characters.
+Templates come with models, so they are rendered in jinja2's sandbox, as transformers does. Only the template may write
+special tokens: text of a conversation that spells one is encoded as ordinary characters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -19,43 +20,61 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import If, Name, Node, Output, Scope, TemplateData
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.data.tokenizer import Tokenizer, single_threaded
+from shoestring.data.learnt_tokens import BEGIN, END, FILLER, AnswerFinder
+from shoestring.data.tokenizer import Tokenizer, companion_config, single_threaded, special_token
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PRIVATE = range(0xF0000, 0x10FFFE)
-"""Characters without a meaning, one of which marks text that spells a special token."""
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Characters that Unicode assigns to nothing, around what the model wrote."""
+"""Private-use characters of Unicode; a character that the conversation does not use marks text that spells a special
+token."""
 _TAGGED = "shoestring_tagged"
-"""The variable that lets a template write these."""
-_Spans = tuple[str, list[tuple[int, int]]]
+"""Template variable that makes the tag `{% generation %}` write `BEGIN` and `END`."""
+_ADDED, _GROWTH = 1 << 18, 16
+"""Limits of the rendered text's length: a number of added characters, and a multiple of the conversation's length.
+Known templates add up to 20,000 characters."""
+_LARGEST = 1 << 20
+"""Maximum length of a text or list that a template may make by multiplication, in items."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which a multiplication or a power cannot use up all memory or time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(value) if isinstance(value, str | bytes | list | tuple) else value for value in (left, right)]
+        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= 64 and abs(left) <= _LARGEST):
+            raise TemplateError("a power is too large")
+        if sizes != [left, right] and all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > _LARGEST:
+            raise TemplateError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
     """Renders and encodes conversations.
+
+    A template is a program: compiling or rendering it may never end, or use up all memory. Run an untrusted template in
+    a process with limits (`shoestring.confined`).
 
     Raises:
         DataError: the template is not valid.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _to_json
         functions = {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        try:
-            self.template = environment.from_string(source, functions)
-        except TemplateSyntaxError as error:
-            raise DataError(f"line {error.lineno} of the chat template is not valid: {error.message}") from error
+        with _named():
+            self.template = _environment().from_string(source, functions)
         self.tokenizer = tokenizer
-        self.names = _special_names(tokenizer)
+        config = companion_config(tokenizer.companions, "the model")
+        tokens = {name: special_token(config, name) for name in _SPECIAL}
+        self.names = {name: token for name, token in tokens.items() if token is not None}
         added = tokenizer.engine.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
-        # The longest first, of those that begin alike.
+        # Longest first, because a regular expression takes the first alternative that matches.
         parts = sorted(map(re.escape, self.special), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(parts)})") if parts else None
         self._beginnings = {token[:length] for token in self.special for length in range(1, len(token))}
@@ -63,104 +82,101 @@ class ChatTemplate:
         self._engine = tokenizers.Tokenizer.from_str(tokenizer.engine.to_str())
         self._engine.encode_special_tokens = False
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Tokens of a conversation, up to where the model's answer begins.
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] | None = None,
+        longest: int | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, up to the start of the model's answer.
 
         Args:
-            messages: with `role` and `content`, and what else the template reads.
-            arguments: further variables of the template, such as enable_thinking.
+            messages: mappings with `role`, `content` and whatever else the template reads.
+            arguments: variables of the template other than the messages, such as enable_thinking.
+            longest: limit of the rendered text, in characters.
 
         Raises:
-            ConfigError: the template refuses the conversation, or text that spells a special token cannot be marked.
+            ConfigError: the template refuses the conversation, text that spells a special token cannot be marked, or
+                the rendered text is too long.
         """
         safe, mark = self._protected({"messages": messages, "arguments": arguments or {}})
-        return self._pieces(self.render(safe["messages"], safe["arguments"]), mark)[0]
+        text = self.render(safe["messages"], safe["arguments"])
+        if longest is not None and (length := len(text) - text.count(mark or BEGIN)) > longest:
+            raise ConfigError(f"the chat template makes {length} characters of the conversation, more than {longest}")
+        return self._pieces(text, mark)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, ask: bool = True) -> str:
-        """The text that the template makes of a conversation.
+        """Render a conversation as text.
 
         Args:
-            ask: end with what the model's answer follows.
+            ask: end with the prompt for the model's answer (`add_generation_prompt`).
 
         Raises:
-            ConfigError: the template refuses it.
+            ConfigError: the template refuses the conversation.
         """
-        given = {**self.names, "tools": None, "documents": None, **arguments}
-        given["messages"] = [dict(message) for message in messages]
+        variables = {**self.names, "tools": None, "documents": None, **arguments}
+        variables["messages"] = [dict(message) for message in messages]
         try:
-            return self.template.render(given, add_generation_prompt=ask)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-            raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
+            text = self.template.render(variables, add_generation_prompt=ask)
+        except Exception as error:  # a template is a program, which may raise anything
+            reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error)[:300]
+            raise ConfigError(
+                f"the model's chat template refuses the conversation: {reason or type(error).__name__}"
+            ) from error
+        size = sum(map(len, _texts([messages, arguments])))
+        if len(text) > _ADDED + _GROWTH * size:
+            raise ConfigError(f"the model's chat template makes {len(text):,} characters of a conversation of {size:,}")
+        return text
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def samples(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None
     ) -> list[tuple[list[int], list[bool]]]:
-        """The samples that a conversation is trained on: their tokens, and which of them are the assistant's.
-
-        These are the parts that the template puts between `{% generation %}` and `{% endgeneration %}`; in a template
-        without them, what an answer adds to the text that asks for it, up to the token that ends it. There is one
-        sample, and another one for each answer that the template renders differently once more follows (without its
-        reasoning, say). A message with a `weight` of 0 is not trained on. An answer that no special token ends is
-        followed by the end-of-text token, where it is the last.
+        """The training samples of a conversation: for each sample its tokens, and flags of the tokens that are trained
+        on. A conversation makes one sample, and one more for each answer that cannot be trained on in this sample: see
+        `learnt_tokens`. A message with a `weight` of 0 is not trained on. The end-of-text token is added to an answer
+        that does not end in a special token.
 
         Raises:
-            ConfigError: as `encode` does, or an answer does not follow the text that asks for it.
+            ConfigError: as for `encode`, or an answer cannot be located in the rendered text.
         """
-        safe, mark = self._protected({"messages": messages, "arguments": arguments or {}})
-        texts = self._tagged(safe["messages"], safe["arguments"])
-        found = []
-        for text, spans in texts or self._compared(safe["messages"], safe["arguments"]):
+        learnt = [message.get("role") == "assistant" and message.get("weight", 1) != 0 for message in messages]
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        safe, mark = self._protected({"messages": plain, "arguments": arguments or {}})
+
+        def render(messages: Sequence[Mapping[str, Any]], *, ask: bool = False, tagged: bool = False) -> str:
+            return self.render(messages, {**safe["arguments"], **({_TAGGED: True} if tagged else {})}, ask=ask)
+
+        samples = []
+        for text, spans in AnswerFinder(render, list(self.special)).texts(safe["messages"], learnt):
             tokens, trained = self._flagged(text, spans, mark)
             if trained and trained[-1] and tokens[-1] not in self.special.values():
                 tokens, trained = [*tokens, self.tokenizer.end_of_text], [*trained, True]
-            found.append((tokens, trained))
-        return found
+            samples.append((tokens, trained))
+        return samples
 
-    def _tagged(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[_Spans]:
-        """The text, and where `{% generation %}` is in it; nothing where the template has no such tags."""
-        parts = re.split(f"([{_BEGIN}{_END}])", self.render(messages, {**arguments, _TAGGED: True}, ask=False))
-        text, spans = "", []
-        weights = [message.get("weight", 1) for message in messages if message.get("role") == "assistant"]
-        for part in parts:
-            if part == _BEGIN:
-                spans.append((len(text), len(text)))
-            elif part == _END:
-                spans[-1] = (spans[-1][0], len(text))
-            else:
-                text += part
-        if len(spans) == len(weights):
-            spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
-        return [(text, spans)] if len(parts) > 1 else []
-
-    def _compared(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[_Spans]:
-        """The texts, and where answers are in them by comparing the text with the answer and without."""
-        whole, spans, apart = self.render(messages, arguments, ask=False), [], []
-        for number, message in enumerate(messages):
-            if message.get("role") != "assistant" or not message.get("weight", 1):
-                continue
-            asked = self.render(messages[:number], arguments)
-            before = self.render(messages[:number], arguments, ask=False)
-            upto = self.render(messages[: number + 1], arguments, ask=False)
-            start = _common(asked, upto)
-            if start < len(before):
-                raise ConfigError(f"the model's chat template changes what stands before message {number + 1}")
-            span = (start, len(self._without_rest(upto)))
-            if whole.startswith(upto):
-                spans.append(span)
-            else:
-                apart.append((upto, [span]))
-        return [*apart, *([(whole, spans)] if spans or not apart else [])]
-
-    def _without_rest(self, text: str) -> str:
-        """Up to the special token that ends it, where nothing but space follows that."""
-        stripped = text.rstrip()
-        return stripped if any(stripped.endswith(token) for token in self.special) else text
+    def ends(self) -> list[int]:
+        """Ids, in ascending order, of the tokens by which a model trained with this template ends its answers."""
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        ends: set[int] = set()
+        for talk in ([question, answer, question, answer], [question, answer]):
+            with suppress(ConfigError):  # a template may refuse either conversation
+                for tokens, trained in self.samples(talk):
+                    last = [
+                        token
+                        for token, now, then in zip(tokens, trained, [*trained[1:], False], strict=True)
+                        if now > then
+                    ]
+                    ends.update(set(last) & {*self.special.values(), *self.tokenizer.ends})
+        return sorted(ends)
 
     def _flagged(self, text: str, spans: Sequence[tuple[int, int]], mark: str) -> tuple[list[int], list[bool]]:
-        """Tokens, and which lie in a span. Where parts of a text have the tokens of the whole, they are encoded one by
-        one, as an answer follows a prompt's tokens in generation; else a token belongs to where it begins."""
+        """Encode a text; returns its tokens, and for each whether it lies in a span.
+
+        If the tokenizer allows it, the spans and the text between them are encoded one by one, as in generation, where
+        an answer follows the tokens of its prompt. Otherwise a token belongs to the span of its first character.
+        """
         edges = sorted({0, len(text), *(edge for span in spans for edge in span)}) if self._joins else [0, len(text)]
         tokens: list[int] = []
         trained: list[bool] = []
@@ -172,19 +188,20 @@ class ChatTemplate:
 
     @cached_property
     def _joins(self) -> bool:
-        """Whether the tokens of two texts, side by side, are those of both together: no space is put before a text."""
+        """Whether tokens of two texts can be concatenated: False if the tokenizer puts a space before every text."""
         return self.tokenizer.decode([*self.tokenizer.encode("a"), *self.tokenizer.encode("b")]) == "ab"
 
     # -- text that spells special tokens -----------------------------------------------------------------------------
 
     def _protected(self, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The values with a mark in text that spells a special token, or may come to; and the mark, empty if none is.
+        """Put a mark inside each text that spells a special token or a part of one; returns the changed values and the
+        mark. The mark is empty if no text needs a mark.
 
         Raises:
-            ConfigError: there is no character that could be one.
+            ConfigError: no character is left to be the mark, because the conversation uses all of them.
         """
         texts = list(_texts(values))
-        if any(_BEGIN in text or _END in text for text in texts):
+        if any(character in text for text in texts for character in (BEGIN, END, FILLER)):
             raise ConfigError("the conversation uses characters that have no meaning in Unicode")
         if not any(self._may_spell(text) for text in texts):
             return values, ""
@@ -192,14 +209,15 @@ class ChatTemplate:
         mark = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
         if mark is None:
             raise ConfigError("the conversation uses every private character of Unicode")
-        return _mapped(values, lambda text: self._marked(text, mark)), mark
+        # Texts that spell no special token are left unchanged: templates check some texts, such as the length of an id.
+        return _mapped(values, lambda text: self._marked(text, mark) if self._may_spell(text) else text), mark
 
     def _pieces(self, text: str, mark: str) -> tuple[list[int], list[int]]:
-        """The tokens of a text that was rendered, and where in it each begins."""
+        """Encode rendered text; returns its tokens, and for each token the index of its first character."""
         if not mark:
-            with single_threaded():  # a batch, because that lets other threads run meanwhile
-                found = self._engine.encode_batch([text], add_special_tokens=False)[0]
-            return found.ids, [start for start, _ in found.offsets]
+            with single_threaded():  # encodes a batch, because only batch encoding releases the GIL
+                encoding = self._engine.encode_batch([text], add_special_tokens=False)[0]
+            return encoding.ids, [start for start, _ in encoding.offsets]
         tokens: list[int] = []
         places: list[int] = []
         at = 0
@@ -209,15 +227,16 @@ class ChatTemplate:
                 tokens.append(self.special[part])
                 places.append(at)
             elif part:
-                kept = [place for place, character in enumerate(part) if character != mark]
-                found = self.tokenizer.engine.encode(part.replace(mark, ""), add_special_tokens=False)
-                tokens += found.ids
-                places += [at + kept[start] for start, _ in found.offsets]
+                unmarked = [place for place, character in enumerate(part) if character != mark]
+                encoding = self.tokenizer.plain.encode(part.replace(mark, ""), add_special_tokens=False)
+                tokens += encoding.ids
+                places += [at + unmarked[start] for start, _ in encoding.offsets]
             at += len(part)
         return tokens, places
 
     def _may_spell(self, text: str) -> bool:
-        """Whether it holds a special token, or a part of one that the template might complete."""
+        """Whether a text contains a special token, or a part of one that the template might complete to a special
+        token."""
         if self._pattern is None:
             return False
         start, end = text.lstrip(), text.rstrip()
@@ -230,7 +249,9 @@ class ChatTemplate:
         )
 
     def _marked(self, text: str, mark: str) -> str:
-        """With a mark inside whatever is or may become a special token; space around the text stays outside."""
+        """Put the mark inside every special token in a text and around the text, so that the template cannot complete a
+        special token. White space around the text stays outside the marks, because templates strip it.
+        """
         assert self._pattern is not None
         text = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
         inner = text.strip()
@@ -241,35 +262,62 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template beside a tokenizer: chat_template.jinja, or the one in tokenizer_config.json; None where none is.
+    """The chat template that comes with a tokenizer, or None.
 
     Raises:
-        DataError: it is not valid.
+        DataError: the template is not valid.
+    """
+    source = template_source(tokenizer)
+    return None if source is None else ChatTemplate(tokenizer, source)
+
+
+def template_source(tokenizer: Tokenizer) -> str | None:
+    """The text of chat_template.jinja, or of the template in tokenizer_config.json; None if there is neither.
+
+    Raises:
+        DataError: the template's syntax is not valid. The template is parsed but not compiled, because compiling it may
+            never end.
     """
     if (file := tokenizer.companions.get("chat_template.jinja")) is not None:
-        return ChatTemplate(tokenizer, file.decode("utf-8", errors="replace"))
-    source = _config(tokenizer).get("chat_template")
-    if isinstance(source, list):  # several with names
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
-    return ChatTemplate(tokenizer, source) if isinstance(source, str) else None
+        source = file.decode("utf-8", errors="replace")
+    else:
+        config = companion_config(tokenizer.companions, "the model")
+        if config.holds_text("chat_template"):
+            source = config.text("chat_template")
+        else:  # a list of several named templates
+            named = {str(entry.get("name")): entry.get("template") for entry in config.tables("chat_template")}
+            source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    with _named():
+        _environment().parse(source)
+    return source
 
 
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    return json.loads(tokenizer.companions.get("tokenizer_config.json", b"{}"))
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox with the options, filters and tags that transformers gives chat templates."""
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _Generation],
+        optimized=False,  # otherwise parsing would compute constants such as 9 ** 9 ** 9
+    )
+    # jinja2's own filter escapes for HTML.
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
+    return environment
 
 
-def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The variables of a template that stand for special tokens."""
-    config = _config(tokenizer)
-    found = {name: config.get(name) for name in _SPECIAL}
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: value for name, value in contents.items() if isinstance(value, str)}
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without the escapes for HTML of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+@contextmanager
+def _named() -> Iterator[None]:
+    """Convert errors of jinja2 to a DataError about the chat template."""
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise DataError(f"line {error.lineno} of the chat template is not valid: {error.message}") from error
+    except (RecursionError, MemoryError, ValueError, TypeError, SyntaxError) as error:
+        raise DataError(f"the chat template cannot be compiled: {str(error)[:300] or type(error).__name__}") from error
 
 
 def _raise(message: str) -> None:
@@ -277,7 +325,7 @@ def _raise(message: str) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote: with characters around it in training, else it changes nothing."""
+    """The tag `{% generation %}` around the model's answers: adds `BEGIN` and `END` to them if `_TAGGED` is set."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -285,36 +333,30 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         statements: Callable[..., Any] = parser.parse_statements
         body = Scope(statements(("name:endgeneration",), drop_needle=True), lineno=line)
-        return [self._mark(_BEGIN, line), body, self._mark(_END, line)]
+        return [self._mark(BEGIN, line), body, self._mark(END, line)]
 
     def _mark(self, character: str, line: int) -> Node:
         output = Output([TemplateData(character)])
         return If(Name(_TAGGED, "load"), [output], [], [], lineno=line).set_lineno(line)
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested values, but the roles of messages."""
+    """Iterate over every text in nested values, except the roles of messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, each in value.items():
+        for name, entry in value.items():
             if name != "role":
-                yield from _texts(each)
+                yield from _texts(entry)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+        for entry in value:
+            yield from _texts(entry)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Nested values with each text changed, but the roles of messages."""
+    """Apply `change` to every text in nested values, except the roles of messages."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: each if name == "role" else _mapped(each, change) for name, each in value.items()}
-    return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
+        return {name: entry if name == "role" else _mapped(entry, change) for name, entry in value.items()}
+    return [_mapped(entry, change) for entry in value] if isinstance(value, list | tuple) else value

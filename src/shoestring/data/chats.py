@@ -1,55 +1,64 @@
-"""Chats: records of messages as tokens, of which the assistant's are trained, several chats in one sample.
+"""Chats: conversations as tokens, of which only the assistant's are trained on; several chats are packed into one
+sample.
 
-A prepared file is safetensors: `tokens`, `trained` (one byte a token) and `starts` of the chats, one more than there
-are; its header has what `Summary` lists.
+A prepared file is a safetensors file with the tensors `tokens`, `trained` (one byte a token) and `starts` (the index of
+each chat's first token, and the number of tokens). Its header holds the fields of `Summary`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shoestring.core.errors import ConfigError, DataError, nearest
+from shoestring import figures
+from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
 from shoestring.data import Data
-from shoestring.data.chat_template import ChatTemplate, chat_template
+from shoestring.data.chat_formats import ChatRecord, parse_chat
+from shoestring.data.chat_template import template_source
+from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.sources import Source, key_of
 from shoestring.data.tokenizer import Tokenizer
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
+log = logging.getLogger("shoestring.data")
+
 FILES = ("train.chats", "held_out.chats")
-VERSION = "1"
+VERSION = "2"
 _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the header of a prepared file says."""
+    """The fields in the header of a prepared file."""
 
     recipe: str
-    """Hash of what the file depends on."""
+    """Hash of the source and settings that the file depends on."""
     content: str
-    """SHA-256 of the tokens, and of which are trained."""
+    """SHA-256 of the tensors `tokens`, `trained` and `starts`."""
     bytes: str
-    """Length in UTF-8 of the text that is trained."""
+    """Length in bytes (UTF-8) of the text that is trained on."""
     version: str = VERSION
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: its tokens, and which of them are trained."""
+    """A conversation: its tokens, and flags of the tokens that are trained on."""
 
     key: int
     tokens: list[int]
@@ -60,29 +69,29 @@ class Chat:
 
 
 def with_template(tokenizer: Tokenizer, settings: Data) -> Tokenizer:
-    """The tokenizer with the chat template that the settings name, which it keeps from now on."""
+    """Give the tokenizer the chat template that the settings name; the template is then saved with the tokenizer.
+    Returns the tokenizer."""
     if settings.template:
         try:
-            tokenizer.companions[_TEMPLATE] = Path(settings.template).read_bytes()
+            tokenizer.companions[_TEMPLATE] = foreign.read_bytes(Path(settings.template))
         except OSError as error:
             raise DataError(f"cannot read the chat template `{settings.template}`: {error.strerror}") from error
     return tokenizer
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template that the tokenizer keeps.
+def check_template(tokenizer: Tokenizer) -> None:
+    """Check the tokenizer's chat template, without compiling it.
 
     Raises:
-        DataError: there is none, or it is not valid.
+        DataError: the tokenizer has no chat template, or the template's syntax is not valid.
     """
-    if (template := chat_template(tokenizer)) is None:
+    if template_source(tokenizer) is None:
         hint = "name one by data.template, or start from a model that was made for chat"
         raise DataError("the model has no chat template", hint=hint)
-    return template
 
 
 def usable(folder: Path, recipe: str) -> bool:
-    """Whether a folder holds the files of this recipe."""
+    """Whether a folder holds files that were prepared by this recipe."""
     try:
         headers = [_header(folder / name) for name in FILES]
     except DataError:
@@ -91,78 +100,89 @@ def usable(folder: Path, recipe: str) -> bool:
 
 
 def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, recipe: str) -> None:
-    """Render and encode every record, and write those that are trained on and those that are held out.
+    """Render and encode every record, and write the training and the held-out chats.
 
-    A record is held out by a hash of its content, whatever the order.
+    A hash of a record's content decides whether the record is held out, so the order of the records does not matter.
 
     Raises:
-        DataError: a record is no chat, has no answer, or is refused by the template; it says which.
+        DataError: a record is not a chat, has no answer, or the template refuses it; the message names the record.
     """
-    template = template_of(tokenizer)
-    chats = sorted(
-        (chat for where, record in reader.records() for chat in _chats(record, template, settings.record_field, where)),
-        key=lambda chat: chat.key,
-    )
+    check_template(tokenizer)
+    chats: list[Chat] = []
+    muted = 0
+    with closing(ConfinedTemplate(tokenizer)) as template:
+        for where, record in parsed_chats(reader, settings.record_field):
+            chats += samples_of(record, template, where)
+            muted += not record.learnt
+    if muted:
+        log.warning("data: %d records have a weight of 0 and are left out", muted)
+    chats.sort(key=lambda chat: chat.key)
     keys = sorted({chat.key for chat in chats})
     if len(keys) < 2:
-        raise DataError("there are fewer than two different chats, so none can be held out", hint="give more of them")
+        raise DataError("there are fewer than two different chats, so none can be held out", hint="give more chats")
     bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
     train, held_out = ([chat for chat in chats if (chat.key < bound) is side] for side in (False, True))
     for name, part in zip(FILES, (train, held_out), strict=True):
         _write_file(folder / name, part, tokenizer, recipe)
 
 
-def _chats(record: Mapping[str, Any], template: ChatTemplate, field: str, where: str) -> Iterator[Chat]:
-    messages = _messages(record, field, where)
-    arguments = {name: record[name] for name in ("tools", "documents", "chat_template_kwargs") if record.get(name)}
-    more = arguments.pop("chat_template_kwargs", {})
-    if not isinstance(more, Mapping):
-        raise DataError(f'{where}: "chat_template_kwargs" is no object', hint="correct the record, or leave it out")
-    arguments |= more
+def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characters: int) -> None:
+    """Render and encode the first records, about `characters` in all, and discard the result.
+
+    Raises:
+        DataError: as for `write`.
+    """
+    with closing(ConfinedTemplate(with_template(tokenizer, settings))) as template:
+        for where, record in parsed_chats(reader, settings.record_field):
+            for _ in samples_of(record, template, where):
+                pass
+            characters -= len(str(record.messages))
+            if characters <= 0:
+                return
+
+
+def parsed_chats(reader: Source, field: str) -> Iterator[tuple[str, ChatRecord]]:
+    """Iterate over the records of a source, parsed as conversations; each comes with its place for error messages.
+
+    Raises:
+        DataError: a record is not a chat, or has another format than the earlier records of its file.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for where, values, file in reader.records(field):
+        record = parse_chat(values, field, where)
+        format_before, place = first.setdefault(file, (record.format, where))
+        if record.format != format_before:
+            hint = "give each format a file of its own"
+            raise DataError(
+                f"{where}: a record of the format {record.format}, and {place} is {format_before}", hint=hint
+            )
+        yield where, record
+
+
+def samples_of(record: ChatRecord, template: ConfinedTemplate, where: str) -> Iterator[Chat]:
+    """The samples of a record that contain tokens to train on; `where` is the record's place for error messages.
+
+    Raises:
+        DataError: the record has no answers, or the template refuses it.
+    """
+    if not record.learnt:
+        return
     try:
-        samples = template.samples(messages, arguments)
+        samples = template.samples(record.messages, record.arguments)
     except ConfigError as error:
         raise DataError(f"{where}: {error.parts()[1]}", hint="correct the record, or leave it out") from error
-    key = key_of(json.dumps(messages, sort_keys=True))
+    key = key_of(json.dumps(record.messages, sort_keys=True))
     if not any(any(trained[1:]) for _, trained in samples):
         hint = 'there is nothing to learn without a message of the role "assistant"; leave the record out'
         raise DataError(f"{where}: a chat without answers", hint=hint)
     yield from (Chat(key, tokens, trained) for tokens, trained in samples if any(trained[1:]))
 
 
-def _messages(record: Mapping[str, Any], field: str, where: str) -> list[dict[str, Any]]:
-    """The messages of a record, with a content of several parts of text as one text."""
-    if field not in record:
-        raise DataError(f"{where}: no field {field!r}", hint=f"data.field: {nearest(field, record)}")
-    messages = record[field]
-    if not isinstance(messages, list | tuple) or not messages:
-        raise DataError(f"{where}: {field!r} is no list of messages", hint='a message is {"role": …, "content": …}')
-    found = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            hint = 'a message is {"role": "user", "content": "…"}'
-            raise DataError(f"{where}: message {number} is no object with a role", hint=hint)
-        found.append({**message, "content": _content(message.get("content"), f"{where}: message {number}")})
-    return found
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise DataError(f"{where} has a content that is no text", hint="images and sound cannot be trained on")
-    try:
-        (content or "").encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds half a surrogate pair", hint="repair the escape \\u....") from error
-    return content or ""
-
-
 def _write_file(path: Path, chats: Sequence[Chat], tokenizer: Tokenizer, recipe: str) -> None:
     tokens = np.array([token for chat in chats for token in chat.tokens], np.int32)
-    trained = np.array([each for chat in chats for each in chat.trained], np.uint8)
+    trained = np.array([flag for chat in chats for flag in chat.trained], np.uint8)
     starts = np.cumsum([0, *(len(chat.tokens) for chat in chats)], dtype=np.int64)
-    trained[starts[:-1]] = 0  # there is nothing that a first token could be told from
+    trained[starts[:-1]] = 0  # a first token has no context to be predicted from
     content = hashlib.sha256(tokens.tobytes() + trained.tobytes() + starts.tobytes()).hexdigest()
     text = tokenizer.engine.decode(tokens[trained > 0].tolist(), skip_special_tokens=True)
     summary = Summary(recipe=recipe, content=content, bytes=str(len(text.encode())))
@@ -171,7 +191,7 @@ def _write_file(path: Path, chats: Sequence[Chat], tokenizer: Tokenizer, recipe:
 
 def _header(path: Path) -> dict[str, str]:
     try:
-        with safe_open(path, framework="numpy") as file:
+        with foreign.open_safetensors(path, "numpy") as file:
             return file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}", hint="delete it and prepare the chats again") from error
@@ -181,12 +201,13 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Items of these lengths in as few samples of `room` as best fit, the longest first, makes of them; by number."""
+    """Pack items of the given `lengths` into samples of length at most `room`, by best fit, longest first; returns the
+    item numbers of each sample."""
     packed: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # room that is left -> samples
-    rooms: list[int] = []  # the keys of these, in order
+    left: dict[int, list[int]] = {}  # maps free room to the samples that have it
+    rooms: list[int] = []  # the keys of `left`, sorted
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        place = bisect_left(rooms, lengths[item])
+        place = bisect_left(rooms, lengths[item])  # the smallest free room that the item fits into
         if place == len(rooms):
             free, sample = room, len(packed)
             packed.append([])
@@ -207,60 +228,73 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 class ChatDataset(Dataset[dict[str, Tensor]]):
     """Map-style data set of the chats in a prepared file, several in each sample of `sequence` tokens.
 
-    A sample is {"input_ids", "labels", "position_ids"}, int64 (T,) each: positions begin anew with each chat, by which
-    models know that chats do not see each other, and labels are the tokens themselves where they are trained, else
-    `IGNORED`. What is left of a sample is padded. A chat that is longer than a sample is cut at its end, and left out
-    where no answer remains.
+    A sample is {"input_ids", "labels", "position_ids"}, int64 (T,) each. Positions restart at 0 with each chat, which
+    keeps models from attending across chats. A label is the token itself if the token is trained on, otherwise
+    `IGNORED`. The end of a sample is filled with padding. A chat longer than a sample is truncated, or left out if its
+    answers lie beyond the cut.
+
+    Args:
+        packed: whether chats are packed; False gives each chat its own sample, without `position_ids`, for models in
+            which packed chats would attend to each other.
 
     Raises:
         DataError: the file is damaged, or no chat remains.
     """
 
     skipped = duplicates = 0
+    draws = False
+    """See `Loader`."""
 
-    def __init__(self, path: Path, sequence: int) -> None:
-        self.path, self.sequence = path, sequence
+    def __init__(self, path: Path, sequence: int, *, packed: bool = True) -> None:
+        self.path, self.sequence, self.packed = path, sequence, packed
         header = self._read()
         self.content = header["content"]
         lengths = np.diff(self._starts).clip(max=sequence)
         answers = [self._trained[s : s + n].any() for s, n in zip(self._starts[:-1], lengths, strict=True)]
-        self._kept = np.flatnonzero(answers)
+        with_answer = np.flatnonzero(answers)
         self.cut = int((np.diff(self._starts) > sequence).sum())
-        self.left_out = len(lengths) - len(self._kept)
-        if not len(self._kept):
-            said = f"no chat has an answer within its first {sequence} tokens"
-            raise DataError(said, hint="raise data.sequence")
-        self._samples = [[int(self._kept[item]) for item in sample] for sample in pack(lengths[self._kept], sequence)]
+        self.left_out = len(lengths) - len(with_answer)
+        if not len(with_answer):
+            raise DataError(f"no chat has an answer within its first {sequence} tokens", hint="raise data.sequence")
+        samples = pack(lengths[with_answer], sequence) if packed else [[item] for item in range(len(with_answer))]
+        self._samples = [[int(with_answer[item]) for item in sample] for sample in samples]
         self.documents = len(lengths)
-        self.tokens = int(lengths[self._kept].sum())
+        self.tokens = int(lengths[with_answer].sum())
         self.targets = sum(int(self._trained[s : s + n].sum()) for s, n in zip(self._starts[:-1], lengths, strict=True))
         self.bytes = int(header["bytes"])
         self.targets_per_byte = int(self._trained.sum()) / self.bytes if self.bytes else 0.0
 
     def _read(self) -> dict[str, str]:
+        """Read the tensors of the file, and check them; returns its header."""
         header = _header(self.path)
         try:
-            with safe_open(self.path, framework="numpy") as file:
+            with foreign.open_safetensors(self.path, "numpy") as file:
                 self._tokens, self._trained, self._starts = map(file.get_tensor, ("tokens", "trained", "starts"))
-        except (OSError, SafetensorError) as error:
+            ends = self._starts[[0, -1]].tolist()
+            if ends != [0, len(self._tokens)] or self._trained.shape != self._tokens.shape or "content" not in header:
+                raise ValueError("its tensors do not fit each other")
+            if (np.diff(self._starts) < 0).any() or not header["bytes"].isdigit():
+                raise ValueError("its chats overlap or are out of order")
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{self.path} is damaged: {error}", hint="delete it and prepare the chats again") from error
         return header
 
     @property
     def fingerprint(self) -> str:
-        """Equal if and only if the samples are."""
-        return f"{self.content}:{self.sequence}"
+        """Identifies the samples: two data sets have equal fingerprints if and only if their samples are equal."""
+        return f"{self.content}:{self.sequence}" + ("" if self.packed else ":apart")
 
     @property
     def ids(self) -> np.ndarray:
-        """Every token, (tokens,)."""
+        """All tokens of the file, (tokens,)."""
         return self._tokens
 
     @property
     def notes(self) -> Iterator[str]:
-        """What is to be said of how chats became samples."""
+        """Sentences for the user about how chats were packed and truncated."""
         full = self.tokens / (len(self) * self.sequence)
-        yield f"{self.documents:,} chats in {len(self):,} samples of {self.sequence} tokens, which are {full:.0%} full"
+        samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
+        yield f"{self.documents:,} chats in {samples}"
         if self.cut:
             without = f", and {self.left_out} are left out, for no answer remains" if self.left_out else ""
             yield f"{self.cut} chats are longer than data.sequence and are cut{without}"
@@ -282,11 +316,8 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
             labels[at : at + count] = np.where(self._trained[start : start + count], tokens, IGNORED)
             at += count
         positions[at:] = np.arange(self.sequence - at)
-        return {
-            "input_ids": torch.from_numpy(inputs),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-        }
+        sample = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return {**sample, "position_ids": torch.from_numpy(positions)} if self.packed else sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         return [self[index] for index in indices]

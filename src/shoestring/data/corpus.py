@@ -16,18 +16,21 @@ from pathlib import Path
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.data import Data, chats
+from shoestring.data import Data, chats, preferences
 from shoestring.data.joined import Tokens
+from shoestring.data.piped import spool
 from shoestring.data.sources import Document, Source, open_source
 from shoestring.data.tokenizer import COMPANIONS, Tokenizer, byte_tokenizer, load_tokenizer, single_threaded, train_bpe
 from shoestring.data.tokens import Header, TokenDataset, TokenWriter, read_header, verify
+from shoestring.processors import processors
+from shoestring.storage import foreign
 
 SAMPLE = 8 << 20
-"""Characters of training text that a tokenizer is trained on."""
+"""Number of characters of training text that a `bpe` tokenizer is trained on."""
 _BATCH = 1 << 19
-"""Characters encoded at a time."""
+"""Number of characters that are encoded in one batch."""
 _VERIFIED = 1 << 30
-"""Largest file whose content hash is checked before it is used again, in bytes."""
+"""Maximum size in bytes of a file whose content hash is checked before the file is reused."""
 _SEPARATOR = "\0"
 
 
@@ -37,14 +40,14 @@ class Corpus:
 
     train: Tokens
     held_out: Tokens
-    """Covers every held-out token: its last sample is padded."""
+    """The held-out tokens; the last sample is padded, so that every token is evaluated."""
     tokenizer: Tokenizer
     parts: Mapping[str, Corpus] = field(default_factory=dict)
-    """The corpus of each source by its name, of a mixture; empty where there is one source."""
+    """The corpus of each source of a mixture, by name; empty if there is only one source."""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 that is equal if and only if the tokens of both parts are."""
+        """SHA-256 of the training and the held-out tokens."""
         parts = [self.train.content, self.held_out.content]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -54,7 +57,7 @@ class Corpus:
 
     @property
     def documents(self) -> int:
-        """Documents in both parts."""
+        """Number of documents, training and held-out."""
         return self.train.documents + self.held_out.documents
 
     def train_texts(self) -> bytes:
@@ -67,54 +70,59 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """Bytes of text in both parts, separators not counted."""
+        """Bytes of training and held-out text, without separators."""
         return self.train.bytes + self.held_out.bytes
 
     @property
     def skipped(self) -> int:
-        """Files left out because they are not UTF-8."""
+        """Number of files left out because they are not UTF-8."""
         return self.train.skipped
 
     @property
     def duplicates(self) -> int:
-        """Documents left out because an earlier one has the same text."""
+        """Number of documents left out because an earlier document has the same text."""
         return self.train.duplicates
 
 
 def _texts(tokenizer: Tokenizer, part: Tokens) -> bytes:
+    """The documents of one part (training or held-out) in UTF-8, joined by zero bytes."""
     return _SEPARATOR.join(tokenizer.decode_documents(part.ids)).encode()
 
 
 def prepare_source(source: str, settings: Data, folder: Path) -> Corpus:
-    """Read `source`, train or load its tokenizer, split it by document, and write its tokens to `folder`.
+    """Read the text of `source`, train or load a tokenizer, split the text by document into training and held-out text,
+    and write the tokens to `folder`.
 
-    `source` is `python-stdlib`, paths or globs of text, .jsonl and .parquet files with commas between them, a .tokens
-    file, or `hf:NAME[@CONFIG][:SPLIT]`. The files tokenizer.json, train.tokens and held_out.tokens appear complete or
-    not at all, and are used again while the source's files and the settings stay as they were. A document is held out
-    by a hash of its name (of its text, for records), whatever the order; documents with the text of an earlier one are
-    left out. A .tokens file is used where it is.
+    `source` is `python-stdlib`, comma-separated paths or globs of files of text or records, a .tokens file,
+    `hf:NAME[@CONFIG][:SPLIT]`, or a pipe, which is copied to `folder`. The files tokenizer.json, train.tokens and
+    held_out.tokens are written atomically, and reused as long as the source's files and the settings are unchanged. A
+    hash of a document's name (of its text, for records) decides whether the document is held out, so the order of the
+    documents does not matter. Duplicate documents are left out. A .tokens file is used where it is, without a copy.
 
     Raises:
         ConfigError: a setting is out of range.
-        DataError: the source is missing, empty, too short, or is not text.
+        DataError: the source is missing, empty, too short, or not text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.endswith(".tokens"):
         return _from_tokens(Path(source), settings, folder)
-    reader = open_source(source, settings.record_field)
+    reader = open_source(spool(source, folder), settings.record_field)
     recipe = recipe_of(reader, settings)
-    if settings.form == "chat":
+    if settings.form != "text":
         return _prepare_chats(reader, settings, folder, recipe)
     if not _usable(folder, recipe):
         _write(reader, settings, folder, recipe)
-    return _open(folder, settings)
+    train = TokenDataset(folder / "train.tokens", settings.sequence)
+    held_out = TokenDataset(folder / "held_out.tokens", settings.sequence, pad_last=True)
+    return Corpus(train, held_out, load_tokenizer(folder / "tokenizer.json"))
 
 
-def begin_with(folder: Path, other: Path) -> None:
-    """Let a new run folder begin with what was prepared in another one, as links: what fits is used again."""
+def begin_with(folder: Path, prepared: Path) -> None:
+    """Link the files that were prepared in another run folder into a new run folder, so that files with the same recipe
+    are reused."""
     names = ("tokenizer.json", "tokenizer.recipe", "train.tokens", "held_out.tokens", *COMPANIONS, *chats.FILES)
-    for path in (*map(other.joinpath, names), *(other / "data").rglob("*")):
-        place = folder / path.relative_to(other)
+    for path in (*map(prepared.joinpath, names), *(prepared / "data").rglob("*")):
+        place = folder / path.relative_to(prepared)
         if path.is_file() and not place.exists():
             with suppress(OSError):  # a file system without links, or a file that was replaced meanwhile
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -126,33 +134,31 @@ def _prepare_chats(reader: Source, settings: Data, folder: Path, recipe: str) ->
         raise DataError("chats need the tokenizer of a model", hint='set data.tokenizer = "model"')
     tokenizer = chats.with_template(_tokenizer(settings, []), settings)
     if not chats.usable(folder, recipe):
-        chats.write(reader, tokenizer, settings, folder, recipe)
+        (chats if settings.form == "chat" else preferences).write(reader, tokenizer, settings, folder, recipe)
         tokenizer.save(folder / "tokenizer.json")
-    train, held_out = (chats.ChatDataset(folder / name, settings.sequence) for name in chats.FILES)
+    kind = chats.ChatDataset if settings.form == "chat" else preferences.PreferenceDataset
+    train, held_out = (kind(folder / name, settings.sequence) for name in chats.FILES)
     return Corpus(train, held_out, tokenizer)
 
 
-def _open(folder: Path, settings: Data) -> Corpus:
-    train = TokenDataset(folder / "train.tokens", settings.sequence)
-    held_out = TokenDataset(folder / "held_out.tokens", settings.sequence, pad_last=True)
-    return Corpus(train, held_out, load_tokenizer(folder / "tokenizer.json"))
-
-
 def recipe_of(reader: Source, settings: Data) -> str:
-    """Hash everything that the token files depend on."""
+    """Hash of everything that the token files depend on: settings, tokenizer, template and the source's files."""
     relevant = {
         name: value for name, value in asdict(settings).items() if name not in ("sequence", "workers", "weights")
     }
     path = Path(settings.tokenizer)
-    files = [each for each in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and each.is_file()]
+    files = [file for file in (path, *map(path.with_name, COMPANIONS)) if path.is_file() and file.is_file()]
     files += [Path(settings.template)] if settings.template and Path(settings.template).is_file() else []
-    content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else ""
-    table = [relevant, content, SAMPLE, reader.identity()]
+    try:
+        content = hashlib.sha256(b"".join(foreign.read_bytes(file, foreign.TOKENIZER_LIMIT) for file in files))
+    except OSError as error:
+        raise DataError(f"cannot read `{error.filename}`: {error.strerror}") from error
+    table = [relevant, content.hexdigest() if files else "", SAMPLE, reader.identity()]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def _usable(folder: Path, recipe: str) -> bool:
-    """Whether `folder` holds undamaged files of this recipe."""
+    """Whether `folder` holds undamaged files that were prepared by this recipe."""
     try:
         headers = [_check_header(folder / name) for name in ("train.tokens", "held_out.tokens")]
         tokenizer = load_tokenizer(folder / "tokenizer.json").hash
@@ -170,13 +176,18 @@ def _check_header(path: Path) -> Header:
 
 
 class Survey:
-    """One pass over the documents: which sides of the split exist, and a sample to train a tokenizer on."""
+    """One pass over the documents, which finds the threshold of the split and a sample of text to train a tokenizer on.
+
+    A document with a key below `cut` is held out. The threshold `cut` lies between the smallest and the largest key, so
+    that neither the training nor the held-out text is empty.
+    """
 
     def __init__(self, reader: Source, settings: Data, sample: int) -> None:
         self.duplicates = 0
         share = int(settings.held_out * 2**64)
         least, most = 2**64, -1
-        heap: list[tuple[int, str]] = []  # the documents of largest key, smallest first: sure to be training text
+        # The documents with the largest keys, which are training text for any value of `cut`.
+        heap: list[tuple[int, str]] = []
         size = 0
         for document in self.unique(reader.documents()):
             least, most = min(least, document.key), max(most, document.key)
@@ -193,7 +204,7 @@ class Survey:
         self.sample = [text[:sample] for key, text in sorted(heap) if key >= self.cut]
 
     def unique(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """`documents` without those whose text came before; counts the others in `duplicates`."""
+        """Iterate over `documents` without duplicates; the number of duplicates is added to `duplicates`."""
         self.duplicates = 0
         seen: set[bytes] = set()
         for document in documents:
@@ -206,6 +217,7 @@ class Survey:
 
 
 def _write(reader: Source, settings: Data, folder: Path, recipe: str) -> None:
+    """Write the tokenizer and both token files; the documents are read twice instead of being held in memory."""
     survey = Survey(reader, settings, SAMPLE if settings.tokenizer == "bpe" else 0)
     tokenizer = _tokenizer(settings, survey.sample)
     tokenizer.save(folder / "tokenizer.json")
@@ -236,12 +248,16 @@ def _tokenizer(settings: Data, sample: list[str]) -> Tokenizer:
         return byte_tokenizer()
     if settings.tokenizer == "bpe":
         return train_bpe(sample, settings.vocabulary)
-    return load_tokenizer(Path(settings.tokenizer))
+    tokenizer = load_tokenizer(Path(settings.tokenizer))
+    if settings.form != "chat":
+        tokenizer.check_corpus()
+    return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    """Batches of documents and their tokens, in order; encoded on every core, with a bounded number in memory."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Iterate over batches of documents with their tokens, in order; batches are encoded on all processors, with a
+    bounded number in memory."""
+    threads = processors()
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     with single_threaded(), ThreadPoolExecutor(threads) as pool:
         for batch in _batches(documents):
@@ -269,31 +285,43 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 # ---- token files written elsewhere -----------------------------------------------------------------------------------
 
 
-def _from_tokens(path: Path, settings: Data, folder: Path) -> Corpus:
-    """The corpus in a token file: with the held_out.tokens beside it, or with its last documents held out."""
+def check_tokens(path: Path, settings: Data) -> tuple[Header, Tokenizer, Path | None]:
+    """Check a token file; returns its header, its tokenizer, and the path of held_out.tokens in the same folder, or
+    None.
+
+    Raises:
+        DataError: a file is damaged, or was written by another tokenizer.
+    """
     header = _check_header(path)
     named = settings.tokenizer not in ("bpe", "bytes")
     tokenizer = load_tokenizer(Path(settings.tokenizer) if named else path.parent / "tokenizer.json")
+    tokenizer.check_corpus()
     beside = path.with_name("held_out.tokens")
     split = beside != path and beside.is_file()
-    for file, its_header in [(path, header)] + ([(beside, _check_header(beside))] if split else []):
-        _check_tokenizer(file, its_header, tokenizer)
+    for file, file_header in [(path, header)] + ([(beside, _check_header(beside))] if split else []):
+        if file_header.vocab_size != tokenizer.vocab_size or file_header.tokenizer != tokenizer.hash:
+            raise DataError(
+                f"{file} was written by another tokenizer: it knew {file_header.vocab_size} tokens, and the one in use"
+                f" knows {tokenizer.vocab_size}",
+                hint="set data.tokenizer to the tokenizer.json that wrote it",
+            )
+    return header, tokenizer, beside if split else None
+
+
+def _from_tokens(path: Path, settings: Data, folder: Path) -> Corpus:
+    """The corpus in a token file; the held-out text is held_out.tokens in the same folder, or else the last documents
+    of the file."""
+    header, tokenizer, beside = check_tokens(path, settings)
     tokenizer.save(folder / "tokenizer.json")
-    if split:
+    if beside is not None:
         train = TokenDataset(path, settings.sequence)
         return Corpus(train, TokenDataset(beside, settings.sequence, pad_last=True), tokenizer)
     return _hold_out_tail(path, header, tokenizer, settings)
 
 
-def _check_tokenizer(path: Path, header: Header, tokenizer: Tokenizer) -> None:
-    if header.vocab_size != tokenizer.vocab_size or header.tokenizer != tokenizer.hash:
-        raise DataError(
-            f"{path} was written by another tokenizer, of {header.vocab_size} tokens, not {tokenizer.vocab_size}",
-            hint="set data.tokenizer to the tokenizer.json that wrote it",
-        )
-
-
 def _hold_out_tail(path: Path, header: Header, tokenizer: Tokenizer, settings: Data) -> Corpus:
+    """The corpus of one token file, split at the document boundary that is closest to the configured held-out
+    fraction."""
     whole = TokenDataset(path, settings.sequence)
     starts = np.flatnonzero(whole.ids == tokenizer.end_of_text)
     wanted = (1 - settings.held_out) * header.tokens

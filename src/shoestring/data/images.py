@@ -1,11 +1,10 @@
-"""Labelled images as tensors: files of the MNIST family, read whole, and their batches.
+"""Data sets of labelled images in MNIST's file format, read into memory as tensors.
 
-Images stay bytes until they are on the device. What is random about them is the model's (`models/images.py`).
+Images stay uint8 until they are on the device. Augmentation is part of the model (`models/images.py`).
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import struct
@@ -19,10 +18,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shoestring.core.errors import DataError
+from shoestring.storage import foreign
 
 _TYPES = {8: np.uint8, 9: np.int8, 11: np.dtype(">i2"), 12: np.dtype(">i4"), 13: np.dtype(">f4"), 14: np.dtype(">f8")}
+_LIMIT = 1 << 30
+"""Maximum size of a decompressed file in bytes; the largest known one (EMNIST) has 0.55 GB."""
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package `dataset-fashion-mnist` lies: 60,000 and 10,000 images of 28 x 28 in ten classes, MIT."""
+"""Folder of Debian's package `dataset-fashion-mnist`: 60,000 training and 10,000 test images of 28 x 28 pixels in ten
+classes (MIT licence)."""
 
 
 class Images(Dataset[dict[str, Tensor]]):
@@ -32,6 +35,9 @@ class Images(Dataset[dict[str, Tensor]]):
         images: (N, C, H, W), uint8.
         labels: (N,), int64.
     """
+
+    draws = False
+    """See `Loader`."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         if images.dtype is not torch.uint8 or images.ndim != 4 or labels.shape != images.shape[:1]:
@@ -52,47 +58,51 @@ class Images(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all images and labels."""
+        """Hash of all images and labels."""
         digest = hashlib.blake2b(self.images.numpy().tobytes(), digest_size=16)
         digest.update(self.labels.numpy().tobytes())
         return digest.hexdigest()
 
 
 def read_idx(path: Path) -> Tensor:
-    """The array in a file of the MNIST family, plain or compressed by gzip; of any shape.
+    """Read the array in an IDX file (MNIST's format), of any shape; the file may be gzipped.
 
     Raises:
-        DataError: it cannot be read, is no such file, or has more or fewer bytes than it says.
+        DataError: the file cannot be read, is not an IDX file, or has a length that does not match its shape.
     """
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, gzip.zlib.error) as error:
+        read = foreign.read_gzip if path.suffix == ".gz" else foreign.read_bytes
+        raw = read(path, _LIMIT)
+    except (OSError, ValueError) as error:
         raise DataError(f"`{path}` cannot be read: {error}") from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
-        raise DataError(f"`{path}` is not an IDX file, as MNIST's are")
+        raise DataError(f"`{path}` is not an IDX file, the format of MNIST")
     kind, dimensions = np.dtype(_TYPES[raw[2]]), raw[3]
     header = 4 + 4 * dimensions
     shape = struct.unpack(f">{dimensions}I", raw[4:header]) if len(raw) >= header else (0,)
     if len(raw) != header + math.prod(shape) * kind.itemsize:
         raise DataError(f"`{path}` has {len(raw)} bytes, which does not fit its shape {shape}")
-    array = np.frombuffer(raw, kind, offset=header).reshape(shape)
+    try:
+        array = np.frombuffer(raw, kind, offset=header).reshape(shape)
+    except ValueError as error:
+        raise DataError(f"`{path}` has a shape of {dimensions} dimensions that cannot be read: {error}") from error
     return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 
 
 def read_mnist(folder: Path, part: str) -> Images:
-    """The part `train` or `t10k` of a folder with MNIST's four files.
+    """Read the training images (`part` is `train`) or test images (`t10k`) from a folder with MNIST's four files.
 
     Raises:
-        DataError: a file is missing or broken, or images and labels do not fit.
+        DataError: a file is missing or broken, or the numbers of images and labels differ.
     """
-    found = []
+    arrays = []
     for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
         paths = [path for path in (folder / f"{name}.gz", folder / name) if path.is_file()]
         if not paths:
             hint = "apt install dataset-fashion-mnist" if folder == FASHION_MNIST else "MNIST's files are needed"
             raise DataError(f"there is no `{folder / name}.gz`", hint=hint)
-        found.append(read_idx(paths[0]))
-    images, labels = found
+        arrays.append(read_idx(paths[0]))
+    images, labels = arrays
     try:
         return Images(images[:, None], labels)
     except (DataError, IndexError) as error:
@@ -100,7 +110,7 @@ def read_mnist(folder: Path, part: str) -> Images:
 
 
 def is_mnist(source: str) -> bool:
-    """Whether it is a folder with one of MNIST's files."""
+    """Whether a source is a folder that contains one of MNIST's files."""
     return any(Path(source).glob("*-idx?-ubyte*")) if ":" not in source else False
 
 
@@ -108,7 +118,7 @@ def mnist(folder: Path) -> tuple[Images, Images]:
     """Training and test images of a folder with MNIST's four files.
 
     Raises:
-        DataError: one is missing or broken, or images and labels do not fit.
+        DataError: as for `read_mnist`.
     """
     return read_mnist(folder, "train"), read_mnist(folder, "t10k")
 

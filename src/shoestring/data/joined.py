@@ -1,4 +1,4 @@
-"""Several token data sets as one."""
+"""Joins several token data sets to one, such as the training data of a mixture."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from shoestring.data.tokens import TokenDataset
 
 
 class Joined(Dataset[dict[str, Tensor]]):
-    """The samples of several token data sets, one after the other; trained on in the proportion of `weights`.
+    """A data set with the samples of several token data sets, concatenated; training draws samples in proportion to
+    `weights`.
 
     Args:
-        weights: a share for each part; without them every sample comes once an epoch.
+        weights: a proportion for each data set; if empty, every sample is used once an epoch.
     """
+
+    draws = False
+    """See `Loader`."""
 
     def __init__(self, parts: Sequence[Tokens], weights: Sequence[float] = ()) -> None:
         self.parts, self.weights = tuple(parts), tuple(weights)
@@ -30,19 +34,20 @@ class Joined(Dataset[dict[str, Tensor]]):
         self._starts = [0, *accumulate(len(part) for part in parts)]
 
     def order(self, seed: int) -> Order:
-        """The samples in the order in which training takes them."""
+        """The order in which training uses the samples."""
         if not self.weights:
             return Shuffled(seed, len(self))
         return Interleaved(seed, [len(part) for part in self.parts], self.weights)
 
     @property
     def fingerprint(self) -> str:
-        """Equal if and only if the samples and their shares are."""
+        """Identifies the samples and their proportions: two fingerprints are equal if and only if samples and
+        proportions are."""
         return self._hash([part.fingerprint for part in self.parts])
 
     @property
     def content(self) -> str:
-        """Equal if and only if the tokens and their shares are, however they are cut into samples."""
+        """Identifies the tokens and their proportions; does not depend on how the tokens are cut into samples."""
         return self._hash([part.content for part in self.parts])
 
     def _hash(self, parts: list[str]) -> str:
@@ -70,7 +75,7 @@ class Joined(Dataset[dict[str, Tensor]]):
 
     @property
     def notes(self) -> Iterator[str]:
-        """What is to be said of how records became samples."""
+        """Sentences for the user about how records became samples, from all parts."""
         return (note for part in self.parts for note in part.notes)
 
     @property
@@ -79,14 +84,16 @@ class Joined(Dataset[dict[str, Tensor]]):
 
     @property
     def targets_per_byte(self) -> float:
-        """Targets for each byte of text, of the samples as they are drawn; 0 where the bytes are unknown."""
+        """Mean number of targets per byte of text, for samples drawn in these proportions; 0 if the number of bytes is
+        unknown."""
+        # The result is a harmonic mean, because the weights are proportions of targets and not of bytes.
         shares = self.weights or [part.targets for part in self.parts]
         rates = [part.targets_per_byte for part in self.parts]
         return sum(shares) / sum(w / rate for w, rate in zip(shares, rates, strict=True)) if all(rates) else 0.0
 
     @property
     def ids(self) -> np.ndarray:
-        """Every token of all parts, (tokens,); in memory."""
+        """All tokens of all data sets, (tokens,); the array is in memory."""
         return np.concatenate([part.ids for part in self.parts])
 
     def __len__(self) -> int:

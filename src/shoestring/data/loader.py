@@ -1,13 +1,14 @@
-"""Batches in an order that is a function of the seed alone, and a position that is one integer.
+"""The data loader: the order of samples depends only on the seed, and the loader's position is one integer.
 
-Global sample g is the one at position g of the data set's order (`order.py`): a batch may reach into the next epoch.
+Positions count samples over all ranks and epochs, so a batch may reach into the next epoch. `order.py` maps a position
+to a sample. The random draws of the data set for a sample depend only on the seed and the position (`draws.py`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,59 +17,88 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
+from shoestring.data.draws import Draws, seed_of
 from shoestring.data.order import Order, Shuffled
 
 log = logging.getLogger("shoestring.data")
 Batch = dict[str, Tensor]
 AHEAD = 4
-"""Steps whose samples a data set may fetch ahead."""
+"""Number of optimizer steps whose samples a data set may fetch ahead."""
+
+
+class _Places(NamedTuple):
+    """The samples of a micro-batch and their positions."""
+
+    ids: list[int]
+    positions: list[int]
+    stream: tuple[int | str, ...]
+    """Name of the sequence of samples that the positions refer to; see `Draws`."""
 
 
 class _Identified(Dataset[Any]):
-    """A data set whose fetched batches also hold the ids of their samples."""
+    """A data set that returns batches together with the ids of their samples, and seeds the random draws of each
+    sample."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
+        source: Any = dataset
+        # A subset or a cache uses random numbers if the data set that it wraps does.
+        while not hasattr(source, "draws") and hasattr(source, "dataset"):
+            source = source.dataset
+        self.draws = getattr(source, "draws", True)
 
-    def __getitems__(self, ids: Sequence[int]) -> tuple[Sequence[int], list[Any]]:
+    def __getitems__(self, places: _Places) -> tuple[Sequence[int], list[Any]]:
         fetch: Callable[[Sequence[int]], list[Any]] | None
-        fetch = getattr(self.dataset, "__getitems__", None)  # torch's own optional protocol
-        return ids, fetch(ids) if fetch else [self.dataset[index] for index in ids]
+        fetch = getattr(self.dataset, "__getitems__", None)  # torch's optional method for fetching a batch
+        if not self.draws:
+            return places.ids, fetch(places.ids) if fetch else [self.dataset[index] for index in places.ids]
+        with Draws(*places.stream) as draws:
+            if fetch is not None:
+                draws.begin(places.positions[0] if places.positions else 0)
+                return places.ids, fetch(places.ids)
+            samples = []
+            for index, position in zip(places.ids, places.positions, strict=True):
+                draws.begin(position)
+                samples.append(self.dataset[index])
+        return places.ids, samples
 
 
 def _collate(fetched: Any) -> Any:
-    """Stack the samples that `_Identified` fetched, and add their ids to a dict."""
+    """Stack the samples that `_Identified` returned; if a batch is a dict, the ids are added to it."""
     ids, samples = fetched
     batch = default_collate(samples)
     return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
 
 
 class Loader:
-    """The micro-batches of each optimizer step, epoch after epoch without end.
+    """Iterates over optimizer steps, each a tuple of this rank's micro-batches, through all epochs, without end.
 
-    The global batch of `batch` samples is cut into `accumulate` micro-batches and each of these into `size` parts, in
-    order: the ranks together get exactly the global batch, whatever their number. A part is a dict of the samples'
-    tensors, stacked to (batch / (size · accumulate), ...), and "ids", the int64 numbers of the samples.
+    The global batch of `batch` samples is cut into `accumulate` micro-batches, and each micro-batch into `size` shards,
+    in order. Together the ranks get exactly the global batch, for any number of ranks. A shard is a dict of the
+    samples' tensors, stacked to (batch / (size · accumulate), ...), and "ids", the indices of the samples in the data
+    set (int64).
 
-    The position is `consumed`, the samples handed to the training loops of all ranks. A step counts when the loop
-    takes it: what worker processes have fetched ahead does not. Loading a state while iterating moves the iteration.
-    One iteration at a time; `close` ends the workers.
+    The position is `consumed`, the number of samples that the training loops of all ranks have taken. Samples that
+    workers have prefetched but training has not taken are not included. If a state is loaded during an iteration, the
+    iteration continues at the loaded position. Only one iteration may run at a time; `close` ends the workers.
 
     Args:
-        dataset: any map-style data set with a length. Samples that are no dicts (tuples, say) are stacked as
-            `default_collate` does, without ids. Its `fingerprint`, where it has one, goes into the state; its
-            `order(seed)`, where it has one, is the order, else each sample comes once an epoch; its `ahead(ids)`, where
-            it has one, hears what comes next.
-        batch: samples of an optimizer step, over all ranks.
-        rank: this process.
-        size: processes that share the batch.
-        accumulate: micro-batches of a step.
-        seed: of the order.
-        workers: processes that fetch ahead; 0 fetches in this one.
-        context: how workers start, `fork`, `forkserver` or `spawn`; the platform's way unless given.
+        dataset: any map-style data set with a length. Samples that are not dicts (tuples, say) are stacked by
+            `default_collate`, without ids. Optional members: `fingerprint` is saved in the state and compared on
+            resume; `order(seed)` returns the order of samples, by default a new shuffle for each epoch; `ahead(ids)` is
+            called with the samples that come next; `draws = False` declares that samples involve no random draws;
+            otherwise the random number generators are seeded for each sample (or for each batch, if the data set has
+            `__getitems__`).
+        batch: number of samples in an optimizer step, over all ranks.
+        rank: rank of this process.
+        size: number of processes that share the batch.
+        accumulate: number of micro-batches in a step.
+        seed: seed of the order and of the samples' random draws.
+        workers: number of processes that load data; 0 loads in this process.
+        context: how workers start: `fork`, `forkserver` or `spawn`; defaults to the platform's default.
 
     Raises:
-        ConfigError: `batch` does not divide, or a count is out of range.
+        ConfigError: `batch` is not divisible by `size` x `accumulate`, or a count is out of range.
         DataError: the data set is empty.
     """
 
@@ -84,7 +114,7 @@ class Loader:
         workers: int = 0,
         context: str | None = None,
     ) -> None:
-        _check(batch, rank, size, accumulate)
+        check_batch(batch, rank, size, accumulate)
         self.samples = _length(dataset)
         if self.samples == 0:
             raise DataError("the data set has no samples", hint="use more text or a smaller data.sequence")
@@ -93,7 +123,7 @@ class Loader:
         self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate
         self.seed, self.workers, self.context = seed, workers, context
         self.consumed = 0
-        """Samples handed out so far, over all ranks."""
+        """Number of samples taken so far, over all ranks."""
         self._jumps = 0
         self._order: tuple[int, Order] | None = None
         self._fetcher: DataLoader[Batch] | None = None
@@ -104,15 +134,16 @@ class Loader:
         return self.consumed // self.samples
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """The samples at the global positions from `start` on, in order; int64 (count,)."""
+        """The indices of the samples at positions `start` to `start` + `count` - 1; int64 (count,)."""
         if self._order is None or self._order[0] != self.seed:
             order: Callable[[int], Order] | None = getattr(self.dataset, "order", None)
             self._order = self.seed, order(self.seed) if order else Shuffled(self.seed, self.samples)
         return self._order[1].at(np.arange(start, start + count))
 
-    def _micro_batches(self) -> Iterator[list[int]]:
-        """This rank's part of every micro-batch from the present position on, without end."""
-        start = self.consumed
+    def _micro_batches(self) -> Iterator[_Places]:
+        """This rank's shard of every micro-batch from the current position on, without end."""
+        start, stream = self.consumed, ("training", self.seed)
+        places = np.arange(self.batch).reshape(self.accumulate, self.size, -1)[:, self.rank]
         ahead: Callable[[list[int]], None] | None = getattr(self.dataset, "ahead", None)
         while True:
             if ahead is not None:
@@ -120,11 +151,13 @@ class Loader:
                     -1, self.size, self.batch // (self.size * self.accumulate)
                 )
                 ahead(coming[:, self.rank].flatten().tolist())
-            ids = self.ids(start, self.batch).reshape(self.accumulate, self.size, -1)
-            yield from ids[:, self.rank].tolist()
+            ids = self.ids(start, self.batch)
+            for part in places:
+                yield _Places(ids[part].tolist(), (start + part).tolist(), stream)
             start += self.batch
 
     def _fetch(self) -> Iterator[Batch]:
+        """Start iterating at the current position; worker processes persist from one iteration to the next."""
         if self._fetcher is None:
             self._fetcher = DataLoader(
                 _Identified(self.dataset),
@@ -132,23 +165,33 @@ class Loader:
                 collate_fn=_collate,
                 num_workers=self.workers,
                 persistent_workers=self.workers > 0,
-                generator=torch.Generator(),  # else it would draw a seed from the generator that dropout draws from
+                # This generator seeds the workers; torch would otherwise draw their seed from the generator of dropout.
+                generator=torch.Generator().manual_seed(seed_of("workers", self.seed, self.rank, self.consumed)),
                 multiprocessing_context=self.context if self.workers else None,
             )
         return iter(self._fetcher)
 
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         while True:
+            # Fetching starts again after `load_state_dict`, because the prefetched batches are then stale.
             jumps, fetched = self._jumps, self._fetch()
             while True:
-                step = tuple(next(fetched) for _ in range(self.accumulate))
+                try:
+                    step = tuple(next(fetched) for _ in range(self.accumulate))
+                except RuntimeError as error:
+                    if "unable to allocate shared memory" not in str(error):  # part of torch's message, from a worker
+                        raise
+                    raise DataError(
+                        "no room in /dev/shm for the batches of data.workers",
+                        hint="set data.workers to 0, or give the container more shared memory (docker run --shm-size)",
+                    ) from error
                 if jumps != self._jumps:
                     break
                 self.consumed += self.batch
                 yield step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the identity of the data set; equal on every rank."""
+        """The position and the identity of the data set; the same on every rank."""
         return {
             "consumed": self.consumed,
             "seed": self.seed,
@@ -157,10 +200,10 @@ class Loader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from where `state_dict` was taken, in its order; the number of ranks and the batch may differ.
+        """Continue at the position and in the order of a saved state; the batch and the number of ranks may differ.
 
         Raises:
-            DataError: it was taken on another data set.
+            DataError: the state belongs to another data set.
         """
         saved = state_dict["samples"], state_dict["fingerprint"]
         if saved != (self.samples, _fingerprint(self.dataset)):
@@ -177,58 +220,68 @@ class Loader:
 
 
 class _Endless:
-    """A batch sampler that starts anew, from the loader's position, whenever it is iterated."""
+    """A batch sampler whose iterations each start at the loader's current position."""
 
-    def __init__(self, batches: Callable[[], Iterator[list[int]]]) -> None:
+    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.batches()
 
 
 def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, limit: int = 0) -> Iterator[Batch]:
-    """Every sample once, in order, for evaluation: this rank's share of the first `limit` samples (0: all).
+    """Iterate once over this rank's shard of the first `limit` samples (0: all samples), in order, for evaluation.
 
-    Every rank gets equally many batches of `batch` samples, as sharded models need it. Where the samples do not
-    divide, the last one is repeated with targets of -100, which no loss counts. Floating-point targets have no such
-    value: then the last batches are smaller, and samples that are fewer than the ranks are left out.
+    All ranks get the same number of batches of `batch` samples, because sharded models communicate in each forward
+    pass. If the samples cannot be divided evenly, the last sample is repeated with targets of -100, which losses
+    ignore. For floating-point targets there is no such ignored value, so the last batches are smaller, and a remainder
+    of fewer samples than ranks is left out. Random draws depend only on the sample, so all evaluations see the same
+    samples.
     """
-    _check(batch, rank, size, 1, whole=False)
+    check_batch(batch, rank, size, 1, whole=False)
+
+    def fetch(ids: list[int]) -> Any:
+        return _collate(identified.__getitems__(_Places(ids, ids, ("evaluation",))))
+
     samples, identified = _length(dataset), _Identified(dataset)
     samples = min(limit, samples) if limit else samples
     for first in range(0, samples, batch * size):
         start, left = first + rank * batch, samples - first
-        part = _collate(identified.__getitems__([min(i, samples - 1) for i in range(start, start + batch)]))
+        part = fetch([min(i, samples - 1) for i in range(start, start + batch)])
         if left < batch * size:
             targets = (part["targets"] if "targets" in part else part["labels"]) if isinstance(part, dict) else part[1]
             if targets.is_floating_point():
                 if left < size:
                     return
-                share = range(first + left * rank // size, first + left * (rank + 1) // size)
-                part = _collate(identified.__getitems__(share))
+                part = fetch(list(range(first + left * rank // size, first + left * (rank + 1) // size)))
             else:
                 targets[max(samples - start, 0) :] = IGNORED
         yield part
 
 
 def _length(dataset: Dataset[Any]) -> int:
-    return len(cast(Sized, dataset))  # torch leaves `__len__` out of Dataset
+    return len(cast(Sized, dataset))  # torch's class Dataset does not declare `__len__`
 
 
 def _fingerprint(dataset: Dataset[Any]) -> str:
     return str(getattr(dataset, "fingerprint", ""))
 
 
-def _check(batch: int, rank: int, size: int, accumulate: int, *, whole: bool = True) -> None:
+def check_batch(batch: int, rank: int, size: int, accumulate: int, *, whole: bool = True) -> None:
+    """Raise ConfigError unless all counts are in range and the batch is divisible by the number of micro-batches of all
+    ranks.
+
+    If `whole` is False, the batch need not be divisible.
+    """
     if batch < 1 or size < 1 or accumulate < 1 or not 0 <= rank < size:
         raise ConfigError(
             f"a batch of {batch} in {accumulate} micro-batches for rank {rank} of {size}",
-            hint="all are at least 1, and the rank is below the number of ranks",
+            hint="batch, micro-batches and ranks must be at least 1, and the rank less than the number of ranks",
         )
     parts = size * accumulate
     if whole and batch % parts:
         near = max(1, round(batch / parts)) * parts
         raise ConfigError(
-            f"a batch of {batch} does not divide by {size} ranks × {accumulate} micro-batches",
-            hint=f"the nearest batch that does is {near}",
+            f"a batch of {batch} is not divisible by {size} ranks × {accumulate} micro-batches",
+            hint=f"the nearest batch size that is divisible is {near}",
         )

@@ -1,7 +1,7 @@
-"""Which sample stands at each position of training: a function of the seed alone, so a position is one integer.
+"""The order of samples in training: maps positions to samples, depending only on the seed.
 
-The order of epoch e is the sort of splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), so no library
-version changes it.
+The order of epoch e sorts the samples by splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), implemented
+here so that no library version changes the order.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from typing import Protocol
 import numpy as np
 
 BLOCK = 10_000
-"""Samples over which each source of a mixture has its exact share; weights count in steps of one over this."""
+"""Number of consecutive positions in which each source of a mixture has exactly its share; the resolution of weights is
+1 / BLOCK."""
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, of uint64 of any shape."""
+    """The finalizer of splitmix64, elementwise on uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The samples 0 to `samples` - 1 in the order of `epoch`; int64 (samples,)."""
+    """The sample indices 0 to `samples` - 1 in the order of this epoch; int64 (samples,)."""
     stream = np.array([seed & _WORD], np.uint64)
     for word in (epoch & _WORD, _GOLDEN):
         stream = _mix(stream ^ np.uint64(word)) + np.uint64(_GOLDEN)
@@ -34,15 +35,15 @@ def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 
 class Order(Protocol):
-    """An endless sequence of samples."""
+    """An endless sequence of samples with random access."""
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at `positions`, int64 (n,) from 0 on."""
+        """The sample indices at `positions`, int64 (n,), which count from 0."""
         ...
 
 
 class Shuffled:
-    """Every sample once an epoch: position p is number p mod N of epoch p div N."""
+    """An order with every sample once an epoch: position p is the (p mod N)-th sample of epoch p div N."""
 
     def __init__(self, seed: int, samples: int) -> None:
         self.seed, self.samples = seed, samples
@@ -53,24 +54,23 @@ class Shuffled:
         epochs = positions // self.samples
         samples = np.empty(len(positions), np.int64)
         for epoch in np.unique(epochs):
+            if epoch != self._epoch:  # sorting a large epoch takes seconds, so the result is cached
+                self._epoch, self._order = int(epoch), permutation(self.seed, int(epoch), self.samples)
             here = epochs == epoch
-            samples[here] = self._permutation(int(epoch))[positions[here] % self.samples]
+            samples[here] = self._order[positions[here] % self.samples]
         return samples
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(self.seed, epoch, self.samples)
-        return self._order
 
 
 class Interleaved:
-    """Samples of several sources in the proportion of their weights; each source is shuffled by itself, without end.
+    """An order of the samples of several sources in proportion to weights; each source is shuffled and repeated
+    separately.
 
-    Every `BLOCK` positions hold each source as often as its weight says, in an order drawn anew for each block. So how
-    often a source came before any position is known without a count, whatever the position.
+    In every block of `BLOCK` positions, each source occurs exactly in proportion to its weight, in an order that is
+    shuffled for each block. The number of a source's samples before a block therefore follows from the block's number,
+    without counting from the start.
 
     Args:
-        lengths: samples of each source. weights: their shares, which need not add up to 1.
+        lengths: number of samples of each source. weights: proportions, which need not add up to 1.
     """
 
     def __init__(self, seed: int, lengths: Sequence[int], weights: Sequence[float]) -> None:
@@ -93,7 +93,8 @@ class Interleaved:
         return samples
 
     def _layout(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each position of a block, and how often it came before in that block; (BLOCK,) each."""
+        """For each position of a block its source, and how often this source occurs earlier in the block; (BLOCK,)
+        each."""
         if number != self._number:
             source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
             before = np.empty(BLOCK, np.int64)
@@ -104,7 +105,8 @@ class Interleaved:
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """How often each source stands in a block: its exact share, rounded so that they add up (largest remainders)."""
+    """The number of positions of each source in a block: its share, rounded by the largest remainder method so that the
+    sum is `BLOCK`."""
     shares = np.asarray(weights, np.float64) / sum(weights) * BLOCK
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: BLOCK - counts.sum()]] += 1

@@ -1,9 +1,10 @@
-"""Corpora that several ranks read: prepared once in every folder, and the same on all hosts."""
+"""Prepares a corpus for several ranks: each folder is prepared once, and the corpus is identical on all hosts."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError, DataError
@@ -18,38 +19,44 @@ def prepare(
 ) -> Corpus:
     """Read the text at `source`, train or load its tokenizer, and write its tokens to `folder`; a collective.
 
-    The first rank of all that see `folder` prepares it while the others wait, so hosts may share the folder or have
-    one each. What an earlier call has prepared there is used again while the source's files and `data` are the same.
-    `train` and `held_out` of the corpus are data sets for `Loader`. Their samples are dicts of int64 tensors of shape
-    (data.sequence,): `inputs`, and `targets`, which are the tokens after them.
+    Of the ranks that see the same `folder`, the first prepares it while the others wait, so hosts may share a folder or
+    use separate folders. Files of an earlier call are reused if the source's files and `data` are unchanged. The
+    corpus's `train` and `held_out` are data sets for `Loader`. Their samples are dicts of int64 tensors of shape
+    (data.sequence,): `inputs`, and `targets`, which are the inputs shifted by one token.
 
     Args:
-        source: paths or globs of .txt, .jsonl and .parquet files with commas between them, a .tokens file, `hf:NAME`
-            or `python-stdlib`. A list of sources is mixed in the proportion of `data.weights`.
+        source: comma-separated paths or globs of files of text or records (.txt, .jsonl, .json, .csv, .parquet; all
+            except .parquet also compressed), a pipe, a .tokens file, `hf:NAME` or `python-stdlib`. A list of sources is
+            mixed in the proportion of `data.weights`.
         data: defaults to `Data()`: a BPE of 2,048 tokens, samples of 256 tokens, 5% of the documents held out.
-        world: the ranks that call it; defaults to those that have joined, or this process alone.
+        world: the calling ranks; defaults to the ranks that have joined the process group, or this process alone.
 
     Raises:
-        ConfigError: a setting does not fit the sources. DataError: a source is missing, empty, too short or not text,
-            or differs between hosts. WorldError: several ranks were started, and have not joined. On all ranks alike.
+        ConfigError: a setting does not fit the sources.
+            DataError: a source is missing, empty, too short or not text, or differs between hosts.
+            WorldError: several ranks were started but have not joined.
+            The same error is raised on all ranks.
     """
     settings, world, folder = data or Data(), world or World.current(), Path(folder)
     sources = [source] if isinstance(source, str) else list(source)
     settings.check_weights(len(sources))
+    own = ("tokenizer", "template", "cache_folder")  # these settings are paths, which may differ between hosts
+    common = {name: value for name, value in asdict(settings).items() if name not in own}
+    world.alike({"data": common, "sources": len(sources)}, "prepare the data with the same settings on all ranks")
     if not sources:
         raise ConfigError("there is no source to prepare", hint="give one source of text or more")
     if settings.tokenizer == "model":
         hint = "give the path of the model's tokenizer.json"
         raise ConfigError('`data.tokenizer = "model"` needs a run file, which names the model', hint=hint)
 
-    def prepared() -> Corpus:
+    def prepare_here() -> Corpus:
         if isinstance(source, str):
             return prepare_source(source, settings, folder)
         return prepare_mixture(sources, settings, folder)
 
     first = is_first_in(folder, world)
-    mine = world.agree(lambda: prepared() if first else None)
-    corpus = world.agree(lambda: mine or prepared())
+    written = world.agree(lambda: prepare_here() if first else None)
+    corpus = world.agree(lambda: written or prepare_here())  # on the other ranks the files exist by now
     if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
         named = ", ".join(sources)
         hint = "use one Python version, or copy the files"
@@ -58,14 +65,18 @@ def prepare(
 
 
 def is_first_in(folder: Path, world: World) -> bool:
-    """Whether this rank is the first of all that see this very folder; a collective."""
+    """Whether this rank is the first of the ranks that see the same folder; a collective.
+
+    Host names and paths do not show whether a folder is shared, so local rank 0 of each host writes a file and looks
+    for the files of the other hosts.
+    """
     token = world.decide(lambda: secrets.token_hex(4))
     mark = folder / f".prepares-{token}-{world.rank}"
     world.agree(lambda: _leave(mark) if world.local_rank == 0 else None)
-    seen = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".prepares-{token}-*")]
+    visible = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".prepares-{token}-*")]
     world.barrier()
     mark.unlink(missing_ok=True)
-    return world.local_rank == 0 and world.rank == min(seen)
+    return world.local_rank == 0 and world.rank == min(visible)
 
 
 def _leave(mark: Path) -> None:

@@ -1,8 +1,8 @@
-"""Token files, and the data set over one.
+"""Token files: the format, its writer, and the data set of samples.
 
 A token file is one block of `HEADER_BYTES` bytes (a magic, then JSON padded with spaces) followed by the token ids,
 little-endian uint16 or uint32. Every document is preceded by one end-of-text token, so that each byte of the text is
-a target of some sample: bits per byte of a held-out file are exact.
+part of a target and bits per byte of a held-out file are exact.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
+from shoestring.storage import foreign
 from shoestring.storage.whole import open_aside, put_in_place
 
 MAGIC = b"SSTOKENS"
@@ -38,15 +39,16 @@ class Header:
 
     tokens: int
     bytes: int
-    """Length in UTF-8 of the text that the tokens encode, without the end-of-text tokens."""
+    """Length in bytes (UTF-8) of the text that the tokens encode, without the end-of-text tokens."""
     documents: int
     vocab_size: int
     fingerprint: str
     """SHA-256 of the payload as little-endian uint32, so equal tokens give equal fingerprints in either dtype."""
     tokenizer: str
-    """Hash of the tokenizer that wrote the file."""
+    """Hash of the tokenizer with which the file was written."""
     recipe: str = ""
-    """Hash of the source files and settings that the file depends on; decides whether it can be reused."""
+    """Hash of the source files and settings that the file depends on; a file is reused only if this hash is
+    unchanged."""
     skipped: int = 0
     duplicates: int = 0
     dtype: str = "uint16"
@@ -54,10 +56,10 @@ class Header:
 
 
 class TokenWriter:
-    """Writes a token file in pieces, under a temporary name until it is complete.
+    """Writes a token file incrementally, under a temporary name until it is complete.
 
-    Leaving the `with` block without `finish` removes the temporary file, also after an exception. One that a kill left
-    is removed by the next writer of this file.
+    Leaving the `with` block without `finish` removes the temporary file, also after an exception. If the process is
+    killed, the next writer of this file removes it.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -78,7 +80,7 @@ class TokenWriter:
         self.documents += documents
 
     def finish(self, *, tokenizer: str, recipe: str, skipped: int = 0, duplicates: int = 0) -> Header:
-        """Write the header, flush to disk and give the file its name."""
+        """Write the header, sync to disk and rename the file to its final name."""
         header = Header(
             tokens=self.tokens,
             bytes=self.bytes,
@@ -101,7 +103,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(OSError):  # what could not be written is flushed once more
+        with suppress(OSError):  # closing the file tries again to write the buffered data
             self._file.close()
         Path(self._file.name).unlink(missing_ok=True)
 
@@ -110,10 +112,10 @@ def read_header(path: Path) -> Header:
     """The header of the token file at `path`, checked against the file's size.
 
     Raises:
-        DataError: the file is missing, is no token file, is of another version, or is cut short.
+        DataError: the file is missing, not a token file, of another version, or truncated.
     """
     try:
-        with path.open("rb") as file:
+        with foreign.open_file(path) as file:
             block = file.read(HEADER_BYTES)
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
@@ -129,7 +131,7 @@ def read_header(path: Path) -> Header:
 
 def _parse(path: Path, block: bytes) -> Header:
     try:
-        table: dict[str, Any] = json.loads(block)
+        table: dict[str, Any] = foreign.parse_json(block)
         version = table["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: its header cannot be read", hint=_AGAIN) from error
@@ -154,14 +156,16 @@ def _map(path: Path, header: Header) -> np.ndarray:
     dtype = np.dtype(header.dtype).newbyteorder("<")
     if header.tokens == 0:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header.tokens,))
+    with foreign.open_file(path) as file:
+        shape = (header.tokens,)  # `read_header` has checked that the file is large enough
+        return np.memmap(file, dtype, mode="r", offset=HEADER_BYTES, shape=shape)  # own file: checked above
 
 
 def verify(path: Path) -> Header:
-    """Read the whole file and check its content hash and the range of its ids; the header when both hold.
+    """Check the content hash of a whole file and the range of its ids; returns the header.
 
     Raises:
-        DataError: the payload is not what was written.
+        DataError: the file's tokens are not those that were written.
     """
     header = read_header(path)
     payload, digest, largest = _map(path, header), hashlib.sha256(), -1
@@ -175,24 +179,28 @@ def verify(path: Path) -> Header:
 
 
 class TokenDataset(Dataset[dict[str, Tensor]]):
-    """Map-style data set of the samples of a token file, or of the tokens `start` to `stop` of one.
+    """Map-style data set of the samples of a token file, or of its tokens from `start` to `stop`.
 
-    Sample i covers the tokens from i·T to i·T + T, so consecutive samples share one token and every token but the
-    first is a target once. A short last window is dropped, or kept with `pad_last`: its missing targets are
-    `IGNORED` and its missing inputs 0. The file is mapped, not read, and pickling carries only its path.
+    Sample i covers the tokens from i·T to i·T + T, so consecutive samples share one token and every token except the
+    first is a target once. An incomplete last sample is dropped or, with `pad_last`, padded: inputs with 0, targets
+    with `IGNORED`. The file is memory-mapped; pickling the data set stores the file's path but not its tokens.
 
     Args:
         path: a token file.
-        sequence: T, targets in a sample.
-        pad_last: keep the short last window; for evaluation, where every target counts.
-        start: first token.
-        stop: token after the last; None for the end of the file.
-        size: bytes of text in that range; None where the range is the whole file.
-        documents: documents in that range; None where the range is the whole file.
+        sequence: T, the number of targets in a sample.
+        pad_last: whether an incomplete last sample is padded instead of dropped; for evaluation, in which every target
+            is used.
+        start: index of the first token.
+        stop: index after the last token; None for the end of the file.
+        size: bytes of text in this range; None if the range is the whole file.
+        documents: number of documents in this range; None if the range is the whole file.
 
     Raises:
         DataError: the file is unusable, or too short for one sample.
     """
+
+    draws = False
+    """See `Loader`."""
 
     def __init__(
         self,
@@ -206,7 +214,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         documents: int | None = None,
     ) -> None:
         if sequence < 1:
-            raise ConfigError(f"a sample of {sequence} tokens", hint="data.sequence must be at least 1")
+            raise ConfigError(f"a sample cannot have {sequence} tokens", hint="data.sequence must be at least 1")
         self.path, self.sequence, self.pad_last = path, sequence, pad_last
         self.header = read_header(path)
         self.start, self.stop = start, self.header.tokens if stop is None else stop
@@ -216,49 +224,49 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         self._payload: np.ndarray | None = None
         if self.tokens <= sequence:
             raise DataError(
-                f"{path} holds {self.tokens} tokens, fewer than one sample of {sequence} and its next token",
+                f"{path} holds {self.tokens} tokens, fewer than one sample of {sequence} tokens and the token after it",
                 hint="use more text or a smaller data.sequence",
             )
 
     @property
     def fingerprint(self) -> str:
-        """Equal if and only if the samples are."""
+        """Identifies the samples: two data sets have equal fingerprints if and only if their samples are equal."""
         layout = f"{self.start}-{self.stop}/{self.sequence}{'+' if self.pad_last else ''}"
         return f"{self.header.fingerprint}:{layout}"
 
     @property
     def content(self) -> str:
-        """Equal if and only if the tokens are, however they are cut into samples."""
+        """Identifies the tokens; does not depend on how they are cut into samples."""
         return f"{self.header.fingerprint}:{self.start}-{self.stop}"
 
     @property
     def targets(self) -> int:
-        """Targets in all samples: the count that a mean loss is over."""
+        """Number of targets in all samples, over which the mean loss is taken."""
         return self.tokens - 1 if self.pad_last else len(self) * self.sequence
 
     @property
     def targets_per_byte(self) -> float:
-        """Targets for each byte of text; 0 where the bytes are unknown."""
+        """Number of targets per byte of text; 0 if the number of bytes is unknown."""
         return self.targets / self.bytes if self.bytes else 0.0
 
     @property
     def skipped(self) -> int:
-        """Files left out of the corpus because they are not UTF-8."""
+        """Number of files left out of the corpus because they are not UTF-8."""
         return self.header.skipped
 
     @property
     def duplicates(self) -> int:
-        """Documents left out of the corpus because an earlier one has the same text."""
+        """Number of documents left out of the corpus because an earlier document has the same text."""
         return self.header.duplicates
 
     @property
     def notes(self) -> Iterable[str]:
-        """What is to be said of how records became samples: nothing, of text."""
+        """Sentences for the user about how records became samples; empty for a token file."""
         return ()
 
     @property
     def ids(self) -> np.ndarray:
-        """Every token of the range, (tokens,), mapped read-only."""
+        """All tokens of the range, (tokens,), memory-mapped read-only."""
         if self._payload is None:
             self._payload = _map(self.path, self.header)
         return self._payload[self.start : self.stop]
@@ -273,7 +281,8 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Samples as {"inputs": (T,), "targets": (T,)}, int64: views of one (len(indices), T + 1) gather."""
+        """The samples as {"inputs": (T,), "targets": (T,)}, int64; all are views of one gathered array (len(indices), T
+        + 1)."""
         where = np.asarray(indices, np.int64)[:, None] * self.sequence + np.arange(self.sequence + 1)
         beyond = where >= self.tokens
         rows = self.ids[np.minimum(where, self.tokens - 1)].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Generation from causal language models: fewer forward passes for the same text."""
+"""Generation from causal language models, with fewer and cheaper forward passes."""
 
 from __future__ import annotations
 

@@ -1,48 +1,60 @@
-"""What generation asks of a model: to read tokens into a cache, a row of a batch at a position of its own."""
+"""Adapters that let the engine generate with any causal language model; each reads tokens into a cache whose rows may
+differ in length."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.models import hf, skinny
+from shoestring.models.behaviour import observe
 from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
+from shoestring.models.hf_cache import OwnCache, RaggedPasses, TextCache, TextPasses
 
 log = logging.getLogger("shoestring")
 
 Wanted = Literal["all", "last"]
 
-CHECKED = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3", "gemma2")
-"""Types of transformers' models whose reading into this cache the tests compare with reading them whole."""
+
+UNLIMITED = 1 << 15
+"""Context length, in tokens, of a model whose configuration states none, unless the caller gives one."""
 
 
 class Adapter(ABC):
-    """A model that generates. B rows of a cache, T tokens for each, V words in the vocabulary."""
+    """A model wrapped for generation. Shapes: B is the number of cache rows in a pass, T the number of tokens read for
+    each row, V the vocabulary size."""
 
     captured = False
-    """Passes are fixed when they are first made, so that nothing of the model can be skipped later."""
+    """Whether forward passes are captured or compiled at first use, so that sublayers cannot be skipped later."""
+    skips = True
+    """Whether forward passes may skip sublayers; a skipped sublayer stores nothing in the cache."""
+    pieces = True
+    """Whether a text may be read in several passes of any length. If not, a prompt is read in one pass, and no prefix
+    that was cached for another text is reused."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
         self.products = skinny.Products(model)
+        self.vocabulary = _vocabulary(model)
+        """Number of token ids that the model has embeddings for; None if it is not known."""
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
 
     @abstractmethod
     def new_cache(self, rows: int, length: int) -> KVCache:
-        """A cache for `rows` sequences of at most `length` tokens."""
+        """Create a cache for `rows` sequences of at most `length` tokens."""
 
     @abstractmethod
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
-        """Logits (B, T, V), or of `last` tokens only, of tokens that go into the cache at `place`."""
+        """Read tokens (B, T) into the cache at `place`; returns logits (B, T, V), or only the logits of the final
+        `last` positions of each row."""
 
     @torch.inference_mode()
     def read(
@@ -54,19 +66,19 @@ class Adapter(ABC):
         counts: Sequence[int] | None = None,
         wanted: Wanted = "all",
     ) -> Tensor:
-        """Read tokens and lengthen the cache by them.
+        """Read tokens, and append them to the rows of the cache.
 
         Args:
             tokens: (B, T), int64.
-            rows: of the cache that they continue; default all.
-            counts: how many of the tokens of each row are real, those behind being padding; default all.
-            wanted: the logits of all tokens, or of the last position only.
+            rows: rows of the cache to continue; default all.
+            counts: number of real tokens of each row, which are followed by padding; by default there is no padding.
+            wanted: `all` returns the logits of every position, `last` only the logits of the last position.
 
         Returns:
-            Logits (B, T, V), or (B, 1, V), in the type of the model.
+            Logits (B, T, V), or (B, 1, V), in the data type of the model.
 
         Raises:
-            ConfigError: the cache has no room.
+            ConfigError: the cache has no room for the tokens.
         """
         place = cache.place(tokens.shape[1], self.device, rows=rows, counts=counts)
         with self.products:
@@ -76,12 +88,14 @@ class Adapter(ABC):
 
 
 def adapt(model: nn.Module, context: int | None = None) -> Adapter:
-    """The adapter of a model: ours, one of transformers, or any that maps tokens (B, T) to logits (B, T, V).
+    """Create the adapter of a model.
 
-    The last kind has no use for a cache: it reads all its text again for each token, which is slow and the same text.
+    The model may be the package's own `GPT`, a model of transformers, or any other module that maps tokens (B, T) to
+    logits (B, T, V). A module of the last kind cannot use a cache: it reads its whole text again for each token, which
+    is slow. How a model of transformers uses a cache is found out by trying; see `shoestring.models.behaviour`.
 
     Args:
-        context: the most tokens that are seen; default the model's own.
+        context: largest number of tokens that the model sees; default the model's own.
 
     Raises:
         ConfigError: the context is not known, or larger than the model's.
@@ -89,15 +103,19 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
     context = _context(model, context)
     if isinstance(model, GPT):
         return OwnModel(model, context)
-    if hf.is_pretrained(model):
-        if (unfit := _unfit(model)) is None:
-            return Pretrained(model, context)
-        log.warning("%s is read whole for each token, which is slow: %s", type(model).__name__, unfit)
-    return Whole(model, context)
+    if not hf.is_pretrained(model):
+        return Whole(model, context)
+    behaviour = observe(model)
+    if behaviour.cache == "ours":
+        return Pretrained(model, context, behaviour.argument)
+    if behaviour.cache == "its own":
+        return OwnCached(model, context, behaviour.own_cache)
+    log.warning("%s reads its whole text again for each token, which is slow: %s", type(model).__name__, behaviour.why)
+    return Whole(model, context, apart=not behaviour.rows_independent)
 
 
 class OwnModel(Adapter):
-    """Our `GPT`."""
+    """Adapter of the package's own `GPT`."""
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)
@@ -107,72 +125,22 @@ class OwnModel(Adapter):
 
 
 class Pretrained(Adapter):
-    """A causal language model of transformers, with a cache and masks of ours in place of its own."""
+    """Adapter of a causal language model of transformers that runs with this package's cache and masks in place of the
+    model's own."""
 
-    def __init__(self, model: nn.Module, context: int) -> None:
+    def __init__(self, model: nn.Module, context: int, argument: str) -> None:
         super().__init__(model, context)
-        config: Any = model.config
-        self.config = config.get_text_config()
-        accepted = inspect.signature(model.forward).parameters
-        self.shortens = "logits_to_keep" in accepted
-        self.kinds: list[str] = getattr(self.config, "layer_types", None) or []
-        self.window: int | None = getattr(self.config, "sliding_window", None)
-        if self.window and not getattr(self.config, "use_sliding_window", True):
-            self.window = None
-        self.additive = getattr(self.config, "_attn_implementation", "sdpa") not in ("sdpa", "flex_attention")
+        self.passes = RaggedPasses(model, argument, context)
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
-        positions = place.positions.clamp(max=self.context - 1)  # padding behind a full row
-        given: dict[str, Any] = {"logits_to_keep": last} if last and self.shortens else {}
-        logits = self.model(
-            input_ids=tokens,
-            position_ids=positions.expand(len(tokens), -1),
-            attention_mask=self._masks(place),
-            past_key_values=_Written(cache, place),
-            use_cache=True,
-            **given,
-        ).logits
-        return logits if last is None else logits[:, -last:]
-
-    def _masks(self, place: CachePlace) -> Tensor | Mapping[str, Tensor]:
-        """As the model takes them: one, or one for each kind of its layers."""
-        windows = {"full_attention": None, "sliding_attention": self.window}
-        if len(set(self.kinds)) > 1:
-            return {kind: self._mask(place, windows[kind]) for kind in set(self.kinds)}
-        sliding = self.kinds[0] == "sliding_attention" if self.kinds else True
-        return self._mask(place, self.window if sliding else None)
-
-    def _mask(self, place: CachePlace, window: int | None) -> Tensor:
-        mask = place.mask(window)
-        if not self.additive:
-            return mask
-        dtype = next(self.model.parameters()).dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-class _Written:
-    """What a layer of transformers asks of a cache, in one pass."""
-
-    def __init__(self, cache: KVCache, place: CachePlace) -> None:
-        self.cache, self.place = cache, place
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.append(layer_idx, keys, values, self.place)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.place.end - self.place.positions.shape[1]
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.place.end, 0
-
-    is_compileable = False
+        return self.passes.logits(tokens, cache, place, last)
 
 
 class Remembered(KVCache):
-    """A cache of the tokens themselves, for models that read them all again."""
+    """A cache of the tokens themselves, for models that read the whole text in each pass."""
 
     def __init__(self, rows: int, length: int) -> None:
         super().__init__(rows, length)
@@ -183,8 +151,85 @@ class Remembered(KVCache):
         self.lengths[target] = length
 
 
+class OwnCaches(Remembered):
+    """A cache that holds, for each row, its tokens and one cache object of transformers."""
+
+    def __init__(self, rows: int, length: int, passes: TextPasses) -> None:
+        super().__init__(rows, length)
+        self.passes = passes
+        self.texts = [TextCache() for _ in range(rows)]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        copied = self.texts[source].copied()
+        self.passes.shorten(copied, length)
+        self.texts[target] = copied
+        super().copy(source, target, length)
+
+
+class OwnCached(Adapter):
+    """Adapter of a model of transformers that reads each text into a cache object of its own, one text in each pass."""
+
+    skips = False
+
+    def __init__(self, model: nn.Module, context: int, own: OwnCache) -> None:
+        super().__init__(model, context)
+        self.passes = TextPasses(model, own)
+        self.pieces = own.pieces
+
+    def new_cache(self, rows: int, length: int) -> KVCache:
+        return OwnCaches(rows, length, self.passes)
+
+    @torch.inference_mode()
+    def read(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        *,
+        rows: slice | None = None,
+        counts: Sequence[int] | None = None,
+        wanted: Wanted = "all",
+    ) -> Tensor:
+        assert isinstance(cache, OwnCaches)
+        count = tokens.shape[1]
+        place = cache.place(count, torch.device("cpu"), rows=rows, counts=counts)
+        last = 1 if wanted == "last" else None
+        results: list[Tensor | None] = []
+        for index, row in enumerate(range(cache.rows)[place.rows]):
+            start, own = cache.lengths[row], count if counts is None else counts[index]
+            cache.tokens[row, start : start + own] = tokens[index, :own]
+            text = cache.tokens[row, : start + own]
+            with self.products:
+                results.append(self.passes.extend(cache.texts[row], text, own, last) if own else None)
+        cache.lengthen(count, place, counts)
+        if len(results) == 1 and results[0] is not None:
+            return results[0]
+        return self._together(results, last or count)
+
+    def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
+        raise NotImplementedError("this adapter runs a separate pass for each row, in `read`")
+
+    @staticmethod
+    def _together(results: Sequence[Tensor | None], count: int) -> Tensor:
+        """The logits of all rows in one tensor, padded on the right."""
+        first = next(result for result in results if result is not None)
+        logits = first.new_zeros(len(results), count, first.shape[2])
+        for row, result in enumerate(results):
+            if result is not None:
+                logits[row, : result.shape[1]] = result[0]
+        return logits
+
+
 class Whole(Adapter):
-    """Any module from tokens (B, T) to logits (B, T, V), or to an object with `.logits`."""
+    """Adapter of any module that maps tokens (B, T) to logits (B, T, V), or to an object with `.logits`; it reads the
+    whole text in each pass.
+
+    Args:
+        apart: whether each row is read by a pass of its own, because rows of one pass are not independent.
+    """
+
+    def __init__(self, model: nn.Module, context: int, *, apart: bool = False) -> None:
+        super().__init__(model, context)
+        self.apart = apart
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return Remembered(rows, length)
@@ -194,16 +239,30 @@ class Whole(Adapter):
         positions = place.positions.cpu().expand(len(tokens), -1)
         held = cache.tokens[place.rows]
         held[torch.arange(len(held))[:, None], positions] = tokens.cpu()
-        output = self.model(held[:, : place.end].to(self.device))
+        texts = held[:, : place.end].to(self.device)
+        at = positions[:, -(last or positions.shape[1]) :].to(self.device)
+        if not self.apart:
+            return self._select(texts, at)
+        ends = (positions[:, -1] + 1).clamp(max=place.end).tolist()
+        return torch.cat([self._select(texts[row : row + 1, :end], at[row : row + 1]) for row, end in enumerate(ends)])
+
+    def _select(self, texts: Tensor, at: Tensor) -> Tensor:
+        """Run the model over whole texts, and return the logits at the positions `at`, (B, T)."""
+        output = self.model(texts)
         logits = getattr(output, "logits", output)
-        at = positions[:, -(last or positions.shape[1]) :].to(logits.device).clamp(max=logits.shape[1] - 1)
-        return logits.take_along_dim(at[..., None], dim=1)
+        return logits.take_along_dim(at.to(logits.device).clamp(max=logits.shape[1] - 1)[..., None], dim=1)
 
 
 def _context(model: nn.Module, context: int | None) -> int:
+    """The context length to use: the requested one, or by default the model's own. A length that the model does not
+    support is refused."""
     config: Any = getattr(model, "config", None)
-    known = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
-    window = context or known
+    if hf.is_pretrained(model):
+        known = hf.context_of(config)
+        window = context or known or UNLIMITED
+    else:
+        known = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
+        window = context or known
     if not isinstance(window, int) or window < 1 or (known and window > known):
         raise ConfigError(
             f"a context of {window} tokens does not suit {type(model).__name__}",
@@ -212,36 +271,10 @@ def _context(model: nn.Module, context: int | None) -> int:
     return window
 
 
-def _unfit(model: nn.Module) -> str | None:
-    """Why a model of transformers cannot read into our cache; None where it can."""
-    config: Any = model.config
-    text = config.get_text_config()
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return "it takes no cache"
-    others = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if others:
-        return f"its layers are of the kind {', '.join(sorted(others))}"
-    if text.model_type in CHECKED:
-        return None
-    try:
-        apart = difference(model)
-    except Exception as error:  # whatever a model does that expects another cache
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None if apart < 0.02 else f"with a cache its logits are off by {apart:.2g}"
-
-
-@torch.inference_mode()
-def difference(model: nn.Module) -> float:
-    """How far logits from the cache, of rows unlike in length, are from those of reading whole; in their spread."""
-    adapter, whole = Pretrained(model, 16), Whole(model, 16)
-    config: Any = model.config
-    tokens = torch.arange(14).view(2, 7) % config.get_text_config().vocab_size
-    cache = adapter.new_cache(2, 16)
-    adapter.read(tokens[:1, :3], cache, rows=slice(0, 1))
-    adapter.read(tokens[1:, :1], cache, rows=slice(1, 2))
-    padded = torch.stack([tokens[0, 3:7], tokens[1, 1:5]])
-    got = adapter.read(padded, cache, counts=[4, 2])
-    wanted = whole.read(tokens, whole.new_cache(2, 16))
-    pairs = [(got[0, i], wanted[0, 3 + i]) for i in range(4)] + [(got[1, i], wanted[1, 1 + i]) for i in range(2)]
-    worst = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-    return worst / max(float(wanted.float().std()), 1e-12)
+def _vocabulary(model: nn.Module) -> int | None:
+    """Number of token ids that a model has embeddings for; None if it is not known."""
+    if hf.is_pretrained(model):
+        words = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+    else:
+        words = getattr(getattr(model, "config", None), "vocab_size", None)
+    return words if isinstance(words, int) else None

@@ -1,4 +1,5 @@
-"""Small passes of our GPT, captured on a GPU, and compiled: launching kernels one by one takes longer than they run."""
+"""Captures short forward passes of the package's own `GPT` as CUDA graphs, or compiles them, because launching their
+kernels one by one takes longer than running them."""
 
 from __future__ import annotations
 
@@ -17,21 +18,23 @@ from shoestring.decode.stopwatch import once
 from shoestring.models.cache import CachePlace, KVCache
 
 FEW = 16
-"""The most tokens of each row for which a pass is compiled; longer ones are bound by arithmetic."""
+"""Largest number of tokens per row in a pass that is captured or compiled; longer passes are compute-bound."""
 
 LEAST = 256
-"""The fewest positions of the cache that a compiled pass attends to; twice as many whenever those are full."""
+"""Number of cache positions that the first captured or compiled pass attends to; the number doubles whenever the text
+outgrows it."""
 
 
 def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, skips: bool = False) -> Adapter:
-    """The adapter of a model whose passes over few tokens run as a user asks: see `Passes` in the settings.
+    """Create the adapter of a model; `passes` says how its short forward passes run (see `Decoding.passes` in the
+    settings).
 
     Args:
-        context: the most tokens that are seen; default the model's own.
-        skips: sublayers of the model will be skipped, which a pass that is fixed cannot do.
+        context: largest number of tokens that the model sees; default the model's own.
+        skips: whether sublayers of the model will be skipped, which captured passes cannot do.
 
     Raises:
-        ConfigError: the passes of this model, or on this device, cannot be captured or compiled.
+        ConfigError: forward passes cannot be captured or compiled for this model or on this device.
     """
     plain = adapt(model, context)
     on_gpu = plain.device.type == "cuda"
@@ -46,7 +49,7 @@ def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, skip
 
 @dataclass
 class _Pass:
-    """A pass of fixed shapes: what it reads is copied into `tokens` and `place`, and `run` gives the logits."""
+    """A pass of fixed shapes: its inputs are copied into `tokens` and `place`, and `run` returns the logits."""
 
     tokens: Tensor
     place: CachePlace
@@ -54,10 +57,11 @@ class _Pass:
 
 
 class Compiled(OwnModel):
-    """Our `GPT`, its passes of few tokens in shapes rounded up to powers of two, so that few shapes are compiled.
+    """Adapter of the package's own `GPT` that rounds the shapes of short passes up to powers of two, so that only a few
+    different passes have to be compiled.
 
     Args:
-        backend: of torch.compile; None captures the kernels on a GPU as the model launches them.
+        backend: backend of torch.compile; None compiles nothing, and captures the model's own kernels on a GPU.
     """
 
     captured = True
@@ -75,7 +79,7 @@ class Compiled(OwnModel):
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         count = tokens.shape[1]
-        if count > FEW or not cache.layers:  # the first pass takes the cache's memory
+        if count > FEW or not cache.layers:  # the first pass allocates the cache; allocations cannot be captured
             return super().logits(tokens, cache, place, last)
         shape = (
             min(rounded(place.rows.stop), cache.rows),
@@ -89,17 +93,19 @@ class Compiled(OwnModel):
         step = passes[shape]
         rows, padded, _ = shape
         positions = torch.tensor(cache.lengths[:rows])[:, None] + torch.arange(padded)
-        given = torch.zeros(rows, padded, dtype=torch.int64)
-        given[place.rows, :count] = tokens.cpu()
-        # Rows that are not of this pass, and padding, write behind what is valid.
+        padded_tokens = torch.zeros(rows, padded, dtype=torch.int64)
+        padded_tokens[place.rows, :count] = tokens.cpu()
+        # Padding tokens, and rows that are not part of this pass, write only to positions behind the valid tokens of a
+        # row.
         step.place.positions.copy_(positions.clamp_(max=cache.length), non_blocking=True)
-        step.tokens.copy_(given, non_blocking=True)
+        step.tokens.copy_(padded_tokens, non_blocking=True)
         logits = step.run()[place.rows, :count]
         return logits if last is None else logits[:, -last:]
 
     def _prepare(self, cache: KVCache, rows: int, count: int, end: int) -> _Pass:
+        """Compile or capture a pass over `count` tokens of `rows` rows that attends to `end` positions."""
         tokens = torch.zeros(rows, count, dtype=torch.int64, device=self.device)
-        # Until it is told where to, the pass writes to the position that is never attended to.
+        # During its preparation, the pass writes only to the one cache position that is never attended to.
         place = CachePlace(slice(0, rows), torch.full_like(tokens, cache.length), end, aligned=False)
         config: Any = torch._dynamo.config
 
@@ -113,7 +119,7 @@ class Compiled(OwnModel):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # compiles, and chooses kernels, before anything is captured
+            for _ in range(3):  # compiles and selects kernels, which must not happen during the capture
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -128,5 +134,5 @@ class Compiled(OwnModel):
 
 
 def rounded(count: int) -> int:
-    """The next power of two."""
+    """The smallest power of two that is not below `count`."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""The settings of the distillation of drafters; free of torch."""
+"""Settings of the distillation of drafters; free of torch."""
 
 from __future__ import annotations
 
@@ -12,56 +12,64 @@ from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import Curve, Feature, Reduction, Seam, Table
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distill(Feature):
-    """Train a drafter by distillation: the loss is the divergence from the model that it drafts for, the teacher, of
-    all tokens or of those that still can be learned (AdaSPEC, Hu et al., 2025)."""
+    """Train a drafter by distillation. The loss is the drafter's divergence from its teacher, the model that it drafts
+    for, over all tokens or only over tokens that the drafter can still learn (AdaSPEC, Hu et al., 2025)."""
 
     teacher: str = ""
     """Model that the drafter drafts for, with the same tokenizer: a run folder, a model folder or `hf:NAME`."""
     reference: str = ""
-    """Drafter that was distilled on all tokens, by which tokens are selected: those whose divergence from the teacher
-    is most above the reference's. Without one every token counts; `shoestring distill` makes it first."""
+    """Drafter that was already distilled on all tokens; it serves to select tokens. The loss then counts only the
+    tokens on which the trained drafter's divergence from the teacher most exceeds the reference's. Without a reference
+    every token counts; `shoestring distill` trains the reference first."""
     fraction: float = 0.4
-    """Fraction of the tokens that are selected, where there is a reference; a smaller one spends the drafter's capacity
-    on fewer tokens. 1 selects all."""
+    """Fraction of the tokens that are selected if there is a reference. A smaller fraction spends the drafter's
+    capacity on fewer tokens; 1 selects all."""
     objective: Literal["kl", "reverse_kl", "tv", "hybrid"] = "kl"
     """Divergence from the teacher: forward Kullback-Leibler (`kl`), `reverse_kl`, which spends the drafter's capacity
     on the teacher's likeliest tokens, total variation (`tv`), which is the probability that a draft is rejected, or
     `hybrid`, which turns from `kl` to `tv` as acceptance grows."""
     temperature: float = 1.0
-    """Temperature of both distributions: above 1, the teacher's small probabilities count for more."""
+    """Temperature of the teacher's and the drafter's distributions; above 1, the teacher's small probabilities count
+    for more."""
     on_policy: float = 0.0
-    """Fraction of the steps that learn from text which the drafter samples itself, with its present weights, behind the
-    first tokens of each sample (λ of generalized knowledge distillation, Agarwal et al., 2024); the teacher reads that
-    text, whatever is cached. A larger one trains for what is drafted, and such steps take several times as long."""
-    prompt: float = 0.25
-    """Fraction of a sample that the drafter is given where it samples the rest. A chat's prompt, which does not count,
-    is given whole."""
-    cache: str = ""
-    """Folder that keeps what the teacher says on disk by sample, so that later epochs and runs do without the
-    teacher; a relative path lies in the run folder, an absolute one is shared by runs. By default nothing is kept."""
+    """Fraction of the steps that train on text that the drafter itself samples, with its present weights, as a
+    continuation of the first tokens of each sample (λ of generalized knowledge distillation, Agarwal et al., 2024). The
+    teacher always reads such text, even if its outputs for the sample are cached. A larger fraction trains more on the
+    kind of text that the drafter will draft; a step that samples takes several times as long."""
+    prompt_fraction: float = 0.25
+    """Fraction of a sample's tokens that the drafter is given as a prompt in a step in which it samples the rest. The
+    prompt of a chat, which does not count in the loss, is always given whole."""
+    cache_folder: str = ""
+    """Folder that stores the teacher's outputs for each sample, so that later epochs and runs need not run the teacher.
+    A relative path lies in the run folder; an absolute path can be shared by several runs. By default nothing is
+    stored."""
     top_k: int = 32
-    """Number of likeliest tokens that the cache keeps of each distribution, with their probabilities: 4 bytes each
-    (6 above 65,536 words)."""
+    """Number of likeliest tokens that the cache keeps of each distribution, with their probabilities; each takes 4
+    bytes (6 if the vocabulary is larger than 65,536)."""
     drawn: int = 64
-    """Number of other tokens that the cache draws at random from each distribution, 2 bytes each (4 above 65,536
-    words): they stand for all others in `kl`. More make gradients less noisy. 0 takes all others as one outcome, as
-    `tv` does in any case."""
+    """Number of further tokens that are drawn at random from each distribution and cached; each takes 2 bytes (4 if the
+    vocabulary is larger than 65,536). In `kl`, the drawn tokens stand for all tokens outside the top_k; more of them
+    make gradients less noisy. 0 treats all tokens outside the top_k as one outcome, as `tv` always does."""
 
     @property
     def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
-        """STEP where tokens are selected, by a threshold that follows the steps."""
+        """STEP is needed for the selection of tokens, whose threshold is updated at each step."""
         return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.reference else (Seam.MODEL, Seam.LOSS)
 
-    def placed(self, folder: Path) -> Self:
-        return replace(self, cache=str(folder / self.cache)) if self.cache else self
+    @property
+    def tokenizer_of(self) -> str:
+        return self.teacher
 
-    def check(self, job: Job) -> None:
+    def placed(self, folder: Path) -> Self:
+        return replace(self, cache_folder=str(folder / self.cache_folder)) if self.cache_folder else self
+
+    def check(self, attachments: Attachments) -> None:
         if not self.teacher:
             raise ConfigError(f"`{self.name}.teacher` names no model", hint="name the model to draft for")
         if not 0 < self.fraction <= 1:
@@ -70,9 +78,9 @@ class Distill(Feature):
             raise ConfigError(f"`{self.name}.temperature` must be positive, got {self.temperature}")
         if not 0 <= self.on_policy <= 1:
             raise ConfigError(f"`{self.name}.on_policy` must lie in [0, 1], got {self.on_policy}")
-        if not 0 <= self.prompt < 1:
-            raise ConfigError(f"`{self.name}.prompt` must lie in [0, 1), got {self.prompt}")
-        if self.on_policy and job.engine == "fsdp":
+        if not 0 <= self.prompt_fraction < 1:
+            raise ConfigError(f"`{self.name}.prompt_fraction` must lie in [0, 1), got {self.prompt_fraction}")
+        if self.on_policy and attachments.divided == "parameters":
             raise ConflictError(
                 f"`{self.name}.on_policy` generates with the whole model on each rank, and FSDP shards it",
                 hint="train with [parallel.ddp], or set on_policy = 0",
@@ -80,7 +88,7 @@ class Distill(Feature):
         for name, least in (("top_k", 1), ("drawn", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
-        for other in job.features:
+        for other in attachments.features:
             if other is not self and Seam.LOSS in other.seams:
                 raise ConflictError(
                     f"`{self.name}` trains on the teacher alone, and `{other.name}` changes the loss too",
@@ -90,20 +98,20 @@ class Distill(Feature):
 
         for role, source in (("teacher", self.teacher), ("reference", self.reference)):
             if source:
-                check_vocabulary(job.module, source, f"{self.name}.{role}")
+                check_vocabulary(attachments.module, source, f"{self.name}.{role}")
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.decode.distillation import install
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        from shoestring.decode.drafter_training import install
 
-        install(job, self, seam)
+        install(attachments, self, seam)
 
-    def explain(self, job: Job) -> str:
-        from shoestring.decode.distillation import explained
+    def explain(self, attachments: Attachments) -> str:
+        from shoestring.decode.drafter_training import explained
 
-        return explained(job, self)
+        return explained(attachments, self)
 
     def reduction(self, trace: Trace) -> Reduction | None:
-        from shoestring.decode.distillation import reduction
+        from shoestring.decode.drafter_training import reduction
 
         return reduction(trace, self)
 

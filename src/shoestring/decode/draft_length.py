@@ -1,9 +1,9 @@
-"""How many tokens to draft, from measured acceptance and measured costs; none where plain decoding is faster.
+"""Chooses the number of tokens to draft from measured acceptance and cost; 0 where plain decoding is faster.
 
-A round that drafts γ tokens yields 1 + Σ_k Π_{i ≤ k} a_i tokens on average, a_i being the probability that the i-th
-drafted token stays when those before it did, and costs one pass over γ + 1 tokens of each row and the drafter's time.
-The length with the most tokens a second is taken. It is decided before anything is drafted, as exactness demands, and
-is a function of what has been learnt: the same measurements give the same lengths.
+A round that drafts γ tokens yields 1 + Σ_k Π_{i ≤ k} a_i tokens on average, where a_i is the probability that the i-th
+drafted token is accepted, given that all earlier ones were. A round costs one pass over γ + 1 tokens of each row, and
+the drafter's time. `DraftLength` chooses the length that yields the most tokens per second. Verification is exact only
+if the length is chosen before anything is drafted. The choice depends on the measurements alone.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from dataclasses import dataclass, field
 from statistics import median
 
 FORGETTING = 0.98
-"""Share of the older evidence on acceptance that is left after each round."""
+"""Factor by which the counts of accepted and rejected tokens decay in each round, so that old rounds lose weight."""
 HOPE, WEIGHT = 0.8, 4.0
-"""Acceptance of a drafter that was never tried, and how many tokens' evidence that counts for: it is tried soon, and
-given up soon."""
+"""Prior acceptance rate of a drafter, and the number of observed tokens that this prior weighs as much as. The prior is
+optimistic, so that a new drafter is tried, and weak, so that a bad drafter is soon given up."""
 FLAT = 0.02
-"""Cost of one more token in a pass, as a fraction of a pass over one, where longer passes were not measured yet:
-hopeful, so that they are tried, and then measured."""
+"""Assumed cost of each further token in a pass, as a fraction of a pass over one token, until longer passes are
+measured. The value is optimistic, so that longer passes are tried."""
 GAIN = 1.02
-"""Least expected speed-up for which anything is drafted."""
+"""Smallest expected speed-up for which tokens are drafted."""
 PROBING = 0.01
-"""Largest share of the time that trying again costs, while plain decoding is faster."""
+"""Largest share of the time that is spent on trying drafts again while plain decoding is faster."""
 KEPT = 9
-"""Measurements of the same cost that are kept; their median counts."""
+"""Number of newest measurements that are kept of a cost; their median is the estimate."""
 AGE, NEAR = 50, 1.5
-"""Rounds after which a pass without drafts is measured again, where it is slower by less than so much."""
+"""Number of rounds after which a pass without drafts is measured again, if the speed-up of drafts is below `NEAR`."""
 
 
 class Acceptance:
-    """How often drafted tokens stay, by their position in the draft."""
+    """How often drafted tokens are accepted, by their position in the draft."""
 
     def __init__(self) -> None:
         self.stayed: list[float] = []
         self.tried: list[float] = []
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Add a round: its tokens up to the first that was rejected were tried; of those behind, nothing is known."""
+        """Add the result of one round. Tokens up to and including the first rejected one count as tried; whether later
+        tokens would have been accepted is not known."""
         while len(self.tried) < drafted:
             self.stayed.append(0.0)
             self.tried.append(0.0)
@@ -48,9 +49,9 @@ class Acceptance:
             self.tried[position] = self.tried[position] * FORGETTING + (position <= accepted)
 
     def expected(self, longest: int) -> list[float]:
-        """The mean number of tokens of a round, for each draft length from 0 to `longest`.
+        """Expected number of tokens of a round, for each draft length from 0 to `longest`.
 
-        What little is known of a position is completed by the position before it.
+        The acceptance rate at each position is estimated with the rate at the position before it as the prior.
         """
         tokens, together = [1.0], 1.0
         rate = (sum(self.stayed) + WEIGHT * HOPE) / (sum(self.tried) + WEIGHT)
@@ -63,22 +64,24 @@ class Acceptance:
 
 
 class PassCost:
-    """Seconds of a pass over m tokens of each row, for every m, from measurements at some of them."""
+    """Estimates the seconds of a pass over m tokens of each row, for every m, from measurements at some values of m."""
 
     def __init__(self) -> None:
         self.measured: dict[int, deque[float]] = {}
         self.seconds: dict[int, float] = {}
-        """By number of tokens, where there are two measurements or more: the first is often of a cold start."""
+        """Seconds of a pass, by its number of tokens per row. The first measurement sets no entry, because it is often
+        a cold start."""
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Add a measurement."""
-        kept = self.measured.setdefault(tokens, deque(maxlen=KEPT))
-        kept.append(seconds)
-        if len(kept) > 1:
-            self.seconds[tokens] = min(kept) if len(kept) < 3 else median(kept)
+        """Add the measured seconds of one pass over `tokens` tokens of each row."""
+        newest = self.measured.setdefault(tokens, deque(maxlen=KEPT))
+        newest.append(seconds)
+        if len(newest) > 1:
+            self.seconds[tokens] = min(newest) if len(newest) < 3 else median(newest)
 
     def table(self, longest: int) -> list[float]:
-        """The cost of 1 to `longest` tokens: as measured, in proportion between two that were, and hopeful beyond.
+        """Seconds of passes over 1 to `longest` tokens of each row: measured, interpolated, or, beyond the longest
+        measured pass, extrapolated optimistically.
 
         A pass over 1 token must have been measured.
         """
@@ -90,8 +93,8 @@ class PassCost:
             if high not in self.seconds:
                 slope = more
             elif low == 1:
-                # A pass over two tokens costs about as much as the next longer one that is known: products with one
-                # row and with several take different ways.
+                # A pass over two tokens costs about as much as the next longer one that was measured, because products
+                # with one row and with several rows run in different kernels.
                 slope = more
                 start = max(start, self.seconds[high] - more * (high - 1))
             else:
@@ -104,27 +107,30 @@ class PassCost:
 
 @dataclass
 class DraftLength:
-    """The automatic draft length. `longest` bounds it; `fixed`, if not 0, is always taken."""
+    """Chooses draft lengths of at most `longest` tokens automatically; a `fixed` length other than 0 is always used
+    instead."""
 
     longest: int
     fixed: int = 0
     acceptance: dict[int, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
-    """By the grade that the drafter gives its own drafts beforehand; below 0 it has none to offer."""
+    """Acceptance, by the grade that the drafter gives a draft in advance; a grade below 0 means that there is no draft
+    to offer."""
     costs: dict[int, PassCost] = field(default_factory=lambda: defaultdict(PassCost))
-    """By the number of rows."""
+    """Cost of passes by the number of rows."""
     drafting: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT)))
     """Seconds of drafting one token, by the number of rows."""
     idle: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of decoding without drafts since something was drafted, by the best grade among the rows."""
+    """Seconds of decoding without drafts since the last draft, by the best grade among the rows."""
     price: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that the newest round with drafts cost beyond passes without them for the same tokens, likewise."""
+    """Seconds by which the newest round with drafts was slower than plain decoding of as many tokens, by the best grade
+    among the rows."""
     age: int = 0
-    """Rounds since a pass without drafts."""
+    """Number of rounds since the last pass without drafts."""
 
     def choose(self, grades: Sequence[int], longest: int) -> int:
-        """The length for a pass over rows whose drafts have these grades, at most `longest`.
+        """Choose the draft length, at most `longest`, for the next pass over rows whose drafts have these grades.
 
-        Rows of a pass are padded to the longest draft, so one length serves them all.
+        All rows get the same draft length, because rows are padded to the longest draft anyway.
         """
         longest = min(longest, self.longest)
         if self.fixed or longest == 0 or max(grades) < 0:
@@ -136,31 +142,32 @@ class DraftLength:
         gain = speeds[best] / speeds[0]
         if gain >= GAIN:
             return 0 if gain < NEAR and self.age >= AGE else best
-        # Trying again shows whether the text has become easier; what that costs is kept to a share of the time.
+        # Try a short draft now and then, because the text may have become easier; such trials take at most `PROBING` of
+        # the time.
         return min(2, longest) if self.idle[max(grades)] * PROBING >= self.price[max(grades)] else 0
 
     def speeds(self, grades: Sequence[int], longest: int) -> list[float]:
         """Expected tokens a second for each draft length from 0 to `longest`."""
         rows = len(grades)
         table = self.costs[rows].table(longest + 1)
-        each = median(self.drafting[rows]) if self.drafting[rows] else 0.0
+        seconds_a_token = median(self.drafting[rows]) if self.drafting[rows] else 0.0
         tokens = [0.0] * (longest + 1)
         for grade in grades:
             counts = self.acceptance[grade].expected(longest) if grade >= 0 else [1.0] * (longest + 1)
             tokens = [total + count for total, count in zip(tokens, counts, strict=True)]
-        return [tokens[length] / (table[length] + each * length) for length in range(longest + 1)]
+        return [tokens[length] / (table[length] + seconds_a_token * length) for length in range(longest + 1)]
 
     def learn(
         self, grades: Sequence[int], drafted: Sequence[int], accepted: Sequence[int], drafting: float, reading: float
     ) -> None:
-        """Add a round.
+        """Update the estimates with the result of one round.
 
         Args:
-            grades: of the drafts of each row.
-            drafted: tokens drafted for each row.
-            accepted: how many of them stayed.
-            drafting: seconds that the drafter took.
-            reading: seconds of the pass and of verification.
+            grades: grade of each row's draft.
+            drafted: number of tokens drafted for each row.
+            accepted: number of drafted tokens that were accepted in each row.
+            drafting: time of the drafter in seconds.
+            reading: time of the pass and of verification in seconds.
         """
         for grade, count, stayed in zip(grades, drafted, accepted, strict=True):
             if count:
@@ -172,7 +179,7 @@ class DraftLength:
             self.idle[best] += reading + drafting
             self.age = 0
             return
-        if self.idle[best] == 0:  # otherwise the drafter has read what was decoded without it
+        if self.idle[best] == 0:  # otherwise the time includes reading tokens that were decoded without drafts
             self.drafting[rows].append(drafting / longest)
         if 1 in cost.seconds:
             table = cost.table(longest + 1)

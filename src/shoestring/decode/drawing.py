@@ -1,4 +1,4 @@
-"""Tokens drawn from logits, by the sampling that each request asks for and the random numbers of its positions."""
+"""Draws tokens from logits, by the sampling settings of each request and the random numbers of each position."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from shoestring.decode.settings import Sampling
 
 
 class Positions(NamedTuple):
-    """Positions of one text whose tokens are wanted, T of them."""
+    """T consecutive positions of a text for which tokens are to be drawn."""
 
     logits: Tensor
-    """(T, V), of the tokens that follow the last T of `text`."""
+    """(T, V) logits after each of the last T tokens of `text`."""
     text: Sequence[int]
-    """Prompt, text, and what is drafted, up to and with the last token that was read."""
+    """Prompt, generated tokens and drafted tokens, up to the last token that the model has read."""
     sampling: Sampling
     keys: Sequence[int]
-    """The random numbers of the positions."""
+    """Key of the random numbers of each position; see `randomness.key`."""
 
 
 class Drawn(NamedTuple):
-    """Tokens of the positions, and what they were drawn from, (T, V): None where each was the likeliest."""
+    """Drawn tokens, and the distributions (T, V) that they were drawn from; `chances` is None if sampling is greedy."""
 
     tokens: list[int]
     chances: Tensor | None
 
 
 def draw(rows: Sequence[Positions]) -> list[Drawn]:
-    """A token for each position of each row. Rows that sample alike are computed together, and none sees another."""
+    """Draw a token for each position of each row. Rows with equal sampling settings are computed in one batch, in which
+    they do not influence each other."""
     alike: dict[Sampling, list[int]] = defaultdict(list)
     for row, positions in enumerate(rows):
-        alike[replace(positions.sampling, seed=0)].append(row)
+        alike[replace(positions.sampling, seed=0) if len(rows) > 1 else positions.sampling].append(row)
     drawn: dict[int, Drawn] = {}
     for sampling, group in alike.items():
         logits = torch.cat([penalize(rows[row].logits, rows[row].text, sampling.repetition_penalty) for row in group])

@@ -1,10 +1,13 @@
-"""Text from a model: requests share its passes, each in a row of one cache (continuous batching; Yu et al., 2022)."""
+"""The generation engine: several requests share each forward pass of a model, and each request has its own row of the
+cache (continuous batching; Yu et al., 2022)."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +17,41 @@ from shoestring.decode.adapter import Adapter, Wanted, adapt
 from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.request import Ending, Request, Row, logprobs
 from shoestring.decode.settings import Sampling, Speculation
-from shoestring.decode.speculation import NOTHING, DraftCounts, Speculator, Verified, verify
+from shoestring.decode.speculation import NOTHING, Chosen, DraftCounts, Speculator, choose
 from shoestring.decode.window import common, window_start
 
+log = logging.getLogger("shoestring")
+
 WORTH_COPYING = 16
-"""The fewest tokens in common with another row's text for which its keys and values are copied."""
+"""Keys and values are copied from another row only if its text shares at least this many more leading tokens with the
+prompt than the text in the free slot does."""
 
 
 @dataclass
 class Counts:
-    """What an engine has done."""
+    """Counters of the work that an engine has done."""
 
     passes: int = 0
-    """Passes that decoded, over all active rows at once."""
+    """Number of decoding passes, each over all active rows."""
     chunks: int = 0
-    """Passes that read a piece of a prompt."""
+    """Number of passes that read a chunk of a prompt."""
     generated: int = 0
-    """Tokens."""
+    """Tokens generated."""
     read: int = 0
-    """Tokens of prompts that passed through the model."""
+    """Number of prompt tokens that the model has read."""
     reused: int = 0
-    """Tokens of prompts that were in the cache."""
+    """Number of prompt tokens that were taken from the cache instead of being read."""
+    failed: int = 0
+    """Number of passes that raised an error; a failed pass that is repeated text by text counts once."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """Of speculation."""
+    """Counters of speculation."""
 
 
 class Engine:
-    """A model that several texts share. The model is in evaluation mode until `close`.
+    """Generates several texts at the same time with one model. The model is kept in evaluation mode until `close`.
 
-    What is sampled depends on the request and its own text alone, never on what else is in the batch.
+    The tokens of a text depend on its request alone, never on other texts in the batch. A pass that raises an error is
+    repeated text by text, so that only the texts that cause the error fail.
     """
 
     def __init__(
@@ -58,37 +67,38 @@ class Engine:
     ) -> None:
         """
         Args:
-            model: its weights are not changed.
-            slots: texts that are generated at the same time.
-            context: tokens that are seen; default the model's own.
-            room: tokens of each text that are kept in memory, if fewer.
-            chunk: tokens of a prompt that are read in one pass, between which other texts go on.
+            model: the model that generates; its weights are not changed.
+            slots: number of texts that are generated at the same time.
+            context: largest number of tokens that the model sees; default the model's own.
+            room: number of tokens per text that the cache can hold, if smaller than the context.
+            chunk: number of tokens of a prompt that are read in one pass; other texts are decoded between chunks.
             drafter: proposes tokens, which the model verifies; by default none.
-            speculation: how long drafts are and how they are verified; its `drafter` is not looked at.
+            speculation: settings of the length and verification of drafts; their field `draft` is ignored.
 
         Raises:
-            ConfigError: a number out of range, or no known context.
+            ConfigError: a number is out of range, or the model's context is not known.
         """
         if slots < 1 or chunk < 1:
-            raise ConfigError(f"an engine needs at least one slot and one token at a time, got {slots} and {chunk}")
+            raise ConfigError(f"an engine needs at least one slot and chunks of one token, got {slots} and {chunk}")
         self.model = model if isinstance(model, Adapter) else adapt(model, context)
         self.window = min(self.model.context, room or self.model.context)
         self.cache = self.model.new_cache(slots, self.window)
-        self.chunk = chunk
+        self.chunk = chunk if self.model.pieces else self.window
         self.speculation = speculation or Speculation()
         self.speculator = None if drafter is None else Speculator(drafter, self.speculation)
         if drafter is not None:
             drafter.attach(self.model, self.cache)
         self.counts = Counts()
         self.seated: list[Row | None] = [None] * slots
-        self.held: list[list[int]] = [[] for _ in range(slots)]  # tokens that the cache holds of texts that have ended
+        self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: tokens of an ended text, still cached
+        self.namespaces = [""] * slots  # by slot: namespace of the text in the cache
         self.waiting: deque[Row] = deque()
-        self._reads_next = True
+        self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
         self.model.model.eval()
 
     def submit(self, request: Request) -> Row:
-        """Take a request; it waits until a slot is free."""
+        """Queue a request until a slot is free."""
         row = Row(request, [int(token) for token in request.tokens])
         if request.max_new == 0 and not request.reads_only:
             row.ending = "length"
@@ -97,24 +107,25 @@ class Engine:
         return row
 
     def cancel(self, row: Row) -> None:
-        """End a text early, which frees its slot."""
+        """End a text early, and free its slot."""
         if row.ending is None:
             if row in self.waiting:
                 self.waiting.remove(row)
             self._end(row, "cancelled")
 
     def close(self) -> None:
-        """Put each module of the model back into the mode that it was in."""
+        """Put the modules that were in training mode at the start back into training mode."""
         for module in self._training:
             module.training = True
 
     @property
     def busy(self) -> bool:
-        """Whether there is a text to go on with."""
+        """Whether there are texts that are not finished."""
         return bool(self.waiting) or bool(self._active())
 
     def step(self) -> list[Row]:
-        """One pass of the model: over a piece of one prompt, or over all rows that generate; they take turns.
+        """Run one forward pass, over a chunk of one prompt or over all rows that are decoding; the two kinds of pass
+        alternate.
 
         Returns:
             The rows that got tokens or ended.
@@ -134,12 +145,28 @@ class Engine:
         return [row for row in self.seated if row is not None]
 
     def _unread(self, row: Row) -> int:
-        """Tokens of its history that the cache does not hold: 1 once the prompt is read."""
+        """Number of tokens of the text that the cache does not hold; 1 once the prompt is read."""
         return len(row.history) - row.begin - self.cache.lengths[row.slot]
 
     def _read(self, row: Row) -> list[Row]:
+        """Read a chunk of a prompt; after the last one, the text gets its first token."""
+        try:
+            logits = self._read_piece(row)
+            if row.request.reads_only and self._unread(row) <= 1:
+                self._end(row, "length")
+            elif self._unread(row):
+                return []
+            else:
+                self._extend([row], [NOTHING], choose([row], [NOTHING], [logits], self.speculation.verification))
+        except Exception as error:
+            self.counts.failed += 1
+            self._fail(row, error)
+        return [row]
+
+    def _read_piece(self, row: Row) -> Tensor:
+        """Read a chunk of a prompt, and return the logits (1, V) after it."""
         start = row.begin + self.cache.lengths[row.slot]
-        piece = row.history[start : start + self.chunk]
+        piece = self._known(row.history[start : start + self.chunk])
         wanted: Wanted = "all" if row.request.prompt_logprobs else "last"
         logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted=wanted)
         self.counts.chunks += 1
@@ -147,58 +174,97 @@ class Engine:
         if row.request.prompt_logprobs:
             following = row.history[start + 1 : start + 1 + len(piece)]
             row.prompt_logprobs += logprobs(logits[0, : len(following)], following, row.request.logprobs or 0)
-            logits = logits[:, -1:]
-        if row.request.reads_only and self._unread(row) <= 1:
-            self._end(row, "length")
-            return [row]
-        if self._unread(row):
-            return []
-        self._extend([row], [NOTHING], [logits[0]])
-        return [row]
+        return logits[0, -1:]
 
     def _decode(self, rows: list[Row]) -> list[Row]:
-        drafts = [NOTHING] * len(rows)
+        """Give each row its next tokens; if the pass over all rows fails, repeat it for each row alone."""
+        error = self._try_decode(rows)
+        if error is None:
+            return rows
+        self.counts.failed += 1
+        errors = [error]
+        if len(rows) > 1:
+            log.warning("a pass over %d texts is repeated text by text, because it raised %r", len(rows), error)
+            errors = [self._try_decode([row]) for row in rows]
+        for row, error in zip(rows, errors, strict=True):
+            if error is not None:
+                self._fail(row, error)
+        return rows
+
+    def _try_decode(self, rows: list[Row]) -> Exception | None:
+        """Run a decoding pass over some rows; returns None, or the error that the pass raised, in which case no row has
+        changed."""
+        lengths = list(self.cache.lengths)
+        restore = None if self.speculator is None else self.speculator.drafter.snapshot()
+        try:
+            drafts = [NOTHING] * len(rows)
+            if self.speculator is not None:
+                drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
+            chosen = choose(rows, drafts, self._read_last(rows, drafts), self.speculation.verification)
+        except Exception as error:
+            self.cache.lengths[:] = lengths
+            if restore is not None:
+                restore()
+            clear_frames(error.__traceback__)  # frees the tensors of the pass, because memory may have run out
+            return error
+        self.counts.passes += 1
+        self.counts.read += sum(not len(row) for row in rows)  # final prompt tokens whose predecessors were cached
+        self._extend(rows, drafts, chosen)
         if self.speculator is not None:
-            drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
+            self.speculator.learn(drafts, chosen.verified)
+        return None
+
+    def _read_last(self, rows: list[Row], drafts: list[DraftTokens]) -> list[Tensor]:
+        """Read the last token and the draft of each row; returns the logits (γ + 1, V) after each of these tokens."""
         first, end = rows[0].slot, rows[-1].slot + 1
         counts, longest = [0] * (end - first), max(len(draft.tokens) for draft in drafts)
         tokens = [[0] * (longest + 1)] * (end - first)
         for row, draft in zip(rows, drafts, strict=True):
-            own = [row.history[-1], *draft.tokens]
+            own = self._known([row.history[-1], *draft.tokens])
             counts[row.slot - first] = len(own)
             tokens[row.slot - first] = [*own, *[0] * (longest + 1 - len(own))]
         logits = self.model.read(torch.tensor(tokens), self.cache, rows=slice(first, end), counts=counts)
-        self.counts.passes += 1
-        self.counts.read += sum(not len(row) for row in rows)  # prompts cached but for their last token
-        own = [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]
-        verified = self._extend(rows, drafts, own)
-        if self.speculator is not None:
-            self.speculator.learn(drafts, verified)
-        return rows
+        return [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Return the tokens, after a check against the vocabulary; on a GPU, an index out of range would end the
+        process."""
+        if self.model.vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < self.model.vocabulary:
+            raise ConfigError(
+                f"the text holds token {max(tokens, key=abs)}, but the model has {self.model.vocabulary} tokens",
+                hint="use the tokenizer that the model was trained with",
+            )
+        return tokens
 
     def _room(self, row: Row) -> int:
-        """The most tokens that are worth drafting: one more than stays is always added."""
+        """Largest number of tokens worth drafting for a row; each pass adds one token more than the number of drafted
+        tokens that it accepts."""
         return min(row.request.max_new - len(row), self.window - self.cache.lengths[row.slot]) - 1
 
-    def _extend(self, rows: list[Row], drafts: list[DraftTokens], logits: list[Tensor]) -> list[Verified]:
-        """Give each row its next tokens, of logits (γ + 1, V) that follow its history and each drafted token."""
-        # The maximum is NaN when any logit is; minus infinity alone is a token ruled out.
-        finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()
-        verified = verify(rows, drafts, logits, self.speculation.verification)
-        for row, draft, own, result in zip(rows, drafts, logits, verified, strict=True):
+    def _extend(self, rows: list[Row], drafts: list[DraftTokens], chosen: Chosen) -> None:
+        """Append the chosen tokens to each row."""
+        finite = chosen.finite  # flags of all rows' positions, row after row
+        for row, draft, own, result in zip(rows, drafts, chosen.logits, chosen.verified, strict=True):
             fine, finite = finite[: len(draft.tokens) + 1], finite[len(draft.tokens) + 1 :]
             row.drafted, row.accepted, row.fresh = draft.tokens, result.accepted, []
             if not all(fine[: result.accepted + 1]):
-                row.error = NonFiniteError(f"the model's logits after {len(row.history)} tokens are not finite")
-                self._end(row, "failed")
+                reason = f"the model's logits after {len(row.history)} tokens are not finite"
+                self._fail(row, NonFiniteError(reason))
                 continue
             self.counts.drafts.add(len(draft.tokens), result.accepted)
             self.cache.lengths[row.slot] -= len(draft.tokens) - result.accepted
-            self._add(row, result.tokens, own)
-        return verified
+            try:
+                self._add(row, result.tokens, own)
+            except Exception as error:
+                self.counts.failed += 1
+                self._fail(row, error)
 
     def _add(self, row: Row, tokens: Sequence[int], logits: Tensor) -> None:
-        """Append tokens that are final, as far as the request wants them; `logits` (T, V) are the model's at each."""
+        """Append final tokens to a row, up to the end of the text.
+
+        Args:
+            logits: (T, V); the logits that each token was drawn from.
+        """
         ends = next((index for index, token in enumerate(tokens, start=1) if token in row.request.stop), len(tokens))
         tokens = tokens[:ends]
         if row.request.logprobs is not None:
@@ -221,42 +287,54 @@ class Engine:
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _seat(self) -> list[Row]:
-        """Give free slots to those that wait, each one whose cache already begins with its prompt if there is one.
+        """Give free slots to waiting rows.
 
         Returns:
-            Rows that ended, for their prompt leaves no room.
+            Rows that failed, because the context has no room for their prompts.
         """
         refused: list[Row] = []
         while self.waiting and None in self.seated:
             row = self.waiting.popleft()
-            window = window_start(len(row.history), self.window)
-            if window and not row.request.rolling:
-                row.error = ConfigError(
-                    f"the prompt has {len(row.history)} tokens, and the context is {self.window}", hint="shorten it"
-                )
-                self._end(row, "failed")
+            try:
+                self._take_slot(row)
+            except Exception as error:
+                self._fail(row, error)
                 refused.append(row)
-                continue
-            row.begin = window
-            # At least the last token is read: its logits are wanted.
-            seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
-            shared = {slot: common(seen, self._holds(slot)) for slot in range(len(self.seated))}
-            free = [slot for slot, seated in enumerate(self.seated) if seated is None]
-            slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))
-            best = max(shared, key=lambda slot: shared[slot])
-            if shared[best] >= shared[slot] + WORTH_COPYING:
-                self.cache.copy(best, slot, shared[best])
-            else:
-                self.cache.lengths[slot] = shared[slot]
-            row.slot, row.reused = slot, self.cache.lengths[slot]
-            self.counts.reused += row.reused
-            self.held[slot] = []
-            self.seated[slot] = row
         return refused
 
+    def _take_slot(self, row: Row) -> None:
+        """Give a row the free slot whose cache has the longest prefix in common with its prompt."""
+        window = window_start(len(row.history), self.window)
+        if window and not row.request.rolling:
+            raise ConfigError(
+                f"the prompt has {len(row.history)} tokens, and the context is {self.window}", hint="shorten it"
+            )
+        row.begin = window
+        # The last token is always read, because its logits are needed.
+        seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
+        own = [name == row.request.namespace and self.model.pieces for name in self.namespaces]
+        shared = {slot: common(seen, self._holds(slot)) if own[slot] else 0 for slot in range(len(self.seated))}
+        free = [slot for slot, seated in enumerate(self.seated) if seated is None]
+        # Among slots whose prefixes are equally long, the slot that loses the least cached text is taken.
+        slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))
+        best = max(shared, key=lambda slot: shared[slot])
+        self.held[slot], self.namespaces[slot] = [], row.request.namespace
+        if shared[best] >= shared[slot] + WORTH_COPYING:
+            self.cache.copy(best, slot, shared[best])
+        else:
+            self.cache.lengths[slot] = shared[slot]
+        row.slot, row.reused = slot, self.cache.lengths[slot]
+        self.counts.reused += row.reused
+        self.seated[slot] = row
+
     def _holds(self, slot: int) -> Sequence[int]:
+        """The tokens whose keys and values are in a slot of the cache."""
         row = self.seated[slot]
         return self.held[slot] if row is None else row.history[row.begin : row.begin + self.cache.lengths[slot]]
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        row.error = error
+        self._end(row, "failed")
 
     def _end(self, row: Row, ending: Ending) -> None:
         row.ending = ending
@@ -278,21 +356,21 @@ def generate(
 ) -> Iterator[int]:
     """Continue `tokens`, yielding each new token as soon as it is final.
 
-    When the context is full, the oldest quarter of what is seen is dropped at once. The model is in evaluation mode
-    until the iterator ends or is closed.
+    When the context is full, the oldest quarter of it is dropped at once. The model is in evaluation mode until the
+    iterator ends or is closed.
 
     Args:
-        model: on any device; its weights are not changed.
+        model: the model that generates, on any device; its weights are not changed.
         tokens: the prompt, at least one token: a sequence of integers or a (T,) tensor.
-        max_new: the most tokens to yield.
-        sampling: default a temperature of 1.
-        stop: ends at one of these tokens, which is not yielded.
-        context: tokens that are seen; default the model's own.
-        drafter: of one row; proposes tokens, which the model verifies.
-        speculation: how long drafts are and how they are verified.
+        max_new: largest number of tokens to yield.
+        sampling: sampling settings; by default a temperature of 1 without filters.
+        stop: tokens that end the text, and are not yielded.
+        context: largest number of tokens that the model sees; default the model's own.
+        drafter: proposes tokens, which the model verifies; it must have been created for one slot.
+        speculation: settings of the length and verification of drafts.
 
     Raises:
-        ConfigError: an argument out of range, an empty prompt, or no known context.
+        ConfigError: an argument is out of range, the prompt is empty, or the model's context is not known.
         NonFiniteError: the model's logits are NaN or infinite.
     """
     request = Request(
@@ -308,10 +386,10 @@ def generate(
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
-    """The tokens of one request, each as soon as it is final; closes the engine.
+    """Yield the tokens of one request, each as soon as it is final; closes the engine at the end.
 
     Raises:
-        ShoestringError: the request failed.
+        Exception: the request failed: a `ShoestringError`, or whatever a pass of the model raised.
     """
     try:
         row = engine.submit(request)

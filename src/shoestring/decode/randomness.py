@@ -1,8 +1,8 @@
-"""Random numbers of a request as a function of its seed, a position and a purpose: no state, no order of drawing.
+"""Counter-based random numbers without state: each number is a function of a request's seed, a position and a purpose.
 
-So a text never depends on what else is in the batch, and the same position can be drawn again with the same numbers.
-The numbers are those of splitmix64 (Steele, Lea, Flood 2014), whose stream is the hash of a counter: the counter is the
-token's number, and the key is a hash of the rest. They are the same on every device.
+A text therefore never depends on other texts in the batch, and the token at a position can be drawn again with the same
+numbers. The generator is splitmix64 (Steele et al., 2014), which hashes a key and a counter: the counter is the token
+id, and the key is itself a hash of seed, purpose and position. The numbers are the same on every device.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ _SHIFTS = (30, 27, 31)
 _MASK = 2**64 - 1
 
 FEW = 16
-"""Only the possible tokens take part in a race where they are fewer than one in so many of the vocabulary."""
+"""`race_of_tensors` considers only the tokens of nonzero probability if they are less than 1 / `FEW` of the
+vocabulary."""
 
 
 class Purpose(IntEnum):
-    """What a random number decides; different purposes are independent of each other."""
+    """What a random number decides; numbers for different purposes are independent."""
 
     TEXT = 1
-    """The token of a position, in plain decoding and wherever a text must equal that of plain decoding."""
+    """The choice of the token at a position, in plain decoding and under invariant verification, which must give the
+    same text."""
     DRAFT = 2
-    """A drafted token of a round of speculation."""
+    """The choice of a drafted token."""
     ACCEPTANCE = 3
-    """Whether a drafted token stays."""
+    """Whether a drafted token is accepted."""
     CORRECTION = 4
-    """The token after the last drafted one that stays."""
+    """The choice of the token after the last accepted one."""
 
 
 def key(seed: int, purpose: Purpose, position: int, start: int = 0) -> int:
-    """The 64-bit key of a position's numbers.
+    """The 64-bit key of the random numbers of a position.
 
-    `start` is the position at which the round of speculation began. It is part of the key wherever a decision about one
-    position may rest on numbers of a later one, as in block verification: those are not drawn again.
+    `start`, the first position of a round of speculation, gives each round new random numbers. Block verification needs
+    new numbers, because its decision about one position uses the numbers of later positions, and these must not be used
+    again in the next round.
     """
     mixed = 0
     for word in (seed, purpose, position, start):
@@ -52,34 +55,34 @@ def key(seed: int, purpose: Purpose, position: int, start: int = 0) -> int:
 
 
 def uniform(seed: int, purpose: Purpose, position: int, start: int = 0) -> float:
-    """A number from the open interval (0, 1)."""
+    """A uniform random number from the open interval (0, 1)."""
     return ((_hash(key(seed, purpose, position, start) + _STEP & _MASK) >> 11) + 0.5) * 2.0**-53
 
 
 def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Independent numbers of the exponential distribution of rate 1, float64.
+    """Independent random numbers from the exponential distribution of rate 1, float64.
 
     Args:
-        keys: of `as_tensor`, broadcast against `tokens`.
-        tokens: int64 numbers of tokens, from 0; a token's number does not depend on which others are asked for.
+        keys: from `as_tensor`; broadcast against `tokens`.
+        tokens: int64 token ids; the random number of a token does not depend on the other tokens.
     """
-    mixed = keys + (tokens + 1) * _signed(_STEP)  # int64 products wrap, as the hash wants
+    mixed = keys + (tokens + 1) * _signed(_STEP)  # int64 products wrap around, as the hash requires
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
     return ((mixed >> 11 & (1 << 53) - 1).double() + 0.5).mul_(2.0**-53).log_().neg_()
 
 
 def as_tensor(keys: list[int], device: torch.device) -> Tensor:
-    """Keys (N, 1), int64, to broadcast against the tokens of N positions."""
+    """Keys as an int64 tensor (N, 1), to broadcast against the tokens of N positions."""
     return torch.tensor([[_signed(value)] for value in keys], device=device)
 
 
 def race(probabilities: Tensor, keys: list[int]) -> list[int]:
-    """One token of each position's distribution (N, V): the first to arrive when each token arrives at its rate.
+    """Draw a token from each position's distribution (N, V) by a race of exponentials.
 
-    Taking the argmax of p / E, E exponential, draws from p. Because E does not depend on p, two distributions that
-    share the keys give the same token with probability at least (1 - TV) / (1 + TV), TV their total variation
-    (Daliri, Musco, Suresh 2025).
+    If E holds independent exponential numbers, the argmax of p / E has the distribution p. Because E does not depend on
+    p, two distributions that share the keys give the same token with probability at least (1 - TV) / (1 + TV), where TV
+    is their total variation (Daliri et al., 2025).
     """
     native_race = _native_race() if probabilities.device.type == "cpu" else None
     if native_race is None:
@@ -95,7 +98,7 @@ def race(probabilities: Tensor, keys: list[int]) -> list[int]:
 
 
 def race_of_tensors(probabilities: Tensor, keys: list[int]) -> list[int]:
-    """The same by torch's functions, on any device."""
+    """Compute `race` with torch functions, on any device."""
     device, V = probabilities.device, probabilities.shape[-1]
     possible = max(int((probabilities > 0).sum(-1).max()), 1)
     if possible * FEW < V:
@@ -108,18 +111,19 @@ def race_of_tensors(probabilities: Tensor, keys: list[int]) -> list[int]:
 
 @cache
 def _native_race() -> Any:
+    """The native `race`, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, size, size, pointer, pointer, pointer]
     return native.function("race", types, "tokens are drawn by torch's functions, which are slower than native ones")
 
 
 def _hash(value: int) -> int:
-    """The finaliser of splitmix64, on Python's integers."""
+    """The finalizer of splitmix64, on Python's integers."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         value = (value ^ value >> shift) * factor & _MASK
     return value
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of an unsigned integer as the signed one that a tensor holds."""
+    """Convert an unsigned 64-bit integer to the signed integer with the same bits, which a tensor can hold."""
     return value - 2**64 if value >= 2**63 else value

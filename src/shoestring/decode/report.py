@@ -1,9 +1,11 @@
-"""What generation cost and what speculation gained, in lines for a terminal."""
+"""Statistics of generation and speculation, as lines for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from shoestring import figures
 
 if TYPE_CHECKING:
     from shoestring.decode.engine import Engine
@@ -11,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def describe(engine: Engine) -> Iterator[str]:
-    """Lines: tokens and passes; then, where anything was drafted, acceptance, and costs and tokens by draft length."""
+    """Lines with the numbers of tokens and passes and, after speculation, acceptance and the costs by draft length."""
     counts, drafts = engine.counts, engine.counts.drafts
     yield f"{counts.generated} tokens in {counts.passes} passes, and {counts.chunks} passes over prompts"
     if engine.speculator is None or not drafts.drafts:
         return
     drafted, accepted = sum(drafts.drafted), sum(drafts.accepted)
-    yield f"{drafted} tokens drafted, {accepted} accepted ({accepted / drafted:.0%})"
+    yield f"{drafted} tokens drafted, {accepted} accepted ({figures.percent(accepted / drafted)})"
     shares = zip(drafts.accepted, drafts.drafted, strict=True)
-    yield "accepted, by position in the draft: " + " ".join(f"{share / all_of_it:.2f}" for share, all_of_it in shares)
+    yield "accepted, by position in the draft: " + " ".join(f"{stayed / total:.2f}" for stayed, total in shares)
     yield "draft length   passes   tokens per pass, predicted   ms per pass   ms of drafting   tokens/s"
     for length, rounds in sorted(engine.speculator.rounds.items()):
         yield _row(length, rounds, drafts)

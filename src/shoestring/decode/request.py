@@ -1,4 +1,4 @@
-"""A text to continue, and what becomes of it."""
+"""Requests for text, and the rows in which the engine generates it."""
 
 from __future__ import annotations
 
@@ -9,43 +9,49 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.core.errors import ConfigError
 from shoestring.decode.settings import Sampling
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
 
 
 class TokenLogprob(NamedTuple):
-    """The natural logarithm of a token's probability by the model alone: before penalties, temperature and filters."""
+    """Log-probability of a token under the unmodified model, before penalties, temperature and filters."""
 
     token: int
     logprob: float
+    """Natural logarithm of the probability."""
     top: list[tuple[int, float]]
-    """The likeliest tokens of the position with theirs, likeliest first; as many as the request wants."""
+    """The likeliest tokens at the same position with their log-probabilities, in descending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A text to continue.
+    """A request to continue a text.
 
     Raises:
-        ConfigError: no prompt, a negative number of tokens, or values that exclude each other.
+        ConfigError: the prompt is empty, `max_new` is negative, or two settings exclude each other.
     """
 
     tokens: Sequence[int]
     """The prompt, at least one token."""
     max_new: int
-    """The most tokens to generate."""
+    """Largest number of tokens to generate."""
     sampling: Sampling = field(default_factory=Sampling)
     stop: frozenset[int] = frozenset()
-    """The text ends at one of these tokens, which is not part of it."""
+    """Tokens that end the text, and are not part of it."""
     rolling: bool = False
-    """Text goes on when the context is full: the oldest quarter of what is seen is then dropped at once, so that the
-    rest is read again only rarely. Otherwise it ends there."""
+    """Whether the text continues when the context is full. A text that continues drops the oldest quarter of its
+    context at once, so that the rest has to be read again only rarely; otherwise the text ends when the context is
+    full."""
     logprobs: int | None = None
-    """Also wanted: log-probabilities of the tokens, and of so many of the likeliest at each position."""
+    """Number of likeliest tokens whose log-probabilities are returned at each position, besides the log-probability of
+    the chosen token; None returns no log-probabilities."""
     prompt_logprobs: bool = False
-    """They are wanted of the prompt, too, which is then read whole."""
+    """Whether log-probabilities of the prompt are returned as well; no part of the prompt is then taken from the
+    cache."""
+    namespace: str = ""
+    """The cached keys and values of this text are reused only for texts of the same namespace."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -53,11 +59,13 @@ class Request:
         if self.max_new < 0:
             raise ConfigError(f"max_new is {self.max_new}", hint="give 0 or more")
         if self.rolling and self.prompt_logprobs:
-            raise ConfigError("log-probabilities of a prompt that is cut to the context", hint="turn `rolling` off")
+            raise ConfigError(
+                "a prompt that is cut to the context cannot return all its log-probabilities", hint="turn `rolling` off"
+            )
 
     @property
     def reads_only(self) -> bool:
-        """Whether nothing is generated: the prompt's log-probabilities are all that is wanted."""
+        """Whether the prompt is only scored, and no text generated."""
         return self.max_new == 0 and self.prompt_logprobs and len(self.tokens) > 1
 
 
@@ -67,26 +75,28 @@ class Row:
 
     request: Request
     history: list[int]
-    """The prompt and what follows it so far; all of it is final."""
+    """The prompt and the tokens generated so far; all of them are final."""
     slot: int = -1
-    """Its row of the cache; -1 while it waits for one."""
+    """Index of the text's row in the cache; -1 while the text waits for a row."""
     begin: int = 0
-    """The first token of `history` that is still seen."""
+    """Index of the first token of `history` that is still in the context."""
     fresh: list[int] = field(default_factory=list)
-    """The tokens that the newest pass has added."""
+    """Tokens that the newest pass has added."""
     drafted: list[int] = field(default_factory=list)
-    """The tokens that were drafted for the newest pass."""
+    """Tokens that were drafted for the newest pass."""
     accepted: int = 0
-    """How many of them, from the first on, the model accepted."""
+    """Number of tokens in `drafted` that the model accepted."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of `fresh`, where they are wanted; one more where a stop token was next."""
+    """Log-probabilities of `fresh`, if requested; a stop token that ended the text adds one more entry."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt from its second token on, where they are wanted."""
+    """Log-probabilities of the prompt from its second token on, if requested."""
     ending: Ending | None = None
-    error: ShoestringError | None = None
-    """Why it failed."""
+    """Why the text ended; None while it is generated."""
+    error: Exception | None = None
+    """Error that ended the text; None if the text has not failed. Any error but a `ShoestringError` was raised by a
+    pass of the model."""
     reused: int = 0
-    """Tokens of the prompt that did not have to be read, for they were in the cache."""
+    """Number of tokens of the prompt that were found in the cache."""
 
     @property
     def text(self) -> list[int]:
@@ -94,14 +104,16 @@ class Row:
         return self.history[len(self.request.tokens) :]
 
     def __len__(self) -> int:
-        """How many those are."""
+        """Number of tokens generated so far."""
         return len(self.history) - len(self.request.tokens)
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of `tokens` (T), each by its logits (T, V), and of the `top` likeliest at each position."""
+    """Log-probabilities of `tokens` (T) under the logits (T, V), and of the `top` likeliest tokens at each position."""
     if not tokens:
         return []
+    if max(tokens) >= logits.shape[-1]:  # on a GPU, an index out of range would end the process
+        raise ConfigError(f"the model computes no logit for token {max(tokens)}, only for {logits.shape[-1]} tokens")
     precise = logits if logits.dtype == torch.float64 else logits.float()
     total = precise.logsumexp(-1, keepdim=True)
     chosen = precise.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - total

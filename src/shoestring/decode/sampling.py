@@ -1,4 +1,4 @@
-"""From logits to the distribution of the next token; the same function for the model and for what drafts for it."""
+"""Turns logits into the distribution of the next token, for the model and for drafters alike."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from torch import Tensor
 
 from shoestring.decode.settings import Sampling
 
+COLD = 2.0**-20
+"""Temperature below which the largest logit is subtracted first, because dividing by the temperature might overflow."""
+COLDEST = 2.0**-126
+"""Lower bound of the temperature, the smallest normal number of float32; only the likeliest tokens are then
+possible."""
 NUCLEUS = 512
-"""Tokens that top-p sorts first, because a whole vocabulary is slow to sort and most nuclei are smaller."""
+"""Number of likeliest tokens that top-p sorts first; most nuclei are smaller, and sorting a whole vocabulary is
+slow."""
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What is sampled from: (…, V), float64 for float64 logits and else float32; the argmax alone where greedy.
+    """The distribution (…, V) to sample from: float64 for float64 logits, else float32; one-hot if sampling is greedy.
 
-    Repetition penalty is not part of it: see `penalize`. Every filter keeps the tokens that are at least as likely as
-    some bound, so tokens as likely as the last one kept are kept with it (top-p: Holtzman et al. 2020; min-p: Nguyen
-    et al. 2024).
+    The repetition penalty is applied before, by `penalize`. Every filter keeps all tokens that are at least as likely
+    as a bound, so tokens that tie with the last one are kept too (top-p: Holtzman et al., 2020; min-p: Nguyen et al.,
+    2024).
     """
     logits = _precise(logits)
     if sampling.greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    chances = (logits / sampling.temperature).softmax(-1)
+    if sampling.temperature < COLD:
+        logits = logits - logits.amax(-1, keepdim=True)
+    chances = (logits / max(sampling.temperature, COLDEST)).softmax(-1)
     if 0 < sampling.top_k < chances.shape[-1]:
         chances = _keep(chances, chances.topk(sampling.top_k).values[..., -1:])
     if sampling.top_p < 1:
@@ -35,13 +43,13 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
-    """Logits (T, V) with a penalty on the tokens before each position (Keskar et al. 2019).
+    """Apply the repetition penalty to logits (T, V), for the tokens before each position (Keskar et al., 2019).
 
     Args:
-        logits: of the tokens that follow the last T of `tokens`, of which each position sees those up to itself alone:
-            what was drafted after a position has no influence on it.
-        tokens: prompt, text, and what is drafted.
-        penalty: divides a positive logit and multiplies a negative one.
+        logits: logits after each of the last T of `tokens`. Each position is penalized only for the tokens up to it,
+            and not for tokens that were drafted after it.
+        tokens: prompt, generated tokens and drafted tokens.
+        penalty: divides a positive logit, and multiplies a negative one.
     """
     if penalty == 1:
         return logits
@@ -49,14 +57,17 @@ def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
     penalized = logits.clone()
 
     def lower(first: int, seen: Sequence[int]) -> None:
-        """Only tokens that were seen are computed: a text has far fewer of them than the vocabulary."""
+        """Penalize the tokens `seen` from position `first` on. Only their columns are touched, because a text holds far
+        fewer tokens than the vocabulary."""
+        if max(seen) >= logits.shape[1]:  # tokens with an embedding but without a logit
+            seen = [token for token in seen if token < logits.shape[1]]
         columns = torch.tensor(seen, dtype=torch.int64, device=logits.device)
         before = logits[first:].index_select(1, columns)
         penalized[first:].index_copy_(1, columns, torch.where(before > 0, before / penalty, before * penalty))
 
-    sees = len(tokens) - len(logits) + 1  # tokens that the first position sees
-    lower(0, list(set(tokens[:sees])))
-    for position, token in enumerate(tokens[sees:], start=1):
+    before_first = len(tokens) - len(logits) + 1  # number of tokens that precede every position
+    lower(0, list(set(tokens[:before_first])))
+    for position, token in enumerate(tokens[before_first:], start=1):
         lower(position, [token])
     return penalized
 
@@ -66,24 +77,27 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _keep(chances: Tensor, bound: Tensor) -> Tensor:
-    kept = chances.masked_fill(chances < bound, 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    """Rule out the tokens below a bound, and normalize the rest."""
+    filtered = chances.masked_fill(chances < bound, 0.0)
+    return filtered / filtered.sum(-1, keepdim=True)
 
 
 def _descending(chances: Tensor) -> Tensor:
-    """Sorted, the largest first; on a CPU by NumPy, which sorts in vector registers and takes a third of the time."""
+    """Sort in descending order; on a CPU by NumPy, which sorts in vector registers and takes a third of the time."""
     if chances.device.type == "cpu":
         return torch.from_numpy(np.sort(chances.detach().numpy(), axis=-1)).flip(-1)
     return chances.sort(-1, descending=True).values
 
 
 def _nucleus(chances: Tensor, top_p: float, top_k: int) -> Tensor:
-    """The probability of the last token of the nucleus, (…, 1): the likeliest tokens that add up to `top_p`."""
+    """The probability (…, 1) of the least likely token of the nucleus, the smallest set of likeliest tokens whose
+    probabilities add up to `top_p`."""
     V = chances.shape[-1]
-    for count in (min(top_k or NUCLEUS, V), V):  # the second only where the first does not reach
+    for count in (min(top_k or NUCLEUS, V), V):  # all tokens only if the likeliest ones do not add up to top_p
         ordered = _descending(chances) if count == V else chances.topk(count).values
         before = ordered.cumsum(-1) - ordered
         if count == V or bool((before[..., -1] + ordered[..., -1] >= top_p).all()):
             break
-    last = (before < top_p).sum(-1, keepdim=True) - 1
+    # At least the likeliest token is kept, even if `top_p` is 0 in this data type or the distribution is NaN.
+    last = ((before < top_p).sum(-1, keepdim=True) - 1).clamp_(min=0)
     return ordered.gather(-1, last)

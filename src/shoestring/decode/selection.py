@@ -1,4 +1,4 @@
-"""Which tokens a drafter learns from: those in the upper part of the distribution of a score, over all ranks."""
+"""Selects the tokens with the highest scores over all ranks; the drafter learns from these tokens only."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 MEMORY = 0.5
-"""Share of the earlier counts in the running ones, at each step: about two steps count, as scores fall while drafters
-learn."""
+"""Factor by which the running histogram decays at each step. Only about the last two steps count, because scores fall
+as the drafter learns."""
 LEFT = 1e-6
-"""Weight of a token that is not selected: nothing, except in a step of which none is, which then learns from all."""
+"""Weight in the loss of a token that is not selected. The weight is negligible, except in a step that selects no
+tokens, where all tokens then count equally."""
 UNIT, SPAN, BINS = 1e-5, 1e3, 4096
-"""Bins are as wide as `UNIT` around 0 and grow with the score, up to ± `SPAN`: about 1% of it."""
+"""The histogram covers scores up to ± `SPAN` with `BINS` bins; the width of a bin is about 1% of |score| + `UNIT`."""
 
 
 class RunningThreshold:
-    """The score that a fraction of the tokens of the newest steps exceed, for the tokens of the next step.
+    """The score that a given fraction of the tokens exceeds, estimated as a quantile of the scores of the newest steps.
 
-    A step's tokens cannot be compared with each other before the backward pass of its first micro-batch, and a quantile
-    of a micro-batch would take equally many of a rank's easy tokens as of another's hard ones. So the threshold is that
-    of the steps before: the same for all micro-batches and ranks, whatever the batch is divided into. It comes from a
-    histogram, whose counts are integers: the order of ranks does not change a bit of it. The fraction that is selected
-    then differs a little from the one that was asked for, wherever scores change from step to step.
+    The quantile of a step's own tokens is known too late, after its first backward pass, and quantiles of micro-batches
+    would select as many of one rank's easy tokens as of another rank's hard ones. The threshold of a step is therefore
+    computed from the steps before it, and is the same for all micro-batches and ranks, however the batch is divided.
+    The histogram holds integer counts, so the order in which ranks are summed changes no bit. The price is that the
+    selected fraction differs a little from the requested one while scores change.
 
-    In the first step all tokens count.
+    In the first step all tokens are selected.
     """
 
     def __init__(self, fraction: float, device: torch.device) -> None:
@@ -37,18 +38,19 @@ class RunningThreshold:
         self.seen = torch.zeros(BINS, dtype=torch.int64, device=device)
 
     def select(self, scores: Tensor, counted: Tensor) -> Tensor:
-        """Which tokens of a micro-batch are selected; bool, like `counted`. They are noted for the next threshold."""
+        """Return which tokens of a micro-batch are selected (bool, of the shape of `counted`), and add their scores to
+        the histogram."""
         self.seen.index_add_(0, _bin(scores).flatten(), counted.flatten().to(torch.int64))
         return counted & (scores >= self.threshold)
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
-        """Take what all ranks of the group have seen in this step, and set the next step's threshold."""
+        """Sum up the histograms of all ranks of the group, and set the threshold of the next step."""
         if group is not None:
             dist.all_reduce(self.seen, group=group)
         self.running.mul_(MEMORY).add_(self.seen)
         self.seen.zero_()
         if self.fraction < 1:
-            above = self.running.flip(0).cumsum(0)  # what lies in a bin or above it, from the highest one down
+            above = self.running.flip(0).cumsum(0)  # counts in a bin and above it, from the highest bin down
             enough = (above >= self.fraction * above[-1]).to(torch.int64).argmax()
             self.threshold.copy_(_edge(BINS - 1 - enough))
 
@@ -61,14 +63,14 @@ class RunningThreshold:
 
 
 def _bin(scores: Tensor) -> Tensor:
-    """The number of the bin that a score lies in; int64."""
+    """The index of the histogram bin that each score falls into, int64."""
     half, finite = BINS // 2, scores.double().nan_to_num()
     steps = (finite.abs() / UNIT).log1p() * (half / math.log1p(SPAN / UNIT))
     return (half + torch.where(finite < 0, -steps, steps).floor()).clamp(0, BINS - 1).to(torch.int64)
 
 
 def _edge(number: Tensor) -> Tensor:
-    """The lowest score of a bin; 0-d."""
+    """The lowest score of the bin of index `number`, as a 0-d tensor."""
     half = BINS // 2
     steps = (number - half).double()
     size = (steps.abs() * (math.log1p(SPAN / UNIT) / half)).expm1() * UNIT

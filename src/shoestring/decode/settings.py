@@ -1,28 +1,50 @@
-"""The settings of generation: how tokens are sampled and drafted ahead; free of torch."""
+"""Settings of generation: sampling, drafting and verification; free of torch."""
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 from shoestring.core.errors import ConfigError
+
+log = logging.getLogger("shoestring")
 
 Verification = Literal["token", "block", "invariant"]
 Passes = Literal["auto", "plain", "graphs", "compiled"]
 
+PENALTIES = (2.0**-64, 2.0**64)
+"""Bounds of the repetition penalty, within which penalized logits stay finite in float32."""
+
 LOOKUP, SKIP = "lookup", "skip"
-"""Drafters that are no model's name: prompt lookup, and the model itself without some of its sublayers."""
+"""Drafters that are not named after a model: prompt lookup, and the model itself without some of its sublayers."""
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number is finite in float32."""
+    try:
+        return math.isfinite(struct.unpack("f", struct.pack("f", float(number)))[0])
+    except OverflowError:
+        return False
+
+
+def _refuse(name: str, value: object, hint: str) -> None:
+    raise ConfigError(f"{name} is {value}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is sampled from the model's logits.
+class SamplingRule:
+    """Sampling of the next token from the model's logits.
 
-    The order is: repetition penalty, temperature, top-k, top-p, min-p; each sees what the ones before it left.
+    The steps are applied in the order repetition penalty, temperature, top-k, top-p, min-p; each filter sees only the
+    tokens that earlier filters have kept. Values are used in float32: a value that is infinite in float32 is refused,
+    and a value that is too small for float32 acts like the smallest number of float32.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -32,15 +54,14 @@ class Sampling:
     top_p: float = 1.0
     """Total probability of the likeliest tokens to sample from (nucleus sampling); 1 samples from all."""
     min_p: float = 0.0
-    """Least probability of a token that may be sampled, as a fraction of the likeliest token's; 0 samples from all."""
+    """Smallest probability of a token that may be sampled, as a fraction of the likeliest token's probability; 0
+    samples from all."""
     repetition_penalty: float = 1.0
     """Penalty on tokens that the prompt or the text already holds: their logits are divided by it where positive and
-    multiplied by it where negative; 1 is no penalty, larger values repeat less."""
-    seed: int = 0
-    """Seed of the sampling; the same seed gives the same text."""
+    multiplied by it where negative; 1 is no penalty, larger values reduce repetition."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not (self.temperature >= 0 and is_finite(self.temperature)):
             _refuse("temperature", self.temperature, "give 0 for the likeliest token, or a positive number")
         if self.top_k < 0:
             _refuse("top_k", self.top_k, "give 0 for all tokens, or a positive number")
@@ -48,15 +69,116 @@ class Sampling:
             _refuse("top_p", self.top_p, "give a number above 0, at most 1")
         if not 0 <= self.min_p <= 1:
             _refuse("min_p", self.min_p, "give a number from 0 to 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            _refuse("repetition_penalty", self.repetition_penalty, "give a positive number; 1 is no penalty")
-        if not 0 <= self.seed < 2**63:
-            _refuse("seed", self.seed, "give an integer from 0, below 2**63")
+        if not PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1]:
+            _refuse(
+                "repetition_penalty", self.repetition_penalty, "give a number from 2**-64 to 2**64; 1 is no penalty"
+            )
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, so that nothing is drawn."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingRule):
+    """Sampling of one text: the sampling rule, and the seed of the text's random numbers.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    seed: int = 0
+    """Seed of the sampling; the same seed gives the same text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.seed < 2**63:
+            _refuse("seed", self.seed, "give an integer from 0, below 2**63")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Optional settings of sampling; a setting that is None defaults to the value in the model's
+    generation_config.json. If that file names none of temperature, top_k, top_p and min_p, the defaults of the verb
+    apply; if it names some of these, the others have no effect (a temperature of 1, no filter).
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    temperature: float | None = None
+    """Sampling temperature, which divides the logits: lower is more predictable, 0 takes the likeliest token; defaults
+    to the model's own, or else to 0.8 in `generate` and 1 in `serve`."""
+    top_k: int | None = None
+    """Number of likeliest tokens to sample from; 0 samples from all; defaults to the model's own, or else to all."""
+    top_p: float | None = None
+    """Total probability of the likeliest tokens to sample from (nucleus sampling); 1 samples from all; defaults to the
+    model's own, or else to 0.95 in `generate` and 1 in `serve`."""
+    min_p: float | None = None
+    """Smallest probability of a token that may be sampled, as a fraction of the likeliest token's probability; 0
+    samples from all; defaults to the model's own, or else to all."""
+    repetition_penalty: float | None = None
+    """Penalty on tokens that the prompt or the text already holds: their logits are divided by it where positive and
+    multiplied by it where negative; 1 is no penalty, larger values reduce repetition; defaults to the model's own, or
+    else to 1."""
+
+    def __post_init__(self) -> None:
+        SamplingRule(**self.chosen)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not None."""
+        values = {name: getattr(self, name) for name in _RULE}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, model: Mapping[str, Any], otherwise: SamplingRule) -> SamplingDefaults:
+        """Combine these settings with the settings that the model names (`model`) and with the defaults of the verb
+        (`otherwise`) into a rule.
+
+        Settings of the model that are out of range are ignored, with a warning.
+        """
+        own: dict[str, Any] = {}
+        for name, value in model.items():
+            try:
+                SamplingRule(**{name: value})
+            except ConfigError as error:
+                log.warning("a setting in the model's generation_config.json is ignored: %s", error.parts()[1])
+            else:
+                own[name] = value
+        base = SamplingRule() if own.keys() - {"repetition_penalty"} else otherwise
+        rule = replace(base, **{**own, **self.chosen})
+        return SamplingDefaults(rule, {name: value for name, value in own.items() if name not in self.chosen})
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The sampling rule in force, and which of its settings come from the model."""
+
+    rule: SamplingRule
+    from_model: Mapping[str, float]
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name} {value:g}" for name, value in self.from_model.items())
+        return f"sampling as the model's generation_config.json says: {named}" if named else ""
+
+
+_RULE = tuple(rule.name for rule in fields(SamplingRule))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededOptions(SamplingOptions):
+    """Optional settings of sampling of one text, and the seed of the text's random numbers.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    seed: int = 0
+    """Seed of the sampling; the same seed gives the same text."""
+
+    def __post_init__(self) -> None:
+        Sampling(**self.chosen, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,25 +188,26 @@ class Speculation:
     Whatever the drafter proposes, the text follows the model's own distribution.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
-    drafter: str = ""
-    """Proposes the tokens: the name or folder of a smaller model with the same vocabulary, `lookup` (continuations of
-    repeated passages of the prompt and the text) or `skip` (the model itself without some sublayers); by default
-    nothing is drafted."""
-    drafter_dtype: Literal["own", "model"] = "own"
-    """Data type of the weights of a smaller model that drafts: that of its files (`own`), or that of the model that
-    verifies (`model`); the narrower one is read faster."""
+    draft: str = ""
+    """Drafter, which proposes tokens that the model then verifies several at a time to generate faster: the folder or
+    `hf:NAME` of a smaller model with the same vocabulary, `lookup` (continuations of repeated passages) or `skip` (the
+    model itself without some sublayers, which has been slower than plain decoding wherever it was measured: 0.62 to
+    0.79 times its speed for 12 layers of width 128 on a CPU); by default nothing is drafted."""
+    draft_dtype: Literal["own", "model"] = "own"
+    """Data type of the weights of a smaller model that drafts: `own` keeps the data type of its files, `model` converts
+    them to the data type of the model that verifies; weights of a narrower data type are read faster."""
     draft_length: int = 0
-    """Number of tokens to draft before each pass of the model; 0 chooses it from measured acceptance and cost, and
-    drafts nothing where that is faster."""
+    """Number of tokens to draft before each pass of the model; 0 chooses the number from measured acceptance and cost,
+    and drafts nothing where plain decoding is faster."""
     max_draft_length: int = 16
     """Largest number of tokens to draft before one pass; bounds the automatic choice and the memory of a pass."""
     verification: Verification = "invariant"
-    """Rule that decides which drafted tokens stay. Each keeps the model's distribution: `invariant` also gives, at the
-    same seed, the text that the model gives without drafts; `token` and `block` may give another text of the same
-    distribution and accept somewhat more tokens of a drafter that samples, `block` the most."""
+    """Rule that decides which drafted tokens stay. Every rule keeps the model's distribution: `invariant` also gives,
+    at the same seed, the text that the model gives without drafts; `token` and `block` may give another text of the
+    same distribution and accept somewhat more tokens of a drafter that samples; `block` accepts the most."""
 
     def __post_init__(self) -> None:
         if self.max_draft_length < 1:
@@ -93,9 +216,39 @@ class Speculation:
             _refuse("draft_length", self.draft_length, f"give 0 to choose it, or up to {self.max_draft_length}")
         if self.verification not in get_args(Verification):
             _refuse("verification", self.verification, "give `token`, `block` or `invariant`")
-        if self.drafter_dtype not in ("own", "model"):
-            _refuse("drafter_dtype", self.drafter_dtype, "give `own` or `model`")
+        if self.draft_dtype not in ("own", "model"):
+            _refuse("draft_dtype", self.draft_dtype, "give `own` or `model`")
 
 
-def _refuse(name: str, value: object, hint: str) -> None:
-    raise ConfigError(f"{name} is {value}", hint=hint)
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Settings of the model's forward passes and of its drafter, which `generate` and `serve` share."""
+
+    speculation: Speculation = Speculation()
+    """Settings of speculative decoding, by which tokens are drafted and verified."""
+    passes: Passes = "auto"
+    """Way to run passes over few tokens: `plain` launches their kernels one by one, `graphs` replays them as CUDA
+    graphs, and `compiled` also compiles them, which takes minutes at first use; `auto` takes graphs on a GPU where the
+    model allows it, and plain passes elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Generation of one text with a trained model."""
+
+    max_tokens: int = 256
+    """Largest number of tokens to generate; an end-of-text token ends the text earlier."""
+    sampling: SeededOptions = SeededOptions()
+    """Settings of sampling; default to the model's own, or else to a temperature of 0.8 and a top_p of 0.95."""
+    decoding: Decoding = Decoding()
+    """Settings of the model's forward passes and of speculative decoding."""
+    parse_special: bool = True
+    """Read text of the prompt that spells a special token, such as `<|im_start|>`, as that token; otherwise it is
+    ordinary characters."""
+    skip_special_tokens: bool = True
+    """Hide special tokens in the text that is generated. Added tokens that a tokenizer does not flag as special, such
+    as `<think>`, are always shown."""
+    skip: str = ""
+    """Sublayers to skip, which speeds up generation and costs quality: either the fraction of the bytes moved per token
+    that skipping avoids, such as 0.2, for sublayers chosen by the prompt, or the file of a plan that `shoestring skip`
+    wrote; by default nothing is skipped."""

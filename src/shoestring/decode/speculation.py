@@ -1,4 +1,4 @@
-"""A round of speculation: draft, read, verify, and learn how long the next draft should be."""
+"""A round of speculative decoding: draft, read, verify, and update the estimates for the next draft's length."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoestring.decode.draft_length import DraftLength
@@ -21,27 +22,43 @@ if TYPE_CHECKING:
     from shoestring.decode.request import Row
 
 NOTHING = DraftTokens([])
+"""An empty draft."""
 
 
 class Verified(NamedTuple):
-    """The tokens that a pass adds to a text: those of its draft that stay, and one more."""
+    """The tokens that a pass adds to a text: the accepted ones of its draft, and one more."""
 
     tokens: list[int]
     accepted: int
+    """Number of accepted tokens."""
+
+
+class Chosen(NamedTuple):
+    """The next tokens of several rows, which have not been appended to the rows yet."""
+
+    logits: Sequence[Tensor]
+    """(γ + 1, V) logits of each row."""
+    finite: list[bool]
+    """Whether the logits of each position are finite, row after row."""
+    verified: list[Verified]
+    """The next tokens of each row."""
 
 
 @dataclass
 class DraftCounts:
-    """What was drafted, and what of it stayed; lists are by position in the draft."""
+    """Counts of drafted and accepted tokens; lists are by position in the draft."""
 
     drafts: int = 0
+    """Number of drafts."""
     drafted: list[int] = field(default_factory=list)
+    """Tokens drafted."""
     tried: list[int] = field(default_factory=list)
-    """Those before which all drafted tokens stayed."""
+    """Tokens drafted whose predecessors in the draft were all accepted."""
     accepted: list[int] = field(default_factory=list)
+    """Tokens accepted."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft."""
+        """Add one draft to the counts."""
         self.drafts += drafted > 0
         tried = min(accepted + 1, drafted)
         for counts, count in ((self.drafted, drafted), (self.tried, tried), (self.accepted, accepted)):
@@ -50,7 +67,7 @@ class DraftCounts:
                 counts[position] += 1
 
     def expected(self, length: int) -> float:
-        """Tokens that a pass with `length` drafted ones gives a text, by the measured acceptance of each position."""
+        """Expected number of tokens from a pass with `length` drafted ones, by the acceptance at each position."""
         tokens, together = 1.0, 1.0
         for accepted, tried in zip(self.accepted[:length], self.tried, strict=False):
             together *= accepted / max(tried, 1)
@@ -60,21 +77,22 @@ class DraftCounts:
 
 @dataclass
 class Rounds:
-    """Passes whose longest draft had the same length."""
+    """Totals over the rounds whose longest draft had the same length."""
 
     count: int = 0
+    """Number of rounds."""
     rows: int = 0
-    """Of all passes together."""
+    """Number of texts in each round of speculation, summed over all rounds."""
     tokens: int = 0
-    """Of all rows."""
+    """Number of tokens that were added to all rows together."""
     drafting: float = 0.0
-    """Seconds of the drafter."""
+    """Time of the drafter in seconds."""
     reading: float = 0.0
-    """Seconds of the passes, with verification."""
+    """Time of the model's passes and of verification in seconds."""
 
 
 class Speculator:
-    """A drafter with the length of its drafts, and the rounds so far by that length."""
+    """A drafter, the automatic choice of its draft length, and totals of the rounds by draft length."""
 
     def __init__(self, drafter: Drafter, speculation: Speculation) -> None:
         self.drafter = drafter
@@ -84,7 +102,7 @@ class Speculator:
         self._seconds = self._began = 0.0
 
     def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[DraftTokens]:
-        """A draft for each row, of at most `rooms` tokens."""
+        """Draft at most `rooms` tokens for each row."""
         began = seconds()
         self._grades = self.drafter.grades(rows)
         length = self.length.choose(self._grades, max(rooms))
@@ -95,7 +113,7 @@ class Speculator:
         return drafts
 
     def learn(self, drafts: Sequence[DraftTokens], verified: Sequence[Verified]) -> None:
-        """What became of the drafts, right after the pass that verified them."""
+        """Update the estimates of acceptance and cost; must be called right after the pass that verified the drafts."""
         drafted, accepted = [len(draft.tokens) for draft in drafts], [row.accepted for row in verified]
         reading = seconds() - self._began
         self.length.learn(self._grades, drafted, accepted, self._seconds, reading)
@@ -107,38 +125,49 @@ class Speculator:
         rounds.reading += reading
 
 
+def choose(
+    rows: Sequence[Row], drafts: Sequence[DraftTokens], logits: Sequence[Tensor], verification: Verification
+) -> Chosen:
+    """Run `verify`, and find out which logits are finite."""
+    # The maximum is NaN if any logit is NaN. A single logit of minus infinity is allowed: it rules a token out.
+    finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()
+    return Chosen(logits, finite, verify(rows, drafts, logits, verification))
+
+
 def verify(
     rows: Sequence[Row], drafts: Sequence[DraftTokens], logits: Sequence[Tensor], verification: Verification
 ) -> list[Verified]:
-    """The tokens that each row gets.
+    """Verify the draft of each row, and return the row's next tokens.
 
     Args:
-        logits: (γ + 1, V) of each row, of the tokens that follow its history and each of its drafted tokens.
+        logits: for each row, the logits (γ + 1, V) after its history and after each of its drafted tokens.
     """
     by_comparison = [
         index
         for index, (row, draft) in enumerate(zip(rows, drafts, strict=True))
         if not draft.tokens or verification == "invariant" or row.request.sampling.greedy
     ]
-    wanted = [_positions(rows[index], drafts[index].tokens, logits[index]) for index in by_comparison]
-    found: dict[int, Verified] = {}
-    for index, chosen in zip(by_comparison, draw(wanted), strict=True):
+    positions = []
+    for index in by_comparison:
+        row, drafted = rows[index], drafts[index].tokens
+        sampling, start = row.request.sampling, len(row.history)
+        steps = range(0 if sampling.greedy else len(drafted) + 1)  # the most likely token needs no random numbers
+        keys = [key(sampling.seed, Purpose.TEXT, start + step) for step in steps]
+        text = [*row.history, *drafted] if drafted else row.history  # without a draft, the history is not copied
+        positions.append(Positions(logits[index], text, sampling, keys))
+    verified: dict[int, Verified] = {}
+    for index, chosen in zip(by_comparison, draw(positions), strict=True):
         accepted = common_prefix(drafts[index].tokens, chosen.tokens)
-        found[index] = Verified(chosen.tokens[: accepted + 1], accepted)
+        verified[index] = Verified(chosen.tokens[: accepted + 1], accepted)
     for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-        if index not in found:
-            found[index] = _verify_sampled(row, draft, logits[index], verification)
-    return [found[index] for index in range(len(rows))]
-
-
-def _positions(row: Row, drafted: list[int], logits: Tensor) -> Positions:
-    sampling, start = row.request.sampling, len(row.history)
-    keys = [key(sampling.seed, Purpose.TEXT, start + step) for step in range(len(drafted) + 1)]
-    return Positions(logits, [*row.history, *drafted] if drafted else row.history, sampling, keys)
+        if index not in verified:
+            verified[index] = _verify_sampled(row, draft, logits[index], verification)
+    return [verified[index] for index in range(len(rows))]
 
 
 def _verify_sampled(row: Row, draft: DraftTokens, logits: Tensor, verification: Verification) -> Verified:
-    """Token or block verification. Its numbers are of this round alone: a rejection may rest on later positions'."""
+    """Verify a draft by token or block verification, with random numbers that only this round uses (see
+    `randomness.key`)."""
     sampling, start, tokens = row.request.sampling, len(row.history), draft.tokens
     p = probabilities(penalize(logits, [*row.history, *tokens], sampling.repetition_penalty), sampling)
     q = one_hot(tokens, p) if draft.q is None else draft.q.to(p)

@@ -1,4 +1,4 @@
-"""Seconds of what is done again and again: what is done once, such as compiling a pass, is left out."""
+"""Measures run time without one-off work, such as compiling a pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _left_out = 0.0
 
 
 def seconds() -> float:
-    """As `time.perf_counter`, without the time within `once`."""
+    """Like `time.perf_counter`, but leaves out the time spent inside of `once`."""
     return perf_counter() - _left_out
 
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Within, `seconds` stands still: what passes cost is learnt from it, and this does not happen again."""
+    """Leave the time of the block out of `seconds`, so that one-off work does not count as the cost of a pass."""
     global _left_out
     began = perf_counter()
     try:

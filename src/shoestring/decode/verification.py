@@ -1,12 +1,12 @@
-"""Which drafted tokens stay, and what follows them, so that the text keeps the distribution of the model alone.
+"""Verification of drafts: accepts a prefix of the drafted tokens, so that the text keeps the model's distribution.
 
-Throughout, γ tokens were drafted after a verified text; p (γ + 1, V) is the model's distribution at each drafted
-position and at the one after, q (γ, V) the drafter's, from which the tokens were drawn. Rows of p and q after the first
-depend on the drafted tokens before them.
+Notation: γ tokens were drafted after a verified text. p (γ + 1, V) holds the model's distributions at each drafted
+position and at the position after them; q (γ, V) holds the drafter's distributions, from which the drafted tokens were
+drawn. Rows of p and q after the first depend on the drafted tokens before them.
 
-Token verification: Leviathan et al. 2023, Chen et al. 2023. Block verification: Sun et al. 2025, which never accepts
-fewer tokens on average. Both take as given that the number of drafted tokens was decided without a look at what was
-drawn last: a drafter may stop after a token, but must not leave out a token that it has drawn.
+Token verification follows Leviathan et al., 2023, and Chen et al., 2023. Block verification follows Sun et al., 2025;
+on average it never accepts fewer tokens than token verification. Both methods are exact only if the length of a draft
+does not depend on its last token: a drafter may stop after a token, but must not drop a token that it has drawn.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """`accepted` drafted tokens stay; the token after them is drawn from `following` (V,)."""
+    """The number of accepted tokens, and the distribution (V,) of the token that follows them."""
 
     accepted: int
     following: Tensor
 
 
 def common_prefix(draft: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many drafted tokens are those that the model chose at their positions.
+    """Number of leading drafted tokens that equal the model's own tokens at their positions.
 
-    This is the whole of invariant verification: the model's tokens are drawn, as without drafts, by the random numbers
-    of their positions, and the drafter drew by the same numbers. Greedy decoding is the case without numbers.
+    Invariant verification consists of this comparison alone: the model's tokens are drawn with the random numbers of
+    their positions, as they would be without drafts, and the drafter has used the same numbers. Greedy decoding is
+    verified in the same way, without random numbers.
     """
     for accepted, (drafted, token) in enumerate(zip(draft, chosen, strict=False)):
         if drafted != token:
@@ -38,13 +39,14 @@ def common_prefix(draft: Sequence[int], chosen: Sequence[int]) -> int:
 
 
 def token_acceptance(p: Tensor, q: Tensor, draft: Sequence[int]) -> Tensor:
-    """The probability (γ,) with which each drafted token stays, given that those before it do: min(1, p / q)."""
+    """Probability (γ,) that each drafted token is accepted, given that all earlier ones were: min(1, p / q)."""
     index = torch.tensor(draft, dtype=torch.int64, device=p.device)[:, None]
     return (p[:-1].gather(1, index) / q.gather(1, index)).squeeze(1).clamp(max=1.0)
 
 
 def verify_tokens(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[float]) -> Verdict:
-    """Accept the tokens from the first on, until a coin, uniform in (0, 1), is not below a token's acceptance."""
+    """Token verification: accept each drafted token in turn if its coin, uniform in (0, 1), is below its acceptance
+    probability; stop at the first rejection."""
     accepted = len(draft)
     for position, chance in enumerate(token_acceptance(p, q, draft).tolist()):
         if not coins[position] < chance:
@@ -54,8 +56,12 @@ def verify_tokens(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[fl
 
 
 def block_acceptance(p: Tensor, q: Tensor, draft: Sequence[int]) -> tuple[list[float], list[float]]:
-    """For each number of tokens from 1 to γ: the probability of keeping so many where no larger number is kept, and
-    the share of the drafted prefix's probability that the model supports, from 0 tokens on (γ + 1 numbers)."""
+    """Acceptance probabilities and weights of block verification (Sun et al., 2025).
+
+    Returns:
+        Two lists: for n from 1 to γ, the probability of accepting n tokens if no larger number is accepted; and for n
+        from 0 to γ, the weight min(w · p / q, 1) of the first n tokens, where w is the weight of the first n - 1.
+    """
     index = torch.tensor(draft, dtype=torch.int64, device=p.device)[:, None]
     ratios = (p[:-1].gather(1, index) / q.gather(1, index)).flatten().tolist()
     supports, acceptance = [1.0], []
@@ -64,33 +70,36 @@ def block_acceptance(p: Tensor, q: Tensor, draft: Sequence[int]) -> tuple[list[f
     scale = torch.tensor(supports[1:-1], dtype=p.dtype, device=p.device)[:, None]
     for support, residual in zip(supports[1:-1], _excess(scale * p[1:-1], q[1:]).sum(-1).tolist(), strict=True):
         whole = residual + 1 - support
-        # Both are zero where the drafter equals the model there: the next token is then kept with certainty.
+        # Numerator and denominator are zero if the drafter's distribution equals the model's at this position; the next
+        # token is then certain to be accepted.
         acceptance.append(residual / whole if whole > 0 else 1.0)
     return [*acceptance, supports[-1]][: len(draft)], supports
 
 
 def verify_block(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[float]) -> Verdict:
-    """Accept as many tokens as the largest number whose coin, uniform in (0, 1), is below its acceptance."""
+    """Block verification: accept n tokens, for the largest n whose coin, uniform in (0, 1), is below the acceptance
+    probability of n tokens."""
     acceptance, supports = block_acceptance(p, q, draft)
     accepted = max((n for n, chance in enumerate(acceptance, start=1) if coins[n - 1] < chance), default=0)
     return Verdict(accepted, _following(p, q, accepted, supports[accepted]))
 
 
 def one_hot(draft: Sequence[int], p: Tensor) -> Tensor:
-    """The distributions (γ, V) of a drafter that was certain of each of its tokens."""
+    """The distributions (γ, V) of a drafter that was certain of each token."""
     index = torch.tensor(draft, dtype=torch.int64, device=p.device)
     return torch.zeros(len(draft), p.shape[1], dtype=p.dtype, device=p.device).scatter_(1, index[:, None], 1.0)
 
 
 def _following(p: Tensor, q: Tensor, accepted: int, support: float) -> Tensor:
-    """The normalized part of the model's distribution that the drafter's leaves; all of it after the last draft."""
+    """The distribution of the token after the accepted ones: the normalized excess of p over q, or p after all γ."""
     if accepted == len(q):
         return p[accepted]
     residual = _excess(support * p[accepted], q[accepted])
     total = residual.sum()
-    # Nothing is left where the two are equal, and then rounding alone brought us here.
+    # There is no excess if p and q are equal; only rounding can then have rejected the token.
     return residual / total if total > 0 else p[accepted]
 
 
 def _excess(p: Tensor, q: Tensor) -> Tensor:
+    """The positive part of p - q."""
     return (p - q).clamp_(min=0.0)

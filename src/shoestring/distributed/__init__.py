@@ -1,1 +1,1 @@
-"""Starting workers, joining them to a world, and finding out which of them are gone."""
+"""Start the ranks of a job, let them join a process group, and find out which ranks are lost after a failure."""

@@ -1,4 +1,4 @@
-"""Joining the world that torchrun started this process in."""
+"""Join the process group of the ranks that torchrun has started, and leave it in order."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shoestring._torch import own_device
 from shoestring.core.errors import PeerError, WorldError
-from shoestring.core.world import World, own_device
+from shoestring.core.world import World
 from shoestring.distributed.rendezvous import Membership, register
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_POLL = 0.5  # seconds between two looks at the parent where the kernel does not send a signal
+_POLL = 0.5  # seconds between checks whether the agent is alive, where the kernel sends no signal when it dies
 
 
 @contextmanager
 def join(*, timeout: float = 600.0) -> Iterator[World]:
-    """Join the world that torchrun started this process in, or be a world of one rank; leave it at the end.
+    """Context in which this process is a rank of the process group of torchrun's ranks, or the only rank without it.
 
     Args:
-        timeout: seconds a collective may wait for another rank before it fails instead of hanging.
+        timeout: seconds that a collective waits for another rank before it fails.
 
     Raises:
         WorldError: this host has more ranks than GPUs, or hosts have different numbers of ranks.
-        PeerError: the ranks do not find each other; or, inside the block, a rank or the link to it was lost.
+        PeerError: the ranks do not find each other; or a rank, or the link to it, is lost inside the context.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=own_device(0))
@@ -47,9 +48,12 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
             f"{local_size} workers on a host with {torch.cuda.device_count()} GPUs", hint="start one worker a GPU"
         )
     if size % local_size:
-        raise WorldError(f"{size} ranks do not divide into hosts of {local_size}", hint="start as many on each host")
+        raise WorldError(
+            f"{size} ranks do not divide into hosts of {local_size}", hint="start the same number on each host"
+        )
     if local_size == size:
-        # Gloo would listen on the address the host name resolves to; ranks of one host need no more than loopback.
+        # By default Gloo listens on the address of the host's name, which other hosts can reach; on one host loopback
+        # is enough.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     members = _rendezvous(timeout)
@@ -57,29 +61,30 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
         limit = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=members.store, rank=members.rank, world_size=size, timeout=limit)
         try:
-            yield World(members.rank, size, local_rank, local_size, device)
+            yield World(members.rank, size, local_rank, local_size, device, store=members.store)
         finally:
             dist.destroy_process_group()
             wait_for_gloo_threads()
 
 
 def end_with_agent() -> None:
-    """Have this process killed when the elastic agent that started it ends, for whatever reason.
+    """Make sure that this process is killed when the elastic agent that started it ends, for any reason.
 
-    Workers that outlive a killed agent would keep training beside those that the next agent starts. Their checkpoints
-    in shared memory stay there. Processes without an elastic agent are left alone.
+    Otherwise workers of a killed agent would continue to train, beside the workers that the next agent starts.
+    Checkpoints in shared memory survive the end of the workers. For a process that no elastic agent started, this
+    function does nothing.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()
     if not _killed_with_parent():
         threading.Thread(target=_watch, args=(agent,), name="watch-agent", daemon=True).start()
-    if os.getppid() != agent:  # it has ended meanwhile
+    if os.getppid() != agent:  # the agent ended before this process could watch it
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _killed_with_parent() -> bool:
-    """Ask the kernel to kill this process with its parent; whether it will, which Linux can."""
+    """Ask the kernel to kill this process when its parent ends; False if it cannot, as outside of Linux."""
     try:
         return ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) == 0
     except (OSError, AttributeError):
@@ -87,6 +92,7 @@ def _killed_with_parent() -> bool:
 
 
 def _watch(agent: int) -> None:
+    """Wait until the agent has ended, so that it is no longer this process's parent; then kill this process."""
     while os.getppid() == agent:
         time.sleep(_POLL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -107,16 +113,17 @@ def _rendezvous(timeout: float) -> Membership:
 def wait_for_gloo_threads(patience: float = 10.0) -> None:
     """Wait until Gloo's threads have released the tensors of the last exchange.
 
-    They do so a moment after the exchange has returned, and need the interpreter's lock for it. Python (up to 3.13)
-    ends a thread that waits for the lock at shutdown by unwinding it, here through a destructor, so a process that has
-    finished everything would end with SIGABRT (github.com/pytorch/pytorch/issues/190489). A group that nothing refers
-    to stops its threads when it is destroyed; but a model in DDP refers to its group.
+    Gloo's threads release the tensors a moment after the exchange has returned, and need Python's global interpreter
+    lock (GIL) for that. At shutdown, Python (up to 3.13) unwinds a thread that waits for the GIL, here through a
+    destructor, so a process that has finished its work would end with SIGABRT
+    (github.com/pytorch/pytorch/issues/190489). Destroying a process group stops its threads only if nothing else holds
+    a reference to the group, but a model in DDP does.
 
-    The lock is free while this thread sleeps. A thread that is asleep before and after, and was not awake in between,
-    does not wait for the lock but for the next exchange, which does not come.
+    The GIL is free while this thread sleeps. So a Gloo thread that stays asleep is not waiting for the GIL, but for
+    another exchange, which will not come.
 
     Args:
-        patience: seconds after which the threads are left as they are.
+        patience: seconds after which this function returns even if threads are still busy.
     """
     end, before = time.monotonic() + patience, None
     while time.monotonic() < end:
@@ -128,12 +135,12 @@ def wait_for_gloo_threads(patience: float = 10.0) -> None:
 
 
 def gloo_threads() -> list[int | None]:
-    """Count how often each of Gloo's threads has fallen asleep so far; None for one that is awake."""
+    """For each Gloo thread of this process: how often it has fallen asleep so far, or None if it is awake."""
     sleeps: list[int | None] = []
-    for task in Path("/proc/self/task").glob("*/status"):  # nothing where the system is not Linux
+    for task in Path("/proc/self/task").glob("*/status"):  # there are no such files on systems other than Linux
         try:
             status = dict(line.split(":\t", 1) for line in task.read_text().splitlines())
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
         if status["Name"] == "pt_gloo_runloop":
             sleeps.append(int(status["voluntary_ctxt_switches"]) if status["State"].startswith("S") else None)

@@ -1,4 +1,4 @@
-"""Start several ranks on this host with torchrun's elastic agent, with every listener on loopback."""
+"""Start several ranks on this host with torchrun's elastic agent, listening only on the loopback address."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoestring._torch import Store, TCPStore
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import STOPPED, ShoestringError
+from shoestring.processors import processors
 
 LOOPBACK = "127.0.0.1"
-AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that the agent handles
-GRACE = 600  # seconds from a signal in which workers finish their step and write a checkpoint; 30 before torch 2.12
+AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals for which the agent installs handlers
+GRACE = 600  # seconds after a signal in which workers may finish their step and save; always 30 before torch 2.12
 _GRACE: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class LocalRendezvous(RendezvousHandler):
-    """A rendezvous of one agent, this host's, with a fresh store on loopback for each start of its workers.
+    """A rendezvous for the elastic agent of a single host, with a new store on loopback for each start of its workers.
 
-    Torch's own handlers let their store listen on every address of the machine.
+    This class replaces torch's own handlers, because their store listens on every address of the machine.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -80,11 +81,12 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `python -m shoestring COMMAND` as `workers` ranks of this host.
 
     Args:
-        restarts: times that all workers are started again after one of them has died. An error that the user has
-            to correct (exit code 2) is final.
+        restarts: how many times all workers are started again after a worker has died. After an error that the user
+            must correct (exit code 2) they are not started again.
 
     Returns:
-        The exit code: 0, that of the worker that failed first, or 128 + the signal that ended all.
+        The exit code: 0 if all workers succeeded, the exit code of the worker that failed first, or `STOPPED` after a
+        signal to this process or to a worker.
     """
     if "shoestring-local" not in registry._registry:
         registry.register("shoestring-local", _build_handler)
@@ -96,26 +98,26 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         "run_id": f"shoestring-{os.getpid()}",
         "rdzv_backend": "shoestring-local",
         "rdzv_endpoint": LOOPBACK,
-        "max_restarts": 0,  # the agent would also restart what cannot succeed
+        "max_restarts": 0,  # the agent would also restart after errors that a restart cannot help
         "monitor_interval": 0.1,
         "local_addr": LOOPBACK,
         **_GRACE,
     }
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors() // workers)))
     code = 0
     for _ in range(restarts + 1):
         try:
             folder = TemporaryDirectory(prefix="shoestring-workers-", ignore_cleanup_errors=True)
-            with _handlers_restored(), folder as said:  # the agent would leave one of its own behind
-                specs = DefaultLogsSpecs(log_dir=said)
+            with _handlers_restored(), folder as logs:  # by default the agent leaves a folder behind
+                specs = DefaultLogsSpecs(log_dir=logs)
                 config = LaunchConfig(logs_specs=specs, **options)
-                elastic_launch(config, sys.executable)("-m", "shoestring", *command)
+                elastic_launch(config, sys.executable)("-P", "-m", "shoestring", *command)
         except ChildFailedError as error:
             code = _explain(error)
-            if code == ShoestringError.code:
+            if code in (ShoestringError.code, STOPPED):
                 break
-        except SignalException as error:
-            return 128 + int(error.sigval)
+        except SignalException:
+            return STOPPED
         else:
             return 0
     return code
@@ -123,8 +125,13 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers that the agent replaces: with them, later signals would end this process as well."""
-    before = {number: signal.getsignal(number) for number in AGENTS}
+    """Context that afterwards restores the signal handlers that the agent replaces.
+
+    The agent's handlers would end this process at a later signal. Inside the context, SIGUSR1, by which batch systems
+    announce the end of a job, is turned into SIGTERM, at which workers write a checkpoint and end.
+    """
+    before = {number: signal.getsignal(number) for number in (*AGENTS, signal.SIGUSR1)}
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
     try:
         yield
     finally:
@@ -136,17 +143,13 @@ def _build_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return LocalRendezvous(parameters.run_id)
 
 
-def _message_of(message: object) -> object:
-    """Take the worker's message out of the file's record, which also has a time and a call stack."""
-    return message["message"] if isinstance(message, dict) else message
-
-
 def _explain(error: ChildFailedError) -> int:
-    """Print which worker failed first and why, in its own words if it left a message; return the exit code."""
+    """Print which worker failed first and why (the worker's own message if there is one); return the exit code."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
     if failure.exitcode == ShoestringError.code:
-        sys.stderr.write(f"{_message_of(failure.message)}\n")
+        message: object = failure.message  # if the worker left an error file: a mapping with time and call stack
+        sys.stderr.write(f"{message['message'] if isinstance(message, dict) else message}\n")
     return failure.exitcode

@@ -1,4 +1,4 @@
-"""How ranks find each other, and which of them still answer after an exchange between them has failed."""
+"""Register the ranks of a start in a shared store, and find out which ranks still answer after a failed collective."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # documented all the same
+from torch.distributed import PrefixStore  # documented under this name
 
 from shoestring._torch import Store
-from shoestring.core.errors import PeerError
+from shoestring.core.errors import PeerError, WorldError
 
-ANSWER = 5.0  # seconds that ranks have to answer: those alive notice a failure within a step of each other
+ANSWER = 5.0  # seconds in which ranks must answer; ranks that are alive notice a failure within a step of each other
 POLL = 0.02  # seconds between two reads of the store
 RESTART = (
     'start again to resume from the newest checkpoint: the same command with run.resume = "auto", or torchrun with '
     "--max-restarts"
 )
 
-# Gloo has no error class of its own: its messages begin with its source file, but for one.
+# Gloo has no error class of its own. All but one of its messages begin with a source file of Gloo.
 _GLOO = re.compile(r"(?:\[\S*gloo/\S+:\d+\] *|(?=Application timeout caused pair closure))(.*)", re.DOTALL)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """All ranks of one start, and the store in which those still alive can answer.
+    """The ranks of one start of a job, and the store through which they find out which ranks are still alive.
 
     Args:
-        hosts: the host of each rank.
-        store: the part of the store that belongs to this start alone.
+        rank: this rank.
+        hosts: host name of each rank.
+        store: key-value store, under a prefix that no other start uses.
         address: host and port on which the store listens.
-        timeout: seconds that an exchange waits for other ranks.
+        timeout: seconds that a collective waits for other ranks.
     """
 
     rank: int
@@ -48,10 +49,14 @@ class Membership:
     timeout: float
 
     def missing_ranks(self) -> list[int] | None:
-        """Answer, and return the ranks that do not answer in time; None if the store itself does not."""
+        """Announce that this rank is alive, and return the ranks that do not do so within `ANSWER` seconds.
+
+        The result is None if the store cannot be reached.
+        """
         missing, end = set(range(len(self.hosts))), time.monotonic() + ANSWER
         try:
-            # A store behind a cut link blocks for as long as TCP retries; a new connection fails in time.
+            # If the link to the store is cut, calls of the store block for as long as TCP retries. A new connection
+            # fails after its timeout.
             socket.create_connection(self.address, ANSWER).close()
             self.store.set(f"alive/{self.rank}", "")
             while missing and time.monotonic() < end:
@@ -61,13 +66,31 @@ class Membership:
             return None
         return sorted(missing)
 
+    def unequal_loops(self, missing: Sequence[int]) -> str:
+        """Describe the ranks whose training loops have ended while other ranks' loops continue; empty if none have."""
+        steps: dict[str, dict[int, int]] = {"ended": {}, "left": {}}
+        for event, by_rank in steps.items():
+            for rank in range(len(self.hosts)):
+                if self.store.check([f"{event}/{rank}"]):
+                    by_rank[rank] = int(self.store.get(f"{event}/{rank}"))  # -1 for a loop that has not ended
+        ended = {rank: step for rank, step in steps["ended"].items() if step >= 0}
+        later = {rank: step for rank, step in steps["left"].items() if rank not in missing and rank not in ended}
+        if not ended or not any(step >= min(ended.values()) for step in later.values()):
+            return ""
+        done = ", ".join(f"{self.describe([rank])} ended its loop after step {step}" for rank, step in ended.items())
+        return f"{done}, and {self.describe(list(later))} continued to step {max(later.values()) + 1}"
+
     def describe(self, ranks: Sequence[int]) -> str:
-        """Name the ranks: "rank 1 on host1 and rank 3 on host3"."""
+        """Text that names the ranks and their hosts, as "rank 1 on host1 and rank 3 on host3"."""
         return " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in ranks)
 
     @contextmanager
     def explain_failures(self) -> Iterator[None]:
-        """Turn a failed exchange inside into a PeerError that names the exchange and the ranks that are lost."""
+        """Context that turns the error of a failed collective into one that says which ranks are lost.
+
+        The new error is a PeerError with the name of the exchange and the lost ranks, or a WorldError if some ranks
+        have ended their training loops and others have not.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -79,10 +102,19 @@ class Membership:
                 why = f"nothing arrived for {self.timeout:g} s"
             raise self._peer_error(f"{exchange}: {why}" if exchange else why) from error
 
-    def _peer_error(self, why: str) -> PeerError:
+    def _peer_error(self, why: str) -> WorldError:
+        """Find out which ranks are lost, and return the error to raise.
+
+        Args:
+            why: the backend's reason for the failure.
+        """
         me = self.describe([self.rank])
         with _sigterm_ignored():
             missing = self.missing_ranks()
+            unequal = "" if missing is None else self.unequal_loops(missing)
+        if unequal:
+            hint = "give all ranks the same number of batches, or set the Job's `total` and end the loop at `job.done`"
+            return WorldError(f"loops of unequal length: {unequal}", hint=hint)
         if missing is None:
             others = self.describe([rank for rank in range(len(self.hosts)) if rank != self.rank])
             return PeerError(f"{me} reaches neither {others} nor the rendezvous store: {why}", hint=RESTART)
@@ -94,7 +126,7 @@ class Membership:
 
 @contextmanager
 def _sigterm_ignored() -> Iterator[None]:
-    """Ignore SIGTERM, with which an agent that has noticed the loss by itself ends the ranks of its host."""
+    """Context that ignores SIGTERM, by which the elastic agent might end this rank before it can report the failure."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,9 +138,9 @@ def _sigterm_ignored() -> Iterator[None]:
 
 
 def failure_cause(error: BaseException) -> tuple[str, str] | None:
-    """Name the exchange that failed, and why, in the engine's words and one line; None for an error of another kind.
+    """(name of the failed exchange, the backend's reason in one line); None if the error is not a failed collective.
 
-    The name is what stands before Gloo's message, as `comm` puts it there; "" if nothing does.
+    The name is the text that `comm` puts before Gloo's message; it may be empty.
     """
     exchange, why = "", str(error)
     if gloo := _GLOO.search(why):
@@ -119,15 +151,16 @@ def failure_cause(error: BaseException) -> tuple[str, str] | None:
 
 
 def register(store: Store, address: tuple[str, int], rank: int, size: int, timeout: float) -> Membership:
-    """Wait for all ranks, and agree on a part of the store to which no earlier start has written.
+    """Wait for all ranks, and agree on a prefix of the store's keys that no earlier start has used.
 
-    An elastic agent gives restarted ranks the store of those that died, in which torch would look up the addresses of
-    the dead and try to reach them. So the first rank draws a token. The others greet it with tokens of their own and
-    read its answer under those, so neither side can mistake what an earlier start has left for an answer.
+    An elastic agent gives restarted ranks the store of the ranks that died. In it torch would find the addresses of
+    dead ranks, and try to connect to them. So the first rank draws a random token for this start, which becomes the
+    prefix. Each other rank writes a random token of its own, and the first rank writes its answer under that token. So
+    no rank can mistake an entry of an earlier start for an answer.
 
     Raises:
-        PeerError: some ranks have not come in `timeout` seconds.
-        RuntimeError: the store cannot be reached, or the first rank has not come.
+        PeerError: some ranks have not registered within `timeout` seconds.
+        RuntimeError: the store cannot be reached, or the first rank has not registered.
     """
     store, token = PrefixStore("shoestring", store), secrets.token_hex(8)
     if rank != 0:
@@ -137,15 +170,20 @@ def register(store: Store, address: tuple[str, int], rank: int, size: int, timeo
     ours.set(f"host/{rank}", socket.gethostname())
     if rank == 0:
         _welcome(store, ours, token, size, timeout)
-    return Membership(rank, [ours.get(f"host/{other}").decode() for other in range(size)], ours, address, timeout)
+    hosts = [ours.get(f"host/{peer}").decode() for peer in range(size)]
+    return Membership(rank, hosts, ours, address, timeout)
 
 
 def _welcome(store: Store, ours: Store, token: str, size: int, timeout: float) -> None:
-    """Answer every greeting with the token, even those that dead ranks have left, until all ranks are registered."""
+    """On the first rank: answer every request with the token of this start, until all ranks have registered.
+
+    Requests that dead ranks have left are answered as well, because they cannot be told from new ones.
+    """
     missing, end = set(range(1, size)), time.monotonic() + timeout
     while missing:
         if time.monotonic() > end:
-            raise PeerError(f"rank {min(missing)} of {size} did not come in {timeout:g} s", hint="is its host up?")
+            message = f"rank {min(missing)} of {size} did not join within {timeout:g} s"
+            raise PeerError(message, hint="check that its host is up")
         for rank in missing:
             if store.check([f"hello/{rank}"]):
                 store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", token)

@@ -1,4 +1,4 @@
-"""Less memory at the peak, for more time; and what the peak is of."""
+"""Features that reduce peak memory, and tracing, which shows the tensors that make up the peak."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class TracedMemory:
-    """What `traced` hands out: its profile once the block has ended."""
+    """The result of `traced`; its profile is set when the `with` block has ended."""
 
     profile: MemoryProfile
 
@@ -49,13 +49,13 @@ class TracedMemory:
 
 @contextmanager
 def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
-    """Name every allocation of torch within, on all threads; what was recorded is saved also where that raises.
+    """Record and name every allocation of torch in a `with` block, on all threads, even if the block raises.
 
-    Tensors that are there already are watched, too. What is recorded has a bound: only the steps with the highest peak
-    are kept, of each device one. Losses and weights are the same bits with it.
+    Tensors that exist before the block are recorded as well. The size of the recording is bounded: only the step with
+    the highest peak is kept for each device. Recording does not change a bit of losses and weights.
 
     Args:
-        path: of a file to write, NAME.npz; `shoestring memory view` shows it as a page.
+        path: the file to write, NAME.npz; `shoestring memory view` shows it as a page.
 
     Raises:
         CompileError: there is no C++ compiler, or Python's headers are missing.
@@ -75,7 +75,11 @@ def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
 
 
 def load(path: Path | str) -> MemoryProfile:
-    """The recording in a file; DataError where there is none, or it is damaged."""
+    """Load a recording from a file.
+
+    Raises:
+        DataError: there is no such file, or it is damaged.
+    """
     from shoestring.memory.tracing.recording import FORMAT
 
     return FORMAT.load(Path(path))

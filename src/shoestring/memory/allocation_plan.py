@@ -1,12 +1,13 @@
-"""A static allocation plan: an address for every buffer of a step that allocates the same each time.
+"""A static allocation plan: a fixed address for every buffer of a step, if all steps make the same allocations.
 
-It is computed from the buffers' lifetimes, as EasyDist does for static graphs, and only reported: torch's statistics
-and its debugging tools know nothing of memory that a plan hands out. Beside it stands what torch's caching allocator
-reserves for the same allocations, simulated by its published rules.
+The plan is computed from the buffers' lifetimes, as EasyDist does for static graphs. The plan is reported and not
+executed, because torch's statistics and debugging tools do not see memory allocated by a plan. The report compares the
+plan's size with what torch's caching allocator reserves for the same allocations, simulated by the allocator's
+published rules.
 
-Placing buffers one by one at the lowest address that is free during their lifetimes is near to the least there can be
-when large buffers come first (Pisarchyk and Lee, 2020). Several orders are tried, and in the best one the buffers that
-end highest are moved to the front until that gains no more.
+Buffers are placed one by one, large buffers first, each at the lowest address that is free during its lifetime; this
+comes close to the lower bound (Pisarchyk and Lee, 2020). Several orders are tried. Then, for some rounds, the buffers
+with the highest end addresses are moved to the front of the best order.
 """
 
 from __future__ import annotations
@@ -18,38 +19,40 @@ from itertools import count
 
 import numpy as np
 
+from shoestring.figures import memory
 from shoestring.memory.tracing.recording import MemoryProfile, MemoryWindow
-from shoestring.report.figures import size
 
 ALIGNMENT = 64
-"""Bytes to whose multiples addresses are rounded: a line of a CPU's cache."""
+"""Addresses are multiples of this many bytes, a cache line of a CPU."""
 
 _CLOSE = 1.001
-"""A plan that is so near to the bytes at the peak is not improved."""
+"""A plan is good enough if its size is at most this multiple of the peak of live bytes."""
 _ROUNDS = 12
+"""Maximum number of attempts to improve the best order."""
 _FOREVER = np.iinfo(np.int64).max
+"""Event number that stands for the release of a block that is not freed in the window."""
 
 
 @dataclass(frozen=True, eq=False)
 class AllocationPlan:
-    """Where each block of a window lies."""
+    """Addresses for the blocks of a window."""
 
     addresses: np.ndarray
-    """(N,) bytes from the beginning of the planned memory."""
+    """(N,) offset of each block in bytes from the start of the planned memory."""
     nbytes: int
-    """Of the planned memory."""
+    """Size of the planned memory."""
     least: int
-    """The largest sum of live bytes: no plan takes less."""
+    """Peak of live bytes: a lower bound of the size of any plan."""
 
 
 def plan(window: MemoryWindow, alignment: int = ALIGNMENT) -> AllocationPlan:
-    """Plan the addresses of a window's blocks, so that no two that live at the same time overlap.
+    """Plan the addresses of a window's blocks, so that blocks that live at the same time do not overlap.
 
     Args:
-        alignment: bytes to whose multiples addresses are rounded.
+        alignment: addresses are multiples of this many bytes.
     """
     lives = _Lives.of(window, alignment)
-    order = min(lives.orders(), key=lambda each: lives.place(each)[1])
+    order = min(lives.orders(), key=lambda candidate: lives.place(candidate)[1])
     addresses, nbytes = lives.place(order)
     least = int(lives.peak())
     for _ in range(_ROUNDS):
@@ -66,7 +69,7 @@ def plan(window: MemoryWindow, alignment: int = ALIGNMENT) -> AllocationPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Lives:
-    """Sizes and lifetimes of blocks: (N,) bytes, first event, and the event that ends them."""
+    """Sizes and lifetimes of N blocks, each (N,): bytes, event of the allocation, event of the release."""
 
     sizes: np.ndarray
     born: np.ndarray
@@ -82,7 +85,7 @@ class _Lives:
         return _highest(self.sizes, self.born, self.died)
 
     def orders(self) -> Iterator[np.ndarray]:
-        """Those that are tried: by size, by size times lifetime, by lifetime; what lives all the time is first."""
+        """The orders to try: by size, size times lifetime, and lifetime; blocks that live all the time come first."""
         last = max(int(self.born.max(initial=0)), int(self.died[self.died < _FOREVER].max(initial=0))) + 1
         first = int(self.born.min(initial=0))
         span = np.minimum(self.died, last) - np.maximum(self.born, first)
@@ -91,7 +94,11 @@ class _Lives:
             yield np.lexsort((self.born, -key, ~always))
 
     def place(self, order: np.ndarray) -> tuple[np.ndarray, int]:
-        """Give each block in this order the lowest address that is free while it lives; the addresses and the end."""
+        """Give each block, in this order, the lowest address that is free during the block's lifetime.
+
+        Returns:
+            (N,) addresses, and the largest end address of a block.
+        """
         addresses = np.zeros(len(order), np.int64)
         born, died, begins, ends = (np.empty(len(order), np.int64) for _ in range(4))
         top = 0
@@ -106,30 +113,32 @@ class _Lives:
 
 
 def _lowest_gap(begins: np.ndarray, ends: np.ndarray, nbytes: int) -> int:
-    """The lowest address at which so many bytes overlap none of these."""
+    """The lowest address at which `nbytes` overlap none of the intervals from `begins` to `ends`."""
     order = np.argsort(begins, kind="stable")
-    below = np.maximum.accumulate(np.concatenate([[0], ends[order]]))  # all that lies lower has ended here
+    # Intervals may overlap, so the end of all lower intervals is a running maximum.
+    below = np.maximum.accumulate(np.concatenate([[0], ends[order]]))
     fits = np.flatnonzero(begins[order] - below[:-1] >= nbytes)
     return int(below[fits[0]] if len(fits) else below[-1])
 
 
 def _highest(sizes: np.ndarray, born: np.ndarray, died: np.ndarray) -> int:
-    """The largest sum of live bytes."""
+    """The peak of live bytes."""
     events = np.concatenate([died, born])
     change = np.concatenate([-sizes, sizes])
-    order = np.argsort(events, kind="stable")  # at the same event, what dies makes room for what is born
+    order = np.argsort(events, kind="stable")  # stable: at the same event, releases come first
     return int(change[order].cumsum().max(initial=0))
 
 
 # -- torch's caching allocator -----------------------------------------------------------------------------------------
 
 _MIB = 2**20
+# In torch's source: kMinBlockSize, kSmallSize, kSmallBuffer (and kRoundLarge), kLargeBuffer, kMinLargeAlloc.
 _ROUNDING, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 512, _MIB, 2 * _MIB, 20 * _MIB, 10 * _MIB
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A part of a segment, in use or free, and its neighbours there."""
+    """A block of a segment, in use or free, with its neighbours in the segment."""
 
     number: int
     nbytes: int
@@ -141,21 +150,29 @@ class _Block:
 
 @dataclass(eq=False)
 class _CachingAllocator:
-    """Torch's caching allocator for CUDA with its default settings: best fit, split blocks, segments that stay."""
+    """Simulates torch's caching allocator for CUDA by default: best fit, splits blocks, never frees segments."""
 
     reserved: int = 0
+    """Bytes of all segments."""
     numbers: Iterator[int] = field(default_factory=count)
     blocks: dict[int, _Block] = field(default_factory=dict)
     unused: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
-    """By whether they are small: (bytes, number) of free blocks, sorted."""
+    """Free blocks in the pools of small (True) and large (False) blocks: sorted (bytes, number of the block)."""
 
     def allocate(self, nbytes: int) -> int:
-        """The number of the block that is given out."""
+        """Allocate a block, and return its number."""
         nbytes = -(-max(nbytes, 1) // _ROUNDING) * _ROUNDING
         small = nbytes <= _SMALL
         pool = self.unused[small]
         place = bisect_left(pool, (nbytes, 0))
-        block = self.blocks[pool.pop(place)[1]] if place < len(pool) else self._segment(nbytes, small)
+        if place < len(pool):
+            block = self.blocks[pool.pop(place)[1]]
+        else:
+            room = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+            if nbytes >= _OWN_SEGMENT:
+                room = -(-nbytes // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            self.reserved += room
+            block = self._new(room, small)
         block.free = False
         rest = block.nbytes - nbytes
         if rest >= _ROUNDING if small else rest > _SMALL:
@@ -168,12 +185,13 @@ class _CachingAllocator:
         return block.number
 
     def release(self, number: int) -> None:
+        """Free a block, and merge it with the free blocks beside it."""
         block = self.blocks[number]
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                pool = self.unused[other.small]
-                del pool[bisect_left(pool, (other.nbytes, other.number))]
-                low, high = (other, block) if other is block.before else (block, other)
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                pool = self.unused[neighbour.small]
+                del pool[bisect_left(pool, (neighbour.nbytes, neighbour.number))]
+                low, high = (neighbour, block) if neighbour is block.before else (block, neighbour)
                 low.nbytes += high.nbytes
                 low.after = high.after
                 if low.after is not None:
@@ -181,13 +199,6 @@ class _CachingAllocator:
                 del self.blocks[high.number]
                 block = low
         self._keep(block)
-
-    def _segment(self, nbytes: int, small: bool) -> _Block:
-        room = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        if nbytes >= _OWN_SEGMENT:
-            room = -(-nbytes // _SMALL_SEGMENT) * _SMALL_SEGMENT
-        self.reserved += room
-        return self._new(room, small)
 
     def _new(self, nbytes: int, small: bool, before: _Block | None = None, after: _Block | None = None) -> _Block:
         number = next(self.numbers)
@@ -200,32 +211,32 @@ class _CachingAllocator:
 
 
 def caching_allocator_reserves(window: MemoryWindow) -> int:
-    """The bytes that torch's caching allocator takes from the device for a window's allocations, if it begins empty."""
-    columns, allocator, given = window.columns, _CachingAllocator(), dict[int, int]()
+    """Bytes that an initially empty caching allocator of torch reserves on the device for a window's allocations."""
+    columns, allocator, numbers = window.columns, _CachingAllocator(), dict[int, int]()
     events = [(int(event), 1, block) for block, event in enumerate(columns["born"])]
     events += [(int(event), 0, block) for block, event in enumerate(columns["died"]) if event >= 0]
     for _, is_birth, block in sorted(events):
         if is_birth:
-            given[block] = allocator.allocate(int(columns["bytes"][block]))
-        elif block in given:
-            allocator.release(given.pop(block))
+            numbers[block] = allocator.allocate(int(columns["bytes"][block]))
+        elif block in numbers:
+            allocator.release(numbers.pop(block))
     return allocator.reserved
 
 
 def described(profile: MemoryProfile) -> Iterator[str]:
-    """For each device, what a static plan takes beside what the caching allocator reserves."""
+    """A sentence for each device that compares a static plan with what the caching allocator reserves."""
     for device, window in sorted(profile.windows.items()):
-        found = plan(window)
-        if not found.least:
+        best = plan(window)
+        if not best.least:
             continue
         reserved, left_out = caching_allocator_reserves(window), ""
         if window.forgotten:
             left_out = f" {window.forgotten:,} short-lived buffers are left out."
         measured = profile.facts.reserved.get(device)
         yield (
-            f"{device}: a static plan of the addresses of {len(found.addresses):,} buffers takes {size(found.nbytes)}, "
-            f"{found.nbytes / found.least:.3f}x of the most live bytes. Torch's caching allocator, simulated, reserves "
-            f"{size(reserved)} ({reserved / found.least:.3f}x)"
-            + (f", and held {size(measured)} in the run" if measured else "")
+            f"{device}: a static plan of the addresses of {len(best.addresses):,} buffers takes "
+            f"{memory(best.nbytes)}, {best.nbytes / best.least:.3f}x of the most live bytes. "
+            f"Torch's caching allocator, simulated, reserves {memory(reserved)} ({reserved / best.least:.3f}x)"
+            + (f", and held {memory(measured)} in the run" if measured else "")
             + f" for the same buffers.{left_out}"
         )

@@ -1,4 +1,4 @@
-"""Out of memory: what was held, what of it was largest, and the setting that lowers it."""
+"""Explains an out-of-memory error: what was held, which tensor was largest, and which setting reduces memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoestring.core.job import Job
-from shoestring.memory.tracing.labels import Label, labels, optimizer_state
-from shoestring.report.figures import size
+from shoestring import figures
+from shoestring.core.attachments import Attachments
+from shoestring.memory.tracing.labels import labels, optimizer_state
 
 REST = "activations and all else"
+"""Kind name for bytes in use that belong to no named tensor."""
 
 _TO_THE_HOST = ("memory.offload", "memory.offloadactivations")
-"""What gains nothing where host memory is all there is."""
+"""Features that move tensors to host memory, which gains nothing if the device is the CPU."""
 
-# What lowers each kind, the cheapest first: the feature, where it needs several ranks, and how to write it.
+# Ways to reduce each kind, the cheapest first: name of the feature, whether it needs several ranks, advice.
 _KNOBS = {
     REST: (
         ("", False, "raise `run.accumulate`, or lower `run.batch` or `data.sequence`"),
@@ -46,85 +47,89 @@ _KNOBS = {
 
 
 class Exhaustion(NamedTuple):
-    """What is said when memory has run out."""
+    """The explanation of an out-of-memory error."""
 
     held: str
-    """What was asked for and what was held, in words."""
+    """What the job held and what it tried to allocate, in words."""
     hint: str
+    """What to change, for the hint of the error."""
 
 
-def explain(job: Job, error: BaseException) -> Exhaustion:
-    """What a job held when `error` said that there is no more memory, and what to change."""
-    found = labels(_named(job))
+def explain(attachments: Attachments, error: BaseException) -> Exhaustion:
+    """Explain an out-of-memory error of a job."""
+    named = labels(_named(attachments))
     sums = Counter[str]()
-    for label in found:
+    for label in named:
         sums[label.kind] += label.nbytes
-    sums[REST] = max(_taken(job) - sum(sums.values()), 0)
-    kind = max(sums, key=lambda each: sums[each])
-    parts = ", ".join(f"{each} {size(nbytes)}" for each, nbytes in sums.most_common() if nbytes)
-    said = f"{parts}{_largest(found)}"
+    sums[REST] = max(_taken(attachments) - sum(sums.values()), 0)
+    kind = max(sums, key=lambda name: sums[name])
+    parts = ", ".join(f"{name} {figures.memory(nbytes)}" for name, nbytes in sums.most_common() if nbytes)
+    held = parts
+    if named:
+        largest = max(named, key=lambda label: label.nbytes)
+        size = figures.memory(largest.nbytes)
+        held += f"; its largest tensor with a name is the {largest.kind} {largest.name}, {size}"
+    # "Tried" on a GPU, "you tried" on a CPU; the CPU's message has bytes
     asked = re.search(r"ried to allocate ([\d.]+) (\w+)", str(error))
     if asked:
-        amount = size(int(asked[1])) if asked[2] == "bytes" and asked[1].isdecimal() else f"{asked[1]} {asked[2]}"
-        said = f"asked for {amount} while it held {said}"
-    hint = f"most is {kind}: {_knobs(job, kind)}"
-    if any(feature.name == "memory.tracing" for feature in job.features):
+        amount = (
+            figures.memory(int(asked[1])) if asked[2] == "bytes" and asked[1].isdecimal() else f"{asked[1]} {asked[2]}"
+        )
+        held = f"asked for {amount} while it held {held}"
+    hint = f"most is {kind}: {_knobs(attachments, kind)}"
+    if any(feature.name == "memory.tracing" for feature in attachments.features):
         hint += "; memory.html in the run's folder names every tensor"
     else:
         hint += "; [memory.tracing] names every tensor"
-    return Exhaustion(said, hint)
+    return Exhaustion(held, hint)
 
 
-def advice(job: Job, held: Mapping[str, int]) -> str:
-    """What to change where a job needs too much, from the bytes that it holds by kind."""
+def advice(attachments: Attachments, held: Mapping[str, int]) -> str:
+    """Advice for a job that needs too much memory; `held` has the job's bytes by kind."""
     sums = {kind: held.get(kind, 0) for kind in _KNOBS if kind != REST}
     sums[REST] = sum(held.values()) - sum(sums.values())
-    kind = max(sums, key=lambda each: sums[each])
-    return f"most is {kind}: {_knobs(job, kind)}"
+    kind = max(sums, key=lambda name: sums[name])
+    return f"most is {kind}: {_knobs(attachments, kind)}"
 
 
-def _knobs(job: Job, kind: str) -> str:
-    """What lowers a kind and is not on already."""
+def _knobs(attachments: Attachments, kind: str) -> str:
+    """Advice on how to reduce one kind, leaving out features that are on already."""
     from shoestring import memory
 
-    on = {feature.name for feature in job.features}
+    on = {feature.name for feature in attachments.features}
     known = {f"memory.{name.lower()}" for name in memory.__all__}
-    if job.world.device.type == "cpu":
+    if attachments.world.device.type == "cpu":
         on.update(_TO_THE_HOST)
     knobs = [
         text
         for name, several, text in _KNOBS[kind]
-        if name not in on and (not several or job.world.size > 1) and (not name.startswith("memory.") or name in known)
+        if name not in on
+        and (not several or attachments.world.size > 1)
+        and (not name.startswith("memory.") or name in known)
     ]
     return ", or ".join(knobs) or "use a smaller model"
 
 
-def _named(job: Job) -> Iterator[tuple[str, str, Tensor]]:
+def _named(attachments: Attachments) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and tensor of the parameters, gradients and optimizer state of a job."""
     names = {}
-    for name, tensor in job.named().items():
+    for name, tensor in attachments.named().items():
         names[id(tensor)] = name
         yield "parameter", name, tensor
         if tensor.grad is not None:
             yield "gradient", name, tensor.grad
-    for name, parameter in job.module.named_parameters():  # where the optimizer steps others in their place
+    for name, parameter in attachments.module.named_parameters():  # the optimizer may step other tensors
         yield "parameter", name, parameter
         if parameter.grad is not None:
             yield "gradient", name, parameter.grad
-    if hasattr(job, "built_optimizer"):
-        yield from optimizer_state([job.built_optimizer], names)
+    if hasattr(attachments, "optimizer"):
+        yield from optimizer_state([attachments.optimizer], names)
 
 
-def _largest(found: list[Label]) -> str:
-    if not found:
-        return ""
-    largest = max(found, key=lambda label: label.nbytes)
-    return f"; its largest tensor with a name is the {largest.kind} {largest.name}, {size(largest.nbytes)}"
-
-
-def _taken(job: Job) -> int:
-    """Bytes in use: by torch on an accelerator, by the process on a CPU."""
-    if job.world.device.type != "cpu":
-        return torch.cuda.memory_allocated(job.world.device)
+def _taken(attachments: Attachments) -> int:
+    """Bytes in use: allocated by torch on an accelerator, or resident in the process on a CPU."""
+    if attachments.world.device.type != "cpu":
+        return torch.cuda.memory_allocated(attachments.world.device)
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))

@@ -1,8 +1,8 @@
-"""What stands before the names of a recording's numbers among the facts of a run's trace."""
+"""Prefixes of the keys under which recorded memory is stored in the facts of a run's trace."""
 
 KIND_FACT = "memory of kind "
-"""Before a kind: its bytes at the peak."""
+"""Prefix of the name of a kind; the value is the kind's bytes at the peak."""
 TENSOR_FACT = "memory of tensor "
-"""Before the name of a tensor: its bytes at the peak."""
+"""Prefix of a tensor's name; the value is the tensor's bytes at the peak."""
 NOTE_FACT = "memory note "
-"""Before a sentence on memory that torch's allocators do not know."""
+"""Prefix of a sentence about memory outside torch's allocators; the value is 0."""

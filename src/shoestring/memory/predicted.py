@@ -1,8 +1,8 @@
-"""The peak of a training step, predicted before anything is allocated.
+"""Predicts the peak memory of a training step before anything is allocated.
 
-The step runs on fake tensors: every operator knows the shapes of what it returns, and nothing is computed. What each
-operator returns lives as long as it would, for autograd and Python hold it as they would, so the sum of what is alive
-is that of a real step. What kernels take for themselves is not in it.
+The step runs on fake tensors, whose operators compute shapes but no values. Autograd and Python hold fake tensors as
+long as real ones, so live tensors have the same total size as in a real step. The workspaces of kernels are not
+included.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 from shoestring._torch import TorchDispatchMode, fake_ranks, fake_tensors, modules_stay, resizes_heard, tree_leaves
+from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
-from shoestring.core.feature import Feature, Seam
-from shoestring.core.job import Job
+from shoestring.core.feature import Divided, Feature, Inexact, Seam
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Batch, Loss, sum_and_count
 from shoestring.core.world import World
 from shoestring.memory.tracing.labels import optimizer_state, plain
 from shoestring.memory.tracing.recording import BlockName, MemoryWindow
 
 ROUNDING = {"cuda": 512}
-"""Bytes to whose multiples a device's allocator rounds."""
-
+"""Maps a device type to the rounding of its allocator: sizes are rounded up to multiples of this many bytes."""
 
 _INDEXED = (
     torch.ops.aten.index.Tensor,
@@ -42,44 +42,44 @@ _INDEXED = (
 )
 
 
-def _places(index: Tensor | None) -> list[Tensor | None]:
-    """An index as it is; in the place of a mask, as many indices as it has dimensions, of all its elements."""
-    if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return [index]
-    return [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
-
-
 class LiveTensors(TorchDispatchMode):
-    """Follows the storages that operators return from their first appearance until nobody holds them.
+    """Tracks each tensor's storage from the operator that returns it until nothing holds it.
 
     Args:
-        rounding: bytes to whose multiples sizes are rounded.
+        rounding: sizes are rounded up to multiples of this many bytes.
     """
 
     def __init__(self, rounding: int = 1) -> None:
         super().__init__()
         self.rounding = rounding
         self.events = 0
-        self.blocks: list[list[int]] = []  # (bytes, event of birth, of death or -1)
-        self.names: list[BlockName] = []
+        self.blocks: list[list[int]] = []  # (bytes, event of the allocation, event of the release or -1)
+        self.names: list[BlockName] = []  # names of `blocks`
         self.where: dict[int, int] = {}  # storage -> index of its block
-        self.modules: list[str] = []
+        self.modules: list[str] = []  # running forward passes, outermost module first
         self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.backward = False
-        self.watching: list[Any] = []
+        self.backward = False  # whether a backward pass runs
+        self.watching: list[Any] = []  # weak references with callbacks for freed storages
         self.total = self.peak = self.peak_event = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _INDEXED:  # by a mask, whose every element counts as true
-            args = (args[0], [place for each in args[1] for place in _places(each)], *args[2:])
+        if func in _INDEXED:
+            # The number of true elements of a mask is unknown, so all are counted, with an index for each dimension.
+            indices: list[Tensor | None] = []
+            for index in args[1]:
+                if index is None or index.dtype not in (torch.bool, torch.uint8):
+                    indices.append(index)
+                else:
+                    indices += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+            args = (args[0], indices, *args[2:])
         returned = func(*args, **(kwargs or {}))
-        for each in tree_leaves(returned):
-            if isinstance(each, Tensor):
-                self.add(each, func)
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor):
+                self.add(tensor, func)
         return returned
 
     def add(self, tensor: Tensor, func: Any = None) -> None:
-        """Count a tensor's storage from now on, if it is not counted already."""
+        """Count a tensor's storage as live, unless it is counted already."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
@@ -98,10 +98,10 @@ class LiveTensors(TorchDispatchMode):
         self.total += nbytes
         if self.total > self.peak:
             self.peak, self.peak_event = self.total, self.events
-        self.watching.append(weakref.ref(storage, lambda _: self._gone(key, index)))
+        self.watching.append(weakref.ref(storage, lambda _: self._release(key, index)))
 
-    def _gone(self, key: int, index: int) -> None:
-        if self.blocks[index][2] >= 0:
+    def _release(self, key: int, index: int) -> None:
+        if self.blocks[index][2] >= 0:  # already released by `resized`
             return
         self.events += 1
         if self.where.get(key) == index:
@@ -110,13 +110,13 @@ class LiveTensors(TorchDispatchMode):
         self.total -= self.blocks[index][0]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew that has another size now."""
+        """Count a storage whose size has changed as a new block."""
         if (index := self.where.get(storage._cdata)) is not None:
-            self._gone(storage._cdata, index)
+            self._release(storage._cdata, index)
         self._count(storage, None)
 
     def begin(self) -> None:
-        """Forget the peak so far."""
+        """Forget the peak so far, such as the peak while setting up the job."""
         self.peak, self.peak_event = self.total, self.events
 
     def _name(self, func: Any) -> BlockName:
@@ -128,7 +128,7 @@ class LiveTensors(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Name what is made within by the module that runs."""
+        """Inside this context, track tensors, and name each tensor after the module that runs when it is made."""
         for path, module in model.named_modules():
             self.paths[module] = plain(path) or type(module).__name__
 
@@ -147,9 +147,13 @@ class LiveTensors(TorchDispatchMode):
             yield
 
     def window(self, named: Mapping[int, BlockName]) -> MemoryWindow:
-        """What was followed, as a recording has it; `named` gives names by the index of a block."""
+        """The tracked blocks, as a window of a recording.
+
+        Args:
+            named: maps indices of blocks to better names.
+        """
         numbers: dict[BlockName, int] = {}
-        name = [numbers.setdefault(named.get(i, each), len(numbers)) for i, each in enumerate(self.names)]
+        name = [numbers.setdefault(named.get(i, default), len(numbers)) for i, default in enumerate(self.names)]
         blocks = np.array(self.blocks, np.int64).reshape(-1, 3)
         columns = {"bytes": blocks[:, 0], "born": blocks[:, 1], "died": blocks[:, 2], "name": np.array(name, np.int64)}
         columns |= {"born_at": blocks[:, 1], "died_at": blocks[:, 2], "address": np.arange(len(blocks))}
@@ -158,17 +162,18 @@ class LiveTensors(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of a step on one rank."""
+    """The predicted peak of a step on one rank."""
 
     window: MemoryWindow
+    """The blocks of the step, as in a recording."""
     unseen: Sequence[str] = field(default_factory=tuple)
-    """Features whose memory is not in it."""
+    """Names of features whose memory is not predicted."""
     host: int = 0
-    """Bytes of host memory that features lease beside it."""
+    """Bytes of host memory that features lease; the peak does not include them."""
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes of all tensors at the peak."""
         return self.window.peak
 
 
@@ -184,48 +189,58 @@ def predict_step(
 
     Args:
         batches: micro-batches of fake tensors.
-        live: follows the tensors of the step.
-        buckets: gradients are copied to memory that is there all the time, at once if there is one micro-batch (DDP).
+        live: tracks the tensors of the step.
+        buckets: whether gradients have buckets that are held all the time (DDP). With one micro-batch, the gradients
+            themselves lie in these buckets.
+        unseen: names of features whose memory is not predicted.
 
     Raises:
-        Exception: whatever an operator raises that has no fake version.
+        Exception: the error of an operator that does not support fake tensors.
     """
-    optimizer = job.built_optimizer
-    trained = [each for each in job.trained.values() if isinstance(each, Tensor)]
-    for tensor in (*job.module.parameters(), *job.module.buffers(), *trained, *_tensors(batches)):
+    attachments = attachments_of(job)
+    optimizer = job.optimizer
+    trained = [tensor for tensor in attachments.trained.values() if isinstance(tensor, Tensor)]
+    for tensor in (
+        *attachments.module.parameters(),
+        *attachments.module.buffers(),
+        *trained,
+        *_tensors(batches),
+    ):
         live.add(tensor)
     labelled: dict[int, BlockName] = {}
-    there = buckets and len(batches) == 1
-    held = [torch.zeros_like(parameter) for parameter in trained] if buckets and not there else []
-    for bucket in held:
+    gradients_stay = buckets and len(batches) == 1
+    separate = [torch.zeros_like(parameter) for parameter in trained] if buckets and not gradients_stay else []
+    for bucket in separate:
         live.add(bucket)
         labelled[live.where[bucket.untyped_storage()._cdata]] = BlockName(
             "communication buffer", "buckets of gradients"
         )
-    with live.following(job.module):
+    with live.following(attachments.module):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        _update(optimizer)  # lays out the optimizer's state
-        if not there:
+        _update(optimizer)  # allocates the optimizer's state
+        if not gradients_stay:
             optimizer.zero_grad(set_to_none=True)
         live.begin()
         for index, batch in enumerate(batches):
-            with job.sync(index == len(batches) - 1):
-                with job.computing():
-                    total, count = sum_and_count(job.loss(job.forward(job.model, batch), batch))
+            with attachments.sync(index == len(batches) - 1):
+                with attachments.computing():
+                    total, count = sum_and_count(attachments.loss(attachments.forward(job.model, batch), batch))
                 loss = total / count
                 live.backward = True
                 loss.backward()
                 live.backward = False
             del total, count, loss
-        labelled |= _labelled(job, live)
+        labelled |= _held_by_name(job, live)  # before the update, because that may free gradients
         _update(optimizer)
     host = sum(nbytes for nbytes, _ in job.world.memory.leases.values())
-    return Prediction(live.window(labelled | _batches(batches, live)), unseen, host)
+    inputs = (live.where.get(tensor.untyped_storage()._cdata) for tensor in _tensors(batches))
+    labelled |= {index: BlockName("input", "batch") for index in inputs if index is not None}
+    return Prediction(live.window(labelled), unseen, host)
 
 
 def _update(optimizer: Optimizer) -> None:
-    """A step; native loops get no address of a fake tensor, and would work in place."""
+    """Step an optimizer; native loops refuse fake tensors, which is ignored, because such loops allocate nothing."""
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -233,41 +248,35 @@ def _update(optimizer: Optimizer) -> None:
             raise
 
 
-def _labelled(job: Job, live: LiveTensors) -> dict[int, BlockName]:
-    found: dict[int, BlockName] = {}
-    names = {id(tensor): name for name, tensor in job.trained.items()}
+def _held_by_name(job: Job, live: LiveTensors) -> dict[int, BlockName]:
+    """Names of the blocks of parameters, buffers, gradients and optimizer state, by the index of the block."""
+    attachments = attachments_of(job)
+    names_of_blocks: dict[int, BlockName] = {}
+    names = {id(tensor): name for name, tensor in attachments.trained.items()}
 
     def label(held: Iterable[tuple[str, str, Tensor]]) -> None:
         for kind, name, tensor in held:
-            index = live.where.get(_local(tensor).untyped_storage()._cdata)
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            index = live.where.get(local.untyped_storage()._cdata)
             if index is not None:
-                found.setdefault(index, BlockName(kind, name))
+                names_of_blocks.setdefault(index, BlockName(kind, name))
 
-    label(("parameter", plain(name), tensor) for name, tensor in job.module.named_parameters())
-    label(("buffer", plain(name), tensor) for name, tensor in job.module.named_buffers())
-    label(("gradient", name, each.grad) for name, each in job.trained.items() if each.grad is not None)
-    label(optimizer_state([job.built_optimizer], names))
-    return found
-
-
-def _batches(batches: Sequence[Batch], live: LiveTensors) -> dict[int, BlockName]:
-    places = (live.where.get(tensor.untyped_storage()._cdata) for tensor in _tensors(batches))
-    return {place: BlockName("input", "batch") for place in places if place is not None}
+    label(("parameter", plain(name), tensor) for name, tensor in attachments.module.named_parameters())
+    label(("buffer", plain(name), tensor) for name, tensor in attachments.module.named_buffers())
+    label(("gradient", name, tensor.grad) for name, tensor in attachments.trained.items() if tensor.grad is not None)
+    label(optimizer_state([job.optimizer], names))
+    return names_of_blocks
 
 
 def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
-    return [each for each in tree_leaves(batches) if isinstance(each, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
 class ImaginedWorld(World):
-    """The first of ranks that are not there: every other one says what this one says."""
+    """The first of several ranks; the others do not exist, and are assumed to send what the first rank sends."""
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -287,7 +296,7 @@ class ImaginedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class BeforeSteps(Feature):
-    """A feature without what it does around optimizer steps, which needs numbers and not only shapes."""
+    """Wraps a feature and leaves out its STEP seam, because work in a step needs values and not only shapes."""
 
     inner: Feature
 
@@ -296,8 +305,16 @@ class BeforeSteps(Feature):
         return tuple(seam for seam in self.inner.seams if seam is not Seam.STEP)
 
     @property
-    def engine(self) -> Any:  # pyrefly: ignore[bad-override]
-        return self.inner.engine
+    def inexact(self) -> Inexact:
+        return self.inner.inexact
+
+    @property
+    def divided(self) -> Divided:  # pyrefly: ignore[bad-override]
+        return self.inner.divided
+
+    @property
+    def averages_in_backward(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.inner.averages_in_backward
 
     @property
     def adds_parameters(self) -> bool:  # pyrefly: ignore[bad-override]
@@ -314,16 +331,18 @@ class BeforeSteps(Feature):
     def arrange(self, world: World) -> World:
         return self.inner.arrange(world)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        self.inner.apply(job, seam)
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        self.inner.apply(attachments, seam)
 
 
 _NO_MEMORY = ("memory.budget", "memory.tracing", "memory.broker", "graph.compile")
+"""Features that change no tensor of the step, so they are not applied."""
 _PREDICTED = ("memory", "precision", "optim", "parallel", "sparse")
+"""Areas whose features are applied in a prediction."""
 
 
 def is_predicted(feature: Feature) -> bool:
-    """Whether `predict` applies a feature, and its peak is another without it."""
+    """Whether `predict` applies a feature, so that the predicted peak differs with and without the feature."""
     area = feature.name.partition(".")[0]
     return area in _PREDICTED and feature.name not in _NO_MEMORY and bool(BeforeSteps(inner=feature).seams)
 
@@ -338,16 +357,17 @@ def predict(
     accumulate: int = 1,
     live: LiveTensors | None = None,
 ) -> Prediction:
-    """Predict the peak of an optimizer step of a run, on each of its ranks.
+    """Predict the peak of an optimizer step of a run; it is the same on all ranks.
 
     Args:
-        model: on the meta device; it takes tokens.
-        features: as they are resolved.
-        shape: (samples of a micro-batch, tokens of each).
-        live: follows the tensors of the step, to know more of them.
+        model: a language model on the meta device.
+        features: the resolved features of the run.
+        shape: (samples per micro-batch, tokens per sample).
+        accumulate: micro-batches of a step; more than two have the same peak as two.
+        live: tracks the tensors of the step; None uses a plain `LiveTensors`.
 
     Raises:
-        Exception: whatever a feature or operator raises that cannot work without numbers.
+        Exception: the error of a feature or operator that cannot work without values.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     applied, unseen, replicated = [], [], False
@@ -364,26 +384,27 @@ def predict(
         world = ImaginedWorld(size=ranks, local_size=ranks) if sharing else World()
         if sharing:
             stack.enter_context(fake_ranks(ranks))
-            world.mesh_over(tuple(world.axes))  # before tensors are fake: it is made of numbers
+            world.mesh_over(tuple(world.axes))  # before tensors are fake, because a mesh reads values
         stack.enter_context(fake_tensors())
         stack.enter_context(modules_stay())
         job = stack.enter_context(compose(Job(_filled(model, device), loss=loss, world=world), applied))
         tokens = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2 * min(accumulate, 2))]
-        batches = [{"inputs": one, "targets": other} for one, other in zip(tokens[::2], tokens[1::2], strict=True)]
+        pairs = zip(tokens[::2], tokens[1::2], strict=True)
+        batches = [{"inputs": inputs, "targets": targets} for inputs, targets in pairs]
         live = live or LiveTensors(ROUNDING.get(device, 1))
         return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
 
 
 def _filled(model: nn.Module, device: str) -> nn.Module:
-    """The model with fake tensors in the place of those on the meta device; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace the meta tensors of a model by fake tensors on a device; tied parameters stay tied."""
+    fake: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in fake:
                     empty = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    fake[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fake[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model's repeated blocks, whole or but for some operators."""
+"""Activation checkpointing of a model's repeated blocks: of whole blocks, or selective, with some results held."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 from shoestring.models.blocks import repeated
 
 if TYPE_CHECKING:
     from shoestring.memory.settings.recompute import Recompute
 
 
-def recompute(job: Job, settings: Recompute) -> None:
-    """Recompute the blocks that the settings name."""
-    blocks = repeated(job.model)
-    treated = blocks[:: settings.every][: settings.blocks or None]
-    options = {"context_fn": contexts_holding(settings.keep)} if settings.keep else {}
+def recompute(attachments: Attachments, settings: Recompute) -> None:
+    """Recompute the blocks selected by the settings, until the job is closed."""
+    blocks = repeated(attachments.model)
+    treated = blocks[:: settings.every_nth][: settings.blocks or None]
+    options = {"context_fn": contexts_holding(settings.saved_operators)} if settings.saved_operators else {}
     for block in treated:
-        _wrap(job, block, options)
-    job.trace.facts |= {"blocks": len(blocks), "recomputed_blocks": len(treated)}
+        _checkpoint(attachments, block, options)
+    attachments.trace.facts |= {"blocks": len(blocks), "recomputed_blocks": len(treated)}
 
 
-def _wrap(job: Job, block: nn.Module, options: dict[str, Any]) -> None:
-    """Replace the block's forward in place, so that no parameter is renamed; undone when the job closes."""
+def _checkpoint(attachments: Attachments, block: nn.Module, options: dict[str, Any]) -> None:
+    """Checkpoint a block by replacing its `forward`, because a wrapper module would rename its parameters."""
     forward = block.forward
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -38,32 +38,32 @@ def _wrap(job: Job, block: nn.Module, options: dict[str, Any]) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    job.patch(block, checkpointed)
+    attachments.patch(block, checkpointed)
 
 
 def call_name(func: Any, index: int) -> str:
-    """Name of the so-manieth call of an operator in a block, as `Recompute.keep` has it."""
+    """Name of call number `index` of an operator in a block, in the notation of `Recompute.saved_operators`."""
     return f"{operator_name(func)}:{index}"
 
 
 def operator_name(func: Any) -> str:
-    """Of an overload of `torch.ops.aten`: its name without namespace and overload."""
+    """Name of an operator of `torch.ops.aten` without its namespace and overload."""
     return func.overloadpacket.__name__
 
 
 @cache
 def operators() -> frozenset[str]:
-    """Names of all operators that are registered, without namespace and overload."""
+    """Names of all registered operators, without namespaces and overloads."""
     return frozenset(re.sub(r"^.*::|\..*$", "", name) for name in torch._C._dispatch_get_all_op_names())
 
 
 def contexts_holding(names: tuple[str, ...]) -> Callable[[], tuple[Any, Any]]:
-    """`context_fn` of `torch.utils.checkpoint` that holds what these operators or calls of them return."""
+    """A `context_fn` for `torch.utils.checkpoint` that saves the results of these operators or calls."""
     return partial(_contexts, names)
 
 
 def _contexts(names: tuple[str, ...]) -> tuple[Any, Any]:
-    """For a call of `torch.utils.checkpoint`, in which the calls of each operator are counted forward and again."""
+    """The contexts for the forward pass and the recomputation of one checkpointed call."""
     counts = {False: Counter[str](), True: Counter[str]()}
 
     def decide(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""What the operators of a block take and return, from a step on fake tensors, and the time that they need by that."""
+"""Estimates the time of a step and of a block's operators from a step on fake tensors, and chooses results to hold."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ _SLOW = frozenset(
         "native_dropout",
     ]
 )
-"""Operators that take several times as long as copying what they read and write, at least on a CPU."""
+"""Operators that take several times as long as copying the same number of bytes, at least on a CPU."""
 
 
 class DeviceRates(NamedTuple):
-    """How fast a device is, roughly."""
+    """Approximate speed of a device."""
 
     flops: float
-    """Of matrix products, in FLOP/s."""
+    """Rate of matrix products, in FLOP/s."""
     copied: float
-    """Bytes/s, read and written, of elementwise operators."""
+    """Throughput of bandwidth-bound elementwise operators, in bytes read and written per second."""
     slow: float
-    """The same of those in `_SLOW`."""
+    """Throughput of the operators in `_SLOW`, in bytes read and written per second."""
     launch: float
-    """Seconds of an operator of a step that does nothing, with what Python and autograd do around it."""
+    """Overhead of an operator call in a step, in seconds: launch, Python and autograd."""
     chosen: float
-    """Seconds that an operator of a block takes longer, forward and again, where some of the block are held."""
+    """Overhead of selective checkpointing per operator call, in seconds, in forward pass and recomputation together."""
     host: float
-    """Bytes/s of copies between it and pinned host memory."""
+    """Throughput of copies between the device and pinned host memory, in bytes per second."""
 
 
 class BlockCall(NamedTuple):
@@ -67,19 +67,20 @@ class BlockCall(NamedTuple):
     name: str
     seconds: float
     nbytes: int
-    """What it returns; 0 where that cannot be held, for it is a view or written in place."""
+    """Size of the result in bytes; 0 if the result cannot be held, because it is a view or is written in place."""
 
 
 class CostedTensors(LiveTensors):
-    """Also notes what operators cost, and those of the forward pass of one block.
+    """Tracks tensors, estimates the time of every operator of a step, and lists the operators of one block.
 
     Args:
         block: path of the block.
 
     Attributes:
-        calls: of operators in the block's forward pass, in order.
-        needed: number of them after which the backward pass has all that it needs of the block.
-        seconds: of all operators of the step. operators: number of them.
+        calls: calls of operators in the block's forward pass, in order.
+        needed: number of these calls that recomputation has to run, because the backward pass needs their results.
+        seconds: estimated time of all operators of the step.
+        operators: number of operator calls of the step.
     """
 
     def __init__(self, rates: DeviceRates, block: str, rounding: int = 1) -> None:
@@ -94,7 +95,7 @@ class CostedTensors(LiveTensors):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace == "prim":  # asks a fake tensor for its device
+        if func.namespace == "prim":  # such as prim.device, which runs nothing
             return returned
         old, new = _storages((args, kwargs)), _storages(returned)
         own = {key: nbytes for key, nbytes in new.items() if key not in old}
@@ -113,7 +114,7 @@ class CostedTensors(LiveTensors):
             yield
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        """What runs again ends with what the backward pass needs last."""
+        """Note which call made a tensor that autograd saves, because recomputation stops after the last such call."""
         if self.block in self.modules:
             maker = self._makers.get(tensor.untyped_storage()._cdata, -1)
             self.needed = max(self.needed, maker + 1)
@@ -122,7 +123,7 @@ class CostedTensors(LiveTensors):
     def _note(self, func: Any, seconds: float, old: Mapping[int, int], own: Mapping[int, int]) -> None:
         name = operator_name(func)
         self._counts[name] += 1
-        if func._schema.is_mutable:  # what is written over cannot be held
+        if func._schema.is_mutable:  # a result that is overwritten cannot be held
             for key in old.keys() & self._makers.keys():
                 maker = self._makers[key]
                 self.calls[maker] = self.calls[maker]._replace(nbytes=0)
@@ -131,31 +132,35 @@ class CostedTensors(LiveTensors):
 
 
 def _storages(tensors: Any) -> dict[int, int]:
-    """Bytes by storage."""
-    held = (each.untyped_storage() for each in tree_leaves(tensors) if isinstance(each, Tensor))
-    return {storage._cdata: storage.nbytes() for storage in held}
+    """Map each storage of the tensors to its size in bytes."""
+    storages = (tensor.untyped_storage() for tensor in tree_leaves(tensors) if isinstance(tensor, Tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: Any) -> float:
+    """Seconds of an operator by the roofline model: the longer of moving its bytes and doing its arithmetic."""
     packet = func.overloadpacket
     name = packet.__name__
-    moved = sum(each.nbytes for each in tree_leaves((args, kwargs, returned)) if isinstance(each, Tensor))
+    moved = sum(tensor.nbytes for tensor in tree_leaves((args, kwargs, returned)) if isinstance(tensor, Tensor))
     taken = moved / (rates.slow if name in _SLOW else rates.copied)
     if packet in flop_registry:
         taken = max(taken, flop_registry[packet](*args, **kwargs, out_val=returned) / rates.flops)
     elif name.startswith("_scaled_dot_product"):
         query, key = args[0].shape, args[1].shape  # (samples, heads, tokens, dim)
+        # 2 FLOP per multiply-add; two products in the forward pass, and five in the backward pass, which recomputes the
+        # scores.
         flops = 4 * query.numel() * key[-2] * (2.5 if "backward" in name else 1)
         taken = max(taken, flops / rates.flops)
     return taken
 
 
 AROUND = 5.0
-"""Times as long as alone as an operator takes in a step, where it does nothing: of a GPT on a CPU."""
+"""Ratio of an operator's overhead in a step to its overhead in a loop of that operator alone; measured with a GPT on a
+CPU."""
 
 
 def measure_rates(device: str) -> DeviceRates:
-    """Of this machine; takes a second or two."""
+    """Measure the rates of a device of this machine; takes one to two seconds."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
     tiny, out = torch.rand(1, device=device), torch.empty_like(flat)
     pinned = torch.rand(flat.shape, pin_memory=flat.is_cuda)
@@ -170,6 +175,8 @@ def measure_rates(device: str) -> DeviceRates:
 
 
 def _chosen(tiny: Tensor, calls: int = 64) -> float:
+    """Seconds that selective checkpointing adds to an operator call."""
+
     def chain(tensor: Tensor) -> Tensor:
         for _ in range(calls):
             tensor = tensor + 1
@@ -182,6 +189,7 @@ def _chosen(tiny: Tensor, calls: int = 64) -> float:
 
 
 def _least(work: Callable[[], object], calls: int = 1) -> float:
+    """Shortest time of a call of `work` in 12 runs, in seconds; other load disturbs the shortest run least."""
     taken = []
     for _ in range(12):
         began = time.perf_counter()
@@ -194,34 +202,35 @@ def _least(work: Callable[[], object], calls: int = 1) -> float:
 
 
 LEAST = 0.02
-"""Part of a block's time below which a call is not held."""
+"""The result of a call that takes less than this fraction of its block's time is not worth holding."""
 
 
 class RecomputeLevel(NamedTuple):
-    """A way to recompute a block: what is held, and what that changes."""
+    """A way to recompute a block: calls whose results are held, the memory they take, and the recomputation time."""
 
     keep: tuple[str, ...]
+    """Names of the calls whose results are held."""
     nbytes: int
-    """Held for a block, beside its input."""
+    """Bytes that are held per block, in addition to the block's input."""
     seconds: float
-    """To run the rest again."""
+    """Seconds to recompute the calls whose results are not held."""
 
 
 def levels(calls: Sequence[BlockCall], most: int = 6) -> list[RecomputeLevel]:
-    """Ways to recompute a block, from nothing held to the most that is worth it.
+    """About `most` ways to recompute a block, from no held results to all results that are worth holding.
 
-    Holding the calls with the most seconds a byte first is the best choice at each of the sums of bytes that it passes
-    through (Dantzig's bound of the knapsack). Of many, those that are far apart are taken.
+    Results are added in order of seconds per byte, which is optimal for each total of bytes that this reaches
+    (Dantzig's bound of the knapsack problem). Only levels that differ enough in time are returned.
     """
     whole = sum(call.seconds for call in calls)
     long = (call for call in calls if call.nbytes and call.seconds >= LEAST * whole)
     worth = sorted(long, key=lambda call: call.nbytes / call.seconds)
-    found = [RecomputeLevel((), 0, whole)]
+    frontier = [RecomputeLevel((), 0, whole)]
     for call in worth:
-        last = found[-1]
-        found.append(RecomputeLevel((*last.keep, call.name), last.nbytes + call.nbytes, last.seconds - call.seconds))
-    apart = [found[0]]
-    for level in found[1:]:
+        last = frontier[-1]
+        frontier.append(RecomputeLevel((*last.keep, call.name), last.nbytes + call.nbytes, last.seconds - call.seconds))
+    apart = [frontier[0]]
+    for level in frontier[1:]:
         if apart[-1].seconds - level.seconds >= whole / most:
             apart.append(level)
     return apart

@@ -1,1 +1,1 @@
-"""Models that the built-in jobs train, text generation, weights interchange with Hugging Face. Import the modules."""
+"""Models of the built-in jobs, their file formats and interchange with Hugging Face. Import the modules."""

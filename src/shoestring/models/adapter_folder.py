@@ -1,7 +1,8 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, as its release 0.21 writes and reads
-them. A layer of `GPT` that is several layers in Llama's layout (query, key and value) is several there: they share A,
-and each has its rows of B. Modules that were trained beside them (`modules_to_save`) are there, too, a tied weight by
-each of its names, because PEFT unties them.
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, as PEFT 0.21 writes and reads them.
+
+A fused layer of `GPT` corresponds to several layers in Llama's layout (query, key and value). The adapter of a fused
+layer is stored as several adapters, which share A and have the corresponding rows of B. The file also contains modules
+that were trained in full (`modules_to_save`); a tied weight appears under each of its names, because PEFT unties them.
 """
 
 from __future__ import annotations
@@ -10,51 +11,55 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from shoestring._torch import content_of, is_fake
 from shoestring.core.errors import CheckpointError
 from shoestring.models import llama
+from shoestring.models.adapter_config import LONGEST, AdapterConfig, adapter_fields
 from shoestring.models.adapters import LowRank, matrix, row_norms
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import GPT
 from shoestring.models.nf4 import NF4Linear
 from shoestring.models.quantized import QuantizedLinear
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FOLDER = "adapter"
-"""The folder in a model's folder that holds the adapter which was trained."""
+"""Subfolder of a model folder that holds the trained adapter."""
 _BASE = "shoestring.base"
-"""Key in the header of the weights under which a hash of the adapted layers' own weights stands."""
+"""Key in the header of the safetensors file, under which a hash of the adapted layers' base weights is stored."""
 _PREFIX = "base_model.model."
 _SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 
 
 class LayerPart(NamedTuple):
-    """A layer as PEFT names it, and the rows of ours that it has."""
+    """A layer in PEFT's layout: its name, and the rows of the `GPT` layer that hold it."""
 
     name: str
     rows: slice
 
 
 class SavedAdapter(NamedTuple):
-    """What a folder holds for a model: by the names of its layers, and by those of its parameters, in float32."""
+    """The contents of an adapter folder, converted to float32 and to a model's layer and parameter names."""
 
     layers: dict[str, LowRank]
+    """Adapters by layer name."""
     parameters: dict[str, Tensor]
-    """That were trained beside the layers' adapters."""
+    """Parameters that were trained in full, by name."""
 
 
 def find(path: Path | str) -> Path | None:
-    """The folder of an adapter: `path` itself, the one in a model's folder, or that of a run; None where none is."""
+    """Find the folder of an adapter: `path` itself, or an adapter folder inside the model folder or run folder
+    `path`."""
     for folder in (Path(path), Path(path) / FOLDER, Path(path) / "model" / FOLDER):
         if (folder / CONFIG).is_file():
             return folder
@@ -74,12 +79,12 @@ def write(
     dropout: float = 0,
     trained: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of a model's layers, each file whole or not at all, the configuration last.
+    """Write the adapters of a model's layers; each file is written atomically, the configuration last.
 
     Args:
-        base: what transformers opens the model without adapters by; may be empty.
-        fingerprint: of those layers, as `fingerprint_of` gives it.
-        trained: parameters of the model's own that were trained, too, by name.
+        base: name or folder of the base model, as transformers opens it; empty if there is none.
+        fingerprint: hash of the base weights of the adapted layers, from `fingerprint_of`.
+        trained: the model's own parameters that were trained in full, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     every, named = parts_of(model), {}
@@ -99,16 +104,22 @@ def write(
     }
     tensors |= {_PREFIX + name: value for name, value in beside.items()}
     rank, scale = Counter(named.values()).most_common(1)[0][0]
-    apart = {name: each for name, each in named.items() if each != (rank, scale)}
+    # The most common rank and scale become the defaults; layers with other values are listed as patterns.
+    exceptions = {name: pair for name, pair in named.items() if pair != (rank, scale)}
+    last_parts = {name.rpartition(".")[2] for name in named}
+    theirs = {part.name for parts in every.values() for part in parts}
+    theirs |= set() if isinstance(model, GPT) else {name for name, _ in model.named_modules()}
+    by_last_part = {name for name in theirs if name.rpartition(".")[2] in last_parts}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": scale * rank,
-        "rank_pattern": {re.escape(name): its for name, (its, _) in apart.items()},
-        "alpha_pattern": {re.escape(name): its * factor for name, (its, factor) in apart.items()},
-        "target_modules": _shortened(set(named), {part.name for parts in every.values() for part in parts}),
+        "rank_pattern": {re.escape(name): own_rank for name, (own_rank, _) in exceptions.items()},
+        "alpha_pattern": {re.escape(name): own_rank * factor for name, (own_rank, factor) in exceptions.items()},
+        # Short names such as "q_proj", as PEFT's users write them, if these names select exactly the adapted layers.
+        "target_modules": sorted(last_parts if by_last_part == set(named) else named),
         "lora_dropout": dropout,
         "use_dora": any(adapter.magnitude is not None for adapter in adapters.values()),
         "use_rslora": False,
@@ -125,36 +136,36 @@ def write(
 
 
 def _parameters_of(model: nn.Module) -> dict[str, list[LayerPart]]:
-    """As `parts_of`, of all parameters, by their whole names."""
+    """Maps each parameter name of a model to the parameters that it becomes in transformers' layout."""
     if isinstance(model, GPT):
-        found: dict[str, list[LayerPart]] = {}
+        parameters: dict[str, list[LayerPart]] = {}
         for ours, tensors in llama.layout(model.config):
-            found[ours], start = [], 0
+            parameters[ours], start = [], 0
             for tensor in tensors:
-                found[ours].append(LayerPart(tensor.name, slice(start, start + tensor.shape[0])))
+                parameters[ours].append(LayerPart(tensor.name, slice(start, start + tensor.shape[0])))
                 start += tensor.shape[0]
         if model.config.tied:
-            (embedding,) = found["embed.weight"]
-            found["embed.weight"].append(LayerPart("lm_head.weight", embedding.rows))
-        return found
+            (embedding,) = parameters["embed.weight"]
+            parameters["embed.weight"].append(LayerPart("lm_head.weight", embedding.rows))
+        return parameters
     every = model.named_parameters(remove_duplicate=False)
     return {name: [LayerPart(name, slice(None))] for name, _ in every}
 
 
 def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
-    """The linear layers of a model, each with its parts in the layout that transformers opens."""
+    """Maps each linear layer of a model to the layers that it becomes in transformers' layout."""
     if isinstance(model, GPT):
-        found = {}
+        layers = {}
         for ours, tensors in llama.layout(model.config):
             layer, start = ours.removesuffix(".weight"), 0
             if isinstance(model.get_submodule(layer), nn.Linear | QuantizedLinear | NF4Linear):
-                found[layer] = []
+                layers[layer] = []
                 for tensor in tensors:
-                    found[layer].append(
+                    layers[layer].append(
                         LayerPart(tensor.name.removesuffix(".weight"), slice(start, start + tensor.shape[0]))
                     )
                     start += tensor.shape[0]
-        return found
+        return layers
     return {
         name: [LayerPart(name, slice(None))]
         for name, module in model.named_modules()
@@ -162,17 +173,10 @@ def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
     }
 
 
-def _shortened(adapted: set[str], every: set[str]) -> list[str]:
-    """`target_modules`: the last parts of names where they say the same, which PEFT's users know, or else the names."""
-    last = {name.rpartition(".")[2] for name in adapted}
-    meant = {name for name in every if name.rpartition(".")[2] in last}
-    return sorted(last if meant == adapted else adapted)
-
-
 def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
-    """A hash of the beginnings of these layers' weights, the same in every layout and type that a model is opened in.
+    """A hash of the first row of each of these layers; it does not depend on the weights' layout and data type.
 
-    They are rounded to bfloat16 for it, as models are stored.
+    The rows are rounded to bfloat16 first, because most models are stored in bfloat16.
     """
     every, total = parts_of(model), hashlib.sha256()
     rows = ((part, model.get_submodule(layer)) for layer in layers for part in every[layer])
@@ -187,210 +191,200 @@ def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter belongs to, as transformers takes it; empty where it does not say."""
-    return str(_read_config(folder).get("base_model_name_or_path") or "")
+    """Name of an adapter's base model, in the form that transformers accepts; empty if the file does not state it."""
+    return adapter_fields(folder / CONFIG).text("base_model_name_or_path", "")
 
 
 def read(folder: Path, model: nn.Module) -> SavedAdapter:
-    """The adapter in a folder, for this model; without numbers where the model has none.
+    """Read the adapter in a folder for this model; its tensors are on the meta or fake device if the model is.
 
     Raises:
-        CheckpointError: there is none, it is of a kind that is not supported, or belongs to another model.
+        CheckpointError: the folder holds no adapter, or one that is of an unsupported kind or belongs to another model.
     """
-    config = _read_config(folder)
-    _check_supported(config, folder)
+    config = AdapterConfig.read(folder / CONFIG)
     first = next(model.parameters())
-    imagined = first.device if first.is_meta or is_fake(first) else None
-    tensors, fingerprint = _read_weights(folder, imagined)
-    whole = {name: value for name, value in tensors.items() if _is_of_module(name, config)}
-    for module in config.get("modules_to_save") or []:
-        if not any(_is_of_module(name, {"modules_to_save": [module]}) for name in whole):
-            raise CheckpointError(f"`{folder / CONFIG}`: modules_to_save has {module!r}, and the weights are not there")
+    device_without_data = first.device if first.is_meta or is_fake(first) else None
+    tensors, fingerprint = _read_weights(folder, device_without_data)
+    whole = {name: value for name, value in tensors.items() if _is_of_module(name, config.modules_to_save)}
+    for module in config.modules_to_save:
+        if not any(_is_of_module(name, [module]) for name in whole):
+            raise CheckpointError(
+                f"`{folder / CONFIG}`: modules_to_save has {module!r}, but the file has no weights of this module"
+            )
     layers = _layers({name: value for name, value in tensors.items() if name not in whole}, config, model, folder)
-    if imagined is None and fingerprint and fingerprint != fingerprint_of(model, layers):
-        base = config.get("base_model_name_or_path") or "another one"
+    if device_without_data is None and fingerprint and fingerprint != fingerprint_of(model, layers):
+        base = config.base or "another one"
         raise CheckpointError(
             f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
         )
-    given = {name.removeprefix(_PREFIX): value for name, value in whole.items()}
-    return SavedAdapter(layers, _parameters(given, config, model, folder))
+    stored = {name.removeprefix(_PREFIX): value for name, value in whole.items()}
+    return SavedAdapter(layers, _parameters(stored, config, model, folder))
 
 
-def _layers(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: nn.Module, folder: Path
-) -> dict[str, LowRank]:
-    given = {
-        name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors))
-        for name in _names(tensors)
+def _layers(tensors: Mapping[str, Tensor], config: AdapterConfig, model: nn.Module, folder: Path) -> dict[str, LowRank]:
+    """Convert adapters from PEFT's layout to adapters of the model's layers, by layer name."""
+    end = _SUFFIXES["a"]
+    names = [key.removesuffix(end).removeprefix(_PREFIX) for key in tensors if key.endswith(end)]
+    stored = {
+        name: LowRank(**_tensors_of(tensors, name, folder), scale=_scale(config, name, tensors)) for name in names
     }
-    _check_known(tensors, given, folder)
+    _check_known(tensors, stored, folder)
     adapters: dict[str, LowRank] = {}
     taken: set[str] = set()
     for layer, parts in parts_of(model).items():
-        theirs = {part.name: given[part.name] for part in parts if part.name in given}
-        if theirs:
-            taken |= set(theirs)
+        of_layer = {part.name: stored[part.name] for part in parts if part.name in stored}
+        if of_layer:
+            taken |= set(of_layer)
             module = model.get_submodule(layer)
-            _check_shapes(parts, theirs, module)
-            adapters[layer] = _joined(parts, theirs, module)
-    if left := sorted(set(given) - taken):
+            _check_shapes(parts, of_layer, module)
+            adapters[layer] = _joined(parts, of_layer, module)
+    if left := sorted(set(stored) - taken):
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        said = f"`{folder}` adapts `{left[0]}`{more}, which {type(model).__name__} does not have"
-        raise CheckpointError(said, hint="the adapter belongs to another model")
+        raise CheckpointError(
+            f"`{folder}` adapts `{left[0]}`{more}, which {type(model).__name__} does not have",
+            hint="the adapter belongs to another model",
+        )
     return adapters
 
 
 def _parameters(
-    given: Mapping[str, Tensor], config: Mapping[str, Any], model: nn.Module, folder: Path
+    stored: Mapping[str, Tensor], config: AdapterConfig, model: nn.Module, folder: Path
 ) -> dict[str, Tensor]:
-    """One value for each that was trained whole, tied ones too.
+    """The parameters that were trained in full; a tied parameter appears only under its first name.
 
     Raises:
-        CheckpointError: there is none for some part of it, of another shape, or not one for a weight that is tied.
+        CheckpointError: a part of a parameter is missing or has another shape, or a tied weight has different values
+            under its names.
     """
     named: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         named.setdefault(id(value), []).append(name)
-    every, found, left = _parameters_of(model), dict[str, Tensor](), set(given)
+    every, parameters, left = _parameters_of(model), dict[str, Tensor](), set(stored)
     for names in named.values():
         shape, rows = model.get_parameter(names[0]).shape, dict[tuple[int | None, int | None], Tensor]()
         parts = [part for name in names for part in every.get(name, ())]
-        theirs = [part for part in parts if part.name in given]
-        if not theirs:
+        present = [part for part in parts if part.name in stored]
+        if not present:
             continue
-        for part in theirs:
-            value = given[part.name].float()
+        for part in present:
+            value = stored[part.name].float()
             left.discard(part.name)
             if not _equal(rows.setdefault((part.rows.start, part.rows.stop), value), value):
-                raise CheckpointError(f"`{folder}` has another `{part.name}`, which this model ties to another weight")
+                raise CheckpointError(
+                    f"`{folder}` has a `{part.name}` that differs from a weight that this model ties it to"
+                )
         whole = torch.cat(list(rows.values())) if len(rows) > 1 else next(iter(rows.values()))
-        tied = len(theirs) == len(parts) or config.get("ensure_weight_tying")
-        if whole.shape != shape or not tied:
-            missing = next((part.name for part in parts if part.name not in given), parts[0].name)
-            said = f"`{folder}` has no `{missing}` that fits the rest of what it trains there"
-            raise CheckpointError(said, hint="the adapter belongs to another model, or trains a tied weight apart")
-        found[names[0]] = whole
+        complete = len(present) == len(parts) or config.ties
+        if whole.shape != shape or not complete:
+            missing = next((part.name for part in parts if part.name not in stored), parts[0].name)
+            raise CheckpointError(
+                f"`{folder}` lacks `{missing}` in the shape that the model's parameter needs",
+                hint="the adapter belongs to another model, or was trained with a tied weight untied",
+            )
+        parameters[names[0]] = whole
     if left:
         raise CheckpointError(f"`{folder}` holds `{min(left)}`, which {type(model).__name__} does not have")
-    return found
+    return parameters
 
 
 @torch.no_grad()
 def fill(model: nn.Module, trained: Mapping[str, Tensor]) -> list[str]:
-    """Put parameters that were trained beside adapters into a model; the names of their modules."""
+    """Copy parameters that were trained in full into a model; returns the names of their modules."""
     for name, value in trained.items():
         model.get_parameter(name).copy_(value)
     return sorted({name.rpartition(".")[0] for name in trained})
 
 
-def _is_of_module(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor of an adapter's file is of a module that was trained whole."""
-    modules = config.get("modules_to_save") or []
+def _is_of_module(name: str, modules: Sequence[str]) -> bool:
+    """Whether a tensor of an adapter's file belongs to one of the modules that were trained in full."""
     module = name.removeprefix(_PREFIX).rpartition(".")[0]
-    return ".lora_" not in name and any(module.endswith(each) or f"{each}." in module for each in modules)
+    return ".lora_" not in name and any(module.endswith(whole) or f"{whole}." in module for whole in modules)
 
 
-def _check_shapes(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Module) -> None:
+def _check_shapes(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> None:
     rows, columns = matrix(layer).shape
     for part in parts:
-        if (each := given.get(part.name)) is not None:
-            shape, wanted = (len(each.b), each.a.shape[1]), (len(range(*part.rows.indices(rows))), columns)
+        if (adapter := adapters.get(part.name)) is not None:
+            shape, wanted = (len(adapter.b), adapter.a.shape[1]), (len(range(*part.rows.indices(rows))), columns)
             if shape != wanted:
-                said = f"the adapter of `{part.name}` is for a weight of {shape}, and this one is {wanted}"
-                raise CheckpointError(said, hint="the adapter belongs to another model")
+                raise CheckpointError(
+                    f"the adapter of `{part.name}` is for a weight of shape {shape}, but this model's has {wanted}",
+                    hint="the adapter belongs to another model",
+                )
 
 
-def _joined(parts: list[LayerPart], given: Mapping[str, LowRank], layer: nn.Module) -> LowRank:
-    """The adapters of a layer's parts as one: side by side where they differ, which adds up their ranks."""
+def _joined(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> LowRank:
+    """Join the adapters of a fused layer's parts (query, key and value) to one adapter of the fused layer.
+
+    If the parts share their factor A, the joined adapter uses that A. Otherwise the factors A are stacked, and the rank
+    is the sum of the parts' ranks.
+    """
     if len(parts) == 1:
-        return next(iter(given.values()))
-    first = next(iter(given.values()))
-    alike = all(each.scale == first.scale and _equal(each.a, first.a) for each in given.values())
-    total = len(first.a) if alike else sum(len(each.a) for each in given.values())
-    lengths = row_norms(matrix(layer), first.a.dtype)  # DoRA's, of rows that no adapter changes
-    a = first.a if alike else torch.cat([each.a * each.scale for each in given.values()])
+        return next(iter(adapters.values()))
+    first = next(iter(adapters.values()))
+    alike = all(adapter.scale == first.scale and _equal(adapter.a, first.a) for adapter in adapters.values())
+    total = len(first.a) if alike else sum(len(adapter.a) for adapter in adapters.values())
+    lengths = row_norms(matrix(layer), first.a.dtype)  # the initial magnitudes, which rows without an adapter keep
+    a = first.a if alike else torch.cat([adapter.a * adapter.scale for adapter in adapters.values()])
     b, start = a.new_zeros(len(lengths), total), 0
     for part in parts:
-        if (each := given.get(part.name)) is None:
+        if (adapter := adapters.get(part.name)) is None:
             continue
-        b[part.rows, start : start + len(each.a)] = each.b
-        start += 0 if alike else len(each.a)
-        if each.magnitude is not None:
-            lengths[part.rows] = each.magnitude
-    dora = any(each.magnitude is not None for each in given.values())
+        b[part.rows, start : start + len(adapter.a)] = adapter.b
+        start += 0 if alike else len(adapter.a)
+        if adapter.magnitude is not None:
+            lengths[part.rows] = adapter.magnitude
+    dora = any(adapter.magnitude is not None for adapter in adapters.values())
     return LowRank(a, b, first.scale if alike else 1.0, lengths if dora else None)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Of tensors without numbers, whether they can be."""
-    if one.is_meta or is_fake(one):
-        return one.shape == other.shape
-    return torch.equal(one, other)
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are equal; for meta and fake tensors, only the shapes are compared."""
+    if first.is_meta or is_fake(first):
+        return first.shape == second.shape
+    return torch.equal(first, second)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_weights(folder: Path, device_without_data: torch.device | None) -> tuple[dict[str, Tensor], str]:
+    """Read the tensors by name, and the hash of the adapted layers; on a meta or fake device only the shapes are
+    read."""
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"`{folder}` holds no adapter: {error}", hint="name a folder that PEFT wrote") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"`{folder / CONFIG}` is not a JSON object")
-    return config
-
-
-def _check_supported(config: Mapping[str, Any], folder: Path) -> None:
-    plain = {"peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None)}
-    plain |= dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices"), (None, [], {}))
-    plain |= dict.fromkeys(("use_qalora", "use_bdlora"), (False, None))
-    for name, values in plain.items():
-        if config.get(name) not in values and name in config:
-            hint = "LoRA and DoRA of linear layers are supported, without trained biases"
-            raise CheckpointError(f"`{folder / CONFIG}`: {name} is {config[name]!r}", hint=hint)
-
-
-def _read_weights(folder: Path, imagined: torch.device | None) -> tuple[dict[str, Tensor], str]:
-    """The tensors and the hash of the layers that they are of; tensors without numbers on the `imagined` device."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
+        with foreign.open_safetensors(folder / WEIGHTS, within=folder) as file:
             fingerprint = (file.metadata() or {}).get(_BASE, "")
             names = list(file.keys())
-            if imagined is not None:
+            if device_without_data is not None:
                 shapes = {name: file.get_slice(name).get_shape() for name in names}
-                return {name: torch.empty(shape, device=imagined) for name, shape in shapes.items()}, fingerprint
+                return {n: torch.empty(shape, device=device_without_data) for n, shape in shapes.items()}, fingerprint
             return {name: file.get_tensor(name) for name in names}, fingerprint
     except (OSError, SafetensorError) as error:
         hint = "adapter_model.bin is a pickle, which is not loaded: save the adapter again with PEFT, as safetensors"
         raise CheckpointError(f"cannot load `{folder / WEIGHTS}`: {error}", hint=hint) from error
 
 
-def _names(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    end = _SUFFIXES["a"]
-    return (key.removesuffix(end).removeprefix(_PREFIX) for key in tensors if key.endswith(end))
-
-
 def _tensors_of(tensors: Mapping[str, Tensor], name: str, folder: Path) -> dict[str, Any]:
-    found = {kind: tensors.get(f"{_PREFIX}{name}{suffix}") for kind, suffix in _SUFFIXES.items()}
-    a, b, magnitude = found["a"], found["b"], found["magnitude"]
+    """The factors and the magnitude of one adapter in float32, as arguments of `LowRank`."""
+    a, b, magnitude = (tensors.get(f"{_PREFIX}{name}{_SUFFIXES[kind]}") for kind in ("a", "b", "magnitude"))
     if a is None or b is None or a.dim() != 2 or b.dim() != 2 or b.shape[1] != len(a):
         raise CheckpointError(f"`{folder / WEIGHTS}` has no pair of factors for `{name}`")
     return {"a": a.float(), "b": b.float(), "magnitude": None if magnitude is None else magnitude.float()}
 
 
-def _scale(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> float:
-    rank = len(tensors[f"{_PREFIX}{name}{_SUFFIXES['a']}"])
-    patterns = config.get("alpha_pattern") or {}
-    own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    alpha = next(own, config.get("lora_alpha", 8))
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+def _scale(config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]) -> float:
+    """The scale that B A x is multiplied by, computed from alpha and the rank as PEFT does."""
+    rank = max(1, len(tensors[f"{_PREFIX}{name}{_SUFFIXES['a']}"]))
+    own = (value for pattern, value in config.alphas.items() if pattern.match(name[:LONGEST]))
+    alpha = next(own, config.alpha)
+    return alpha / (rank**0.5 if config.root else rank)
 
 
-def _check_known(tensors: Mapping[str, Tensor], given: Mapping[str, LowRank], folder: Path) -> None:
-    known = {f"{_PREFIX}{name}{suffix}" for name in given for suffix in _SUFFIXES.values()}
+def _check_known(tensors: Mapping[str, Tensor], adapters: Mapping[str, LowRank], folder: Path) -> None:
+    """Raise CheckpointError if the file holds no adapters, or tensors that belong to none."""
+    known = {f"{_PREFIX}{name}{suffix}" for name in adapters for suffix in _SUFFIXES.values()}
     if left := sorted(set(tensors) - known):
         more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
         raise CheckpointError(
             f"`{folder / WEIGHTS}` holds `{left[0]}`{more}, which belong to no adapter of a linear layer",
             hint="adapters of embeddings are not supported",
         )
-    if not given:
+    if not adapters:
         raise CheckpointError(f"`{folder / WEIGHTS}` holds no adapter")

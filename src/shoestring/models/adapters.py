@@ -1,13 +1,14 @@
-"""Low-rank adapters beside linear layers whose weights are frozen: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024).
+"""Low-rank adapters of linear layers with frozen weights: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024).
 
-A layer W (N, K) with an adapter A (r, K), B (N, r) of the scale s computes (W + s B A) x. DoRA gives each row of that
-matrix a length m of its own, which is trained: m ∘ (W + s B A) / ‖W + s B A‖ x, the norm of each row counting as a
-constant in the backward pass (section 4.3 of the paper).
+A layer with weight W (N, K) and an adapter with factors A (r, K) and B (N, r) and scale s computes (W + s B A) x. DoRA
+also trains the norm m of each row: m ∘ (W + s B A) / ‖W + s B A‖ x. The backward pass treats the norm in the
+denominator as a constant (section 4.3 of the DoRA paper).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,12 @@ from shoestring.models.nf4 import NF4Linear
 from shoestring.models.rounding import wide
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-"""The names of a layer's parameters that an adapter adds."""
+"""Names of the parameters that an adapter adds to a layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The adapter of one layer: `a` (r, K), `b` (N, r), and DoRA's lengths of rows (N,)."""
+    """The adapter of one layer: factors `a` (r, K) and `b` (N, r), and DoRA's magnitude of each row (N,)."""
 
     a: Tensor
     b: Tensor
@@ -43,7 +44,7 @@ class LowRank:
         return LowRank(a, b, self.scale, *magnitude)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight (N, K) of a plain layer that computes the same, of the type of `weight`."""
+        """The weight (N, K) with the adapter merged into it, in the data type of `weight`."""
         exact = wide(weight.dtype)
         whole = weight.to(exact) + self.scale * (self.b.to(exact) @ self.a.to(exact))
         if self.magnitude is not None:
@@ -52,14 +53,15 @@ class LowRank:
 
 
 def fresh(shape: tuple[int, int], rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A as `nn.Linear` draws its weight, from a seed of its own, and B of zeros: the layer begins unchanged."""
+    """Initial factors of an adapter: A is drawn like the weight of `nn.Linear`, from `seed`; B is zero, so that the
+    layer's output is unchanged at first."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     bound = shape[1] ** -0.5
     return (torch.rand(rank, shape[1], generator=generator) * 2 - 1) * bound, torch.zeros(shape[0], rank)
 
 
 def matrix(layer: nn.Module) -> Tensor:
-    """The weight (N, K) of a linear layer, dequantised where it is quantised."""
+    """The weight (N, K) of a linear layer, dequantised if necessary."""
     if isinstance(layer, quantized.Quantized | NF4Linear):
         return layer.dense()
     weight: Any = layer.weight
@@ -67,11 +69,11 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 class Adapted:
-    """What a layer with an adapter computes; its parameters lie on the layer, under their names above.
+    """The forward pass of a layer with an adapter; registers the adapter's parameters on the layer.
 
     Args:
-        forward: the layer's own.
-        dropout: share of the inputs of the adapter, and not of the layer's own, that is zeroed in training.
+        forward: the layer's own forward pass.
+        dropout: probability with which training zeroes an input of the adapter; the layer's own input is not affected.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Adapted:
         self.layer, self.forward, self.scale, self.dropout = layer, forward, adapter.scale, dropout
         layer.register_parameter(A, nn.Parameter(adapter.a))
         layer.register_parameter(B, nn.Parameter(adapter.b))
-        self.squares: Tensor | None = None
+        self.off = False
+        self.squares: Tensor | None = None  # squared norms of the rows of W, for DoRA
         if adapter.magnitude is not None:
             layer.register_parameter(MAGNITUDE, nn.Parameter(adapter.magnitude))
             self.squares = row_norms(matrix(layer).detach(), adapter.a.dtype).square()
@@ -88,7 +91,9 @@ class Adapted:
     def __call__(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
         y = self.forward(x)
-        part = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+        if self.off:
+            return y
+        part = F.dropout(x, self.dropout, layer.training)
         low = F.linear(F.linear(part, layer.lora_A.to(x.dtype)), layer.lora_B.to(x.dtype)) * self.scale
         if self.squares is None:
             return y + low
@@ -97,7 +102,10 @@ class Adapted:
         return y + (factor - 1) * plain + factor * low
 
     def _norms(self, layer: Any) -> Tensor:
-        """‖W + s B A‖ of each row, from W Aᵀ and the norms of W, so that nothing of the weight's size is written."""
+        """The norm ‖W + s B A‖ of each row of the adapted weight.
+
+        Expanding the square needs only W Aᵀ and the norms of W, so no matrix of the weight's size is allocated.
+        """
         assert self.squares is not None
         with torch.no_grad(), torch.autocast(layer.lora_A.device.type, enabled=False):
             a, b = layer.lora_A, layer.lora_B
@@ -106,8 +114,21 @@ class Adapted:
         return squares.clamp_min(0).sqrt()
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Context in which adapted layers compute their output without their adapters."""
+    adapted = [forward for layer in model.modules() if isinstance(forward := vars(layer).get("forward"), Adapted)]
+    for layer in adapted:
+        layer.off = True
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.off = False
+
+
 def row_norms(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """‖w‖ of each row of a weight (N, K), in `dtype`: what DoRA's lengths begin with."""
+    """The norm ‖w‖ of each row of a weight (N, K), in `dtype`; these are DoRA's initial magnitudes."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
 
 
@@ -118,7 +139,7 @@ def take_off(layer: nn.Module) -> None:
 
 
 def adapters_in(weights: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, LowRank]:
-    """The adapters among a model's parameters, by the names of their layers, each with the scale given for it."""
+    """The adapters among a model's parameters, by layer name; `scales` names the layers and their scales."""
     return {
         layer: LowRank(weights[f"{layer}.{A}"], weights[f"{layer}.{B}"], scale, weights.get(f"{layer}.{MAGNITUDE}"))
         for layer, scale in scales.items()
@@ -127,7 +148,7 @@ def adapters_in(weights: Mapping[str, Tensor], scales: Mapping[str, float]) -> d
 
 @torch.no_grad()
 def merge(model: nn.Module, adapters: Mapping[str, LowRank]) -> None:
-    """Add adapters to the weights of the plain layers of a model that they were read for.
+    """Add adapters to the weights of a model's plain linear layers.
 
     Raises:
         CheckpointError: a layer is quantised or packed.
@@ -135,7 +156,9 @@ def merge(model: nn.Module, adapters: Mapping[str, LowRank]) -> None:
     for name, adapter in adapters.items():
         layer: Any = model.get_submodule(name)
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):
-            said = f"`{name}` is a {type(layer).__name__}, no plain linear layer"
-            raise CheckpointError(said, hint="merge the adapter into the model as it was before it was changed")
+            raise CheckpointError(
+                f"`{name}` is a {type(layer).__name__}, not a plain linear layer",
+                hint="merge the adapter into the original model, before layers were quantised or packed",
+            )
         merged = adapter.merged(matrix(layer))
         layer.weight.copy_(merged.T if is_transposed(layer) else merged)

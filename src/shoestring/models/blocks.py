@@ -1,4 +1,4 @@
-"""The repeated units of a model: what is checkpointed, sharded or compiled one by one."""
+"""Finds the blocks of a model: the repeated units that are checkpointed, sharded or compiled one by one."""
 
 from __future__ import annotations
 
@@ -6,36 +6,78 @@ import re
 
 from torch import nn
 
+_READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 _OUTSIDE = re.compile(r"(lm_)?head|classifier|pooler|router|embed.*|score", re.IGNORECASE)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is transformers' `Conv1D`, GPT-2's linear layer, whose weight is (inputs, outputs)."""
+    """Whether a module is transformers' `Conv1D`, GPT-2's linear layer, whose weight is (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The items of the outermost module lists (a transformer's layers), in order; empty where there are none."""
-    found: list[nn.Module] = []
+    """The items of the outermost module lists (a transformer's layers), in order; empty if there are none."""
+    blocks: list[nn.Module] = []
     for child in model.children():
-        found.extend(child if isinstance(child, nn.ModuleList) else repeated(child))
-    return found
+        blocks.extend(child if isinstance(child, nn.ModuleList) else repeated(child))
+    return blocks
 
 
 def is_in_block(name: str) -> bool:
-    """Whether a layer of this name belongs to a transformer's block, and does not route its tokens."""
+    """Whether a layer of this name belongs to a transformer's block and is not its router."""
     parts = name.split(".")
-    numbered = any(part.isdecimal() for part in parts)  # in a list of blocks
+    numbered = any(part.isdecimal() for part in parts)  # a number in a name is an index in a list of blocks
     return numbered and not any(_OUTSIDE.fullmatch(part) for part in parts)
 
 
+def routers(model: nn.Module) -> set[nn.Module]:
+    """The layers of a model that choose experts (routers), including the layers inside them.
+
+    A router is recognised by its name, or by having as many outputs as there are experts in the same block.
+    """
+    layers = {module for name, module in model.named_modules() if "router" in name.split(".")}
+    for block in model.modules():
+        experts = {child: count for name, child in block.named_children() if (count := _experts_in(name, child))}
+        if experts:
+            inside = {module for child in experts for module in child.modules()}
+            layers |= {module for module in set(block.modules()) - inside if _outputs(module) in experts.values()}
+    return layers | {module for layer in layers for module in layer.modules()}
+
+
+def _experts_in(name: str, module: nn.Module) -> int:
+    """Number of experts that a module holds, as a list or in parameters of three dimensions; 0 if none."""
+    if isinstance(module, nn.ModuleList) and name == "experts":
+        return len(module)
+    shapes = [parameter.shape for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+    return shapes[0][0] if shapes else 0
+
+
+def _outputs(module: nn.Module) -> int:
+    """Number of rows of a module's own weight; -1 if the module has no weight matrix."""
+    weight = module._parameters.get("weight")
+    return weight.shape[0] if weight is not None and weight.dim() == 2 else -1
+
+
 def read_by_others(model: nn.Module) -> dict[nn.Module, str]:
-    """Layers whose weights torch's own modules read without calling them, with which module does."""
-    found: dict[nn.Module, str] = {}
+    """Layers whose weights another module reads without calling the layer; each is mapped to a sentence that names the
+    other module."""
+    layers: dict[nn.Module, str] = {}
     for module in model.modules():
+        if {"A_log", "D"} <= module._parameters.keys():  # a state-space mixer
+            layers |= {
+                child: "the kernels of Mamba read its weight themselves"
+                for name, child in module.named_children()
+                if name in _READ_BY_MAMBA
+            }
+        if hasattr(module, "layers_are_rescaled"):
+            layers |= {
+                child: "its model divides its weight in place"
+                for name, child in module.named_modules()
+                if name.endswith(("attention.output", "feed_forward.value"))
+            }
         if isinstance(module, nn.MultiheadAttention):
-            found[module.out_proj] = "nn.MultiheadAttention reads its weight itself"
+            layers[module.out_proj] = "nn.MultiheadAttention reads its weight itself"
         elif isinstance(module, nn.TransformerEncoderLayer):
             for layer in (module.linear1, module.linear2):
-                found[layer] = "nn.TransformerEncoderLayer reads its weight itself"
-    return found
+                layers[layer] = "nn.TransformerEncoderLayer reads its weight itself"
+    return layers

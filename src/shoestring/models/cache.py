@@ -1,8 +1,8 @@
-"""Keys and values of the tokens that a model has read, so that each new token is read once.
+"""The key/value cache of decoding.
 
-Rows of a batch have lengths of their own. New tokens are padded on the right: a query sees the positions up to its own,
-so what padding writes behind a row's length is never seen and is later overwritten. Lowering a length therefore forgets
-tokens (a rejected draft), at no cost.
+Each row of a batch has its own length. New tokens are padded on the right: a query attends to the positions up to its
+own, so entries that padding writes beyond a row's length are never attended to and are overwritten later. Lowering a
+length therefore removes tokens (a rejected draft) at no cost.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from shoestring.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where the tokens of a pass, T for each of B rows, go in a cache."""
+    """The places in a cache where a forward pass stores its tokens: T tokens in each of B rows."""
 
     rows: slice
     """The B rows of the cache."""
     positions: Tensor
-    """Of the tokens, int64: (1, T) where all rows have the same, (B, T) otherwise."""
+    """Positions of the tokens, int64: (1, T) if all rows have the same, else (B, T)."""
     end: int
-    """Positions of the cache that are attended to (S)."""
+    """Number of cache positions that are attended to, from the first (S)."""
     aligned: bool
-    """All rows have the same positions, and no padding."""
+    """Whether all rows have the same positions and no padding."""
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Which of the S positions each token sees, (B or 1, 1, T, S): those up to its own.
+        """Boolean attention mask (B or 1, 1, T, S): each token attends to the positions up to its own.
 
         Args:
-            window: only so many of them, the token's own included (sliding-window attention).
+            window: maximum number of positions that a token attends to, including its own (sliding-window attention);
+                None for no limit.
         """
         seen, own = torch.arange(self.end, device=self.positions.device), self.positions[:, None, :, None]
         mask = seen <= own
@@ -41,9 +42,9 @@ class CachePlace:
 
 
 class KVCache:
-    """For `rows` sequences of at most `length` tokens. A layer's memory is taken when it is first written to.
+    """Keys and values of `rows` sequences of at most `length` tokens; a layer's memory is allocated on first use.
 
-    `lengths` are the tokens that are valid in each row; lower one to forget the last tokens.
+    `lengths` holds the number of valid tokens in each row; lowering a row's number removes its last tokens.
     """
 
     def __init__(self, rows: int, length: int) -> None:
@@ -54,18 +55,18 @@ class KVCache:
     def place(
         self, count: int, device: torch.device, *, rows: slice | None = None, counts: Sequence[int] | None = None
     ) -> CachePlace:
-        """Where the next `count` tokens of each row go.
+        """Choose the places where the next `count` tokens of each row are stored.
 
         Args:
-            rows: of the cache; default all.
-            counts: how many of the tokens of each of these rows are real, the rest being padding; default all.
+            rows: rows of the cache; defaults to all.
+            counts: for each of these rows, how many of the `count` tokens are not padding; defaults to all of them.
 
         Raises:
-            ConfigError: the cache has no room for them.
+            ConfigError: the cache has no room for these tokens.
         """
         rows = slice(0, self.rows) if rows is None else rows
         starts = self.lengths[rows]
-        # A row without tokens in this pass is not attended to at all, however long it is.
+        # A row without tokens in this pass has no queries, so its length does not affect S.
         ends = [start + n for start, n in zip(starts, counts, strict=True) if n] if counts else [max(starts) + count]
         if (end := max(ends, default=1)) > self.length:
             raise ConfigError(
@@ -73,15 +74,16 @@ class KVCache:
             )
         aligned = all(start == starts[0] for start in starts) and (counts is None or min(counts) == count)
         first = torch.tensor(starts[:1] if aligned else starts, device=device)
-        # Padding of a full row goes to one more position, which is never attended to.
+        # Padding of a full row goes to the extra position `length`, which is never attended to.
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=self.length)
         return CachePlace(rows, positions, end, aligned)
 
     def append(self, layer: int, keys: Tensor, values: Tensor, place: CachePlace) -> tuple[Tensor, Tensor]:
-        """Store the (B, K, T, D) `keys` and `values` of new tokens; return those of all S positions of their rows."""
+        """Store the `keys` and `values` (B, K, T, D) of new tokens; returns the keys and values of all S positions in
+        these rows."""
         if layer not in self.layers:
             shape = (self.rows, keys.shape[1], self.length + 1)
-            with torch.inference_mode(False):  # so that rows can be copied outside a pass
+            with torch.inference_mode(False):  # tensors made in inference mode could not be changed by `copy`
                 first, second = (
                     torch.zeros(*shape, new.shape[3], dtype=new.dtype, device=new.device) for new in (keys, values)
                 )
@@ -96,12 +98,12 @@ class KVCache:
         return stored[0][:, :, : place.end], stored[1][:, :, : place.end]
 
     def lengthen(self, count: int, place: CachePlace, counts: Sequence[int] | None = None) -> None:
-        """Count the tokens of a pass, which every layer has appended, as read."""
+        """Add the tokens of a pass to `lengths`; called after every layer has appended its keys and values."""
         for row, more in zip(range(self.rows)[place.rows], counts or [count] * self.rows, strict=False):
             self.lengths[row] += more
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Have row `target` begin with the first `length` tokens of row `source`, and end there."""
+        """Replace row `target` by the first `length` tokens of row `source`."""
         for pair in self.layers.values():
             for held in pair:
                 held[target, :, :length] = held[source, :, :length]
@@ -109,5 +111,5 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The memory taken so far."""
+        """Bytes allocated so far."""
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)

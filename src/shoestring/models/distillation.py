@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,45 +12,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
 from shoestring.core.task import IGNORED, Batch, Forward, Output, call_model
 from shoestring.models.loading import open_model, outline
 
 Objective = Literal["kl", "reverse_kl", "tv", "hybrid"]
 
 CHUNK, CPU_CHUNK = 2**22, 2**18
-"""Logits that are in memory in single precision at a time: 16 MiB for each of a few tensors, and 1 MiB on a CPU, whose
-cache holds that (measured: 41 ms in place of 58 for 2048 tokens of 2048 words, forward and backward)."""
+"""Number of logits that are processed at once in single precision, on a GPU and on a CPU. On a GPU each temporary
+tensor takes 16 MiB. On a CPU it takes 1 MiB, which fits the cache (measured: 41 ms instead of 58 ms for 2048 tokens
+with a vocabulary of 2048, forward and backward)."""
 ETA = 3.0
-"""How fast the hybrid loss turns from KL to total variation as the acceptance grows."""
+"""Rate η in the weight λ = exp(−η · acceptance) of KL in the hybrid loss; the rest of the weight is on total
+variation."""
 
 
 class KnownWords(NamedTuple):
-    """A teacher's distributions, of which only the likeliest words are known, and a sample of the others.
+    """A teacher's next-token distributions, reduced to the likeliest tokens of the vocabulary ("words") and a sample of
+    the other words.
 
-    Total variation takes all other words as one outcome: it is never above that of all words. So does KL without a
-    sample. With one, KL stands on the sample, which changes neither its mean nor its gradient's (Anshumann et al.,
-    2025). Dividing by the mass of the likeliest words instead would teach the student that no other word ever comes.
+    All other words are treated as one outcome. The total variation computed so is a lower bound of the total variation
+    over all words, and so is KL if there is no sample. With a sample, KL and its gradient are unbiased estimates
+    (Anshumann et al., 2025). Renormalizing over the likeliest words instead would teach the student that no other word
+    ever occurs.
     """
 
     words: Tensor
-    """The likeliest ones: integers (..., k)."""
+    """The likeliest words: integers (..., k)."""
     log_probabilities: Tensor
-    """Floating point (..., k + 1): of these words, and last of all others together; at the loss's temperature."""
+    """Log-probabilities (..., k + 1) of `words` and, last, of all other words together; at the temperature of the
+    loss."""
     drawn: Tensor | None = None
-    """Others, drawn with replacement by their probabilities: integers (..., m)."""
+    """Words outside `words`, sampled with replacement in proportion to their probabilities: integers (..., m)."""
     entropy: Tensor | None = None
-    """-Σ p log p over the others (...); with `drawn`."""
+    """The sum −Σ p log p over the words outside `words`, shape (...); None if `drawn` is None."""
 
 
 def known_words(
     logits: Tensor, count: int, *, drawn: int = 0, seeds: Sequence[int] = (), temperature: float = 1.0
 ) -> KnownWords:
-    """The `count` likeliest words of logits (B, ..., V) and a sample of `drawn` others, in single precision at least.
+    """Reduce logits (B, ..., V) to the `count` likeliest words and a sample of `drawn` others, at least in single
+    precision.
 
     Args:
-        seeds: of the samples, one for each of the B.
+        seeds: seeds of the samples, one for each of the B rows.
     """
     logits = logits.to(_wide(logits)) / temperature
     values, words = logits.topk(count, sorted=False)
@@ -59,42 +66,47 @@ def known_words(
         return KnownWords(words, log_probabilities)
     mass, shares = log_probabilities[..., -1], others.softmax(-1).nan_to_num(1 / logits.shape[-1])
     samples = []
-    for each, seed in zip(shares.reshape(len(shares), -1, shares.shape[-1]), seeds, strict=True):
+    for row, seed in zip(shares.reshape(len(shares), -1, shares.shape[-1]), seeds, strict=True):
         generator = torch.Generator(logits.device).manual_seed(seed)
-        samples.append(torch.multinomial(each, drawn, replacement=True, generator=generator))
+        samples.append(torch.multinomial(row, drawn, replacement=True, generator=generator))
     entropy = mass.exp() * (torch.special.entr(shares).sum(-1) - mass.clamp_min(torch.finfo(mass.dtype).min))
     return KnownWords(words, log_probabilities, torch.stack(samples).view(*words.shape[:-1], drawn), entropy)
 
 
 class TokenLosses(NamedTuple):
-    """What each token lost; all (...), in single precision at least."""
+    """Losses and metrics of each token; every field has shape (...) and at least single precision."""
 
     loss: Tensor
-    """T² x the objective; the only one with a gradient."""
+    """T² x the objective; the only field with a gradient."""
     divergence: Tensor
     """KL(teacher ‖ student) in nats."""
     acceptance: Tensor
-    """Σ min(teacher, student) over words: the probability that a draft of the student's is accepted."""
+    """Σ min(teacher, student) over words: the probability that a word drafted by the student is accepted."""
 
 
 def token_losses(
     student: Tensor, teacher: Tensor | KnownWords, *, objective: Objective = "kl", temperature: float = 1.0
 ) -> TokenLosses:
-    """The divergence of a student from its teacher, token by token, between softmax(logits / T) of both.
+    """The divergence of a student from its teacher for each token; both distributions are softmax(logits / T).
 
-    The objectives are KL(p ‖ q) of teacher p and student q; the reverse, KL(q ‖ p), which is infinite where the teacher
-    excludes a word of the student's; the total variation 1 − Σ min(p, q), which is the probability that a draft is
-    rejected; and their hybrid λ KL + (1 − λ) TV with λ = exp(−3 Σ min(p, q)), which has no
-    gradient of its own: KL where the student is far off and TV gives no direction, TV where it is close (Samarin et
-    al., 2026). The factor T² keeps gradients of the size that they have at T = 1. Softmaxes are in single precision (in
-    double for logits in double), a chunk of tokens at a time, both here and in the backward pass; nothing of the size
-    of the logits is allocated besides their gradient.
+    The objectives, for teacher p and student q, are
+    - `kl`: KL(p ‖ q);
+    - `reverse_kl`: KL(q ‖ p), where a word that the teacher excludes has the smallest normal probability, since the
+      loss would be infinite;
+    - `tv`: the total variation 1 − Σ min(p, q), the probability that a draft is rejected;
+    - `hybrid`: λ KL + (1 − λ) TV with λ = exp(−3 Σ min(p, q)), where λ is treated as a constant in the backward pass.
+      The loss is mostly KL while the student is far from the teacher, because TV then has almost no gradient, and
+      mostly TV once it is close (Samarin et al., 2026).
+
+    The factor T² keeps the scale of gradients independent of T. Softmaxes are in single precision (double for logits in
+    double), one chunk of tokens at a time, both here and in the backward pass, so no tensor as large as the logits is
+    allocated except their gradient.
 
     Args:
         student: logits (..., V).
-        teacher: logits (..., V) of any floating type, in which -inf excludes a word, or what is known of them. They get
+        teacher: logits (..., V) of any floating type, in which -inf excludes a word, or `KnownWords`; the teacher gets
             no gradient.
-        temperature: above 1, the teacher's small probabilities count for more.
+        temperature: T; values above 1 give the teacher's small probabilities more weight.
 
     Raises:
         ConfigError: the shapes differ, or the temperature is not positive.
@@ -110,12 +122,12 @@ def token_losses(
         raise ConfigError(f"the temperature of distillation must be positive, got {temperature}")
     flat = student.flatten(0, -2)
     if isinstance(teacher, KnownWords):
-        words, values, drawn = (None if each is None else each.detach().flatten(0, -2) for each in teacher[:3])
+        words, values, drawn = (None if part is None else part.detach().flatten(0, -2) for part in teacher[:3])
         entropy = None if teacher.entropy is None else teacher.entropy.detach().flatten()
         losses = _KnownLosses.apply(flat, words, values, drawn, entropy, objective, temperature)
     else:
         losses = _TokenLosses.apply(flat, values.detach().flatten(0, -2), objective, temperature)
-    return TokenLosses(*(each.view(student.shape[:-1]) for each in losses))
+    return TokenLosses(*(values.view(student.shape[:-1]) for values in losses))
 
 
 def distillation_loss(
@@ -129,7 +141,7 @@ def distillation_loss(
     """Sum over tokens of weight x `token_losses`; 0-d.
 
     Args:
-        weights: (...), one for each token; defaults to 1. Tokens of weight 0 are not read.
+        weights: (...), one for each token; defaults to 1. Tokens of weight 0 contribute nothing, even if not finite.
 
     Raises:
         ConfigError: the shapes differ, or the temperature is not positive.
@@ -141,16 +153,18 @@ def distillation_loss(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """student (N, V), teacher (N, V) -> three times (N,); see `token_losses`."""
+    """student (N, V), teacher (N, V) -> loss, divergence and acceptance, (N,) each; see `token_losses`."""
 
     @staticmethod
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Buffers are reused in place throughout: a chunk is meant to stay in cache.
         divergence, acceptance, reverse = (student.new_empty(len(student), dtype=_wide(student)) for _ in range(3))
         for rows, log_q in _chunks(student, temperature):
             log_p = _log_softmax(teacher[rows].to(log_q.dtype), temperature)
-            p, apart, q = log_p.exp(), log_p.sub_(log_q), log_q.exp_()
+            p = log_p.exp()
+            apart, q = _floored(log_p, objective).sub_(log_q), log_q.exp_()
             divergence[rows] = torch.where(p > 0, p * apart, 0).sum(-1)
             acceptance[rows] = torch.minimum(p, q).sum(-1)
             if objective == "reverse_kl":
@@ -167,21 +181,25 @@ class _TokenLosses(torch.autograd.Function):
         for rows, log_q in _chunks(student, ctx.temperature):
             log_p = _log_softmax(teacher[rows].to(log_q.dtype), ctx.temperature)
             if ctx.objective == "reverse_kl":
-                q, above = log_q.exp(), log_q.sub_(log_p).sub_(reverse[rows, None])
+                q, above = log_q.exp(), log_q.sub_(_floored(log_p, "reverse_kl")).sub_(reverse[rows, None])
                 of_student[rows] = torch.where((scale[rows, None] != 0) & (q > 0), scale[rows, None] * q * above, 0)
                 continue
             q, p = log_q.exp_(), log_p.exp_()
             apart = torch.sub(q, p, out=p)
             direction = (scale * share)[rows, None] * apart
             if ctx.objective != "kl":
-                sides = apart.sign_().mul_(q)  # d TV / d q is half the sign of q - p, here times q
+                sides = apart.sign_().mul_(q)  # (d TV / d q) · q, without its factor 1/2: the sign of q - p times q
                 direction += (scale * (1 - share))[rows, None] / 2 * sides.sub_(q.mul_(sides.sum(-1, keepdim=True)))
             of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
         return of_student, None, None, None
 
 
 class _KnownLosses(torch.autograd.Function):
-    """student (N, V), words (N, k), log-probabilities (N, k + 1), drawn (N, m), entropy (N,) -> three times (N,)."""
+    """Like `_TokenLosses`, for a teacher in the form of `KnownWords`.
+
+    student (N, V), words (N, k), log-probabilities (N, k + 1), drawn (N, m), entropy (N,) -> loss, divergence and
+    acceptance, (N,) each.
+    """
 
     @staticmethod
     def forward(
@@ -199,7 +217,7 @@ class _KnownLosses(torch.autograd.Function):
             log_p, index = values[rows].to(log_q.dtype).log_softmax(-1), words[rows].to(torch.int64)
             of_others = log_q.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)
             log_merged, p = torch.cat((log_q.gather(-1, index), of_others), -1), log_p.exp()
-            merged, apart = log_merged.exp(), log_p - log_merged
+            merged, apart = log_merged.exp(), _floored(log_p, objective) - log_merged
             reverse[rows] = -torch.where(merged > 0, merged * apart, 0).sum(-1)
             lost = torch.where(p > 0, p * apart, 0)
             if drawn is not None and entropy is not None:
@@ -221,13 +239,13 @@ class _KnownLosses(torch.autograd.Function):
             merged = torch.cat((log_q.gather(-1, index), log_q.scatter(-1, index, -torch.inf).logsumexp(-1, True)), -1)
             q, merged = log_q.exp_(), merged.exp_()
             of_kl, of_tv = (scale * share)[rows, None], (scale * (1 - share))[rows, None]
-            sides = (merged - p).sign_()  # d TV / d merged is half of it
+            sides = (merged - p).sign_()  # twice d TV / d merged
             middle = (sides * merged).sum(-1, keepdim=True)
-            # Of all words alike, then what differs at those that are known.
+            # Gradient with respect to log q: a term for all words in proportion to q, then corrections for known words.
             of_all = of_kl + of_tv / 2 * (sides[:, -1:] - middle)
             of_words = of_tv / 2 * (sides[:, :-1] - sides[:, -1:]) * merged[:, :-1] - of_kl * p[:, :-1]
             if ctx.objective == "reverse_kl":
-                above = torch.where(merged > 0, merged.log() - p.log() - reverse[rows, None], 0)
+                above = torch.where(merged > 0, merged.log() - _floored(p.log(), "reverse_kl") - reverse[rows, None], 0)
                 of_all = scale[rows, None] * above[:, -1:]
                 of_words = scale[rows, None] * (above[:, :-1] - above[:, -1:]) * merged[:, :-1]
             elif drawn is None:
@@ -235,8 +253,8 @@ class _KnownLosses(torch.autograd.Function):
                 of_all, of_words = of_all - of_kl * left, of_words + of_kl * left * merged[:, :-1]
             direction = (of_all * q).scatter_add_(-1, index, of_words)
             if drawn is not None and ctx.objective != "reverse_kl":
-                each = -of_kl * p[:, -1:] / drawn.shape[1]
-                direction.scatter_add_(-1, drawn[rows].to(torch.int64), each.expand(-1, drawn.shape[1]))
+                of_draw = -of_kl * p[:, -1:] / drawn.shape[1]
+                direction.scatter_add_(-1, drawn[rows].to(torch.int64), of_draw.expand(-1, drawn.shape[1]))
             of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
         return of_student, None, None, None, None, None, None
 
@@ -244,11 +262,12 @@ class _KnownLosses(torch.autograd.Function):
 def _combined(
     ctx: Any, divergence: Tensor, acceptance: Tensor, reverse: Tensor, objective: Objective, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What both functions return; and what their backward passes need is noted."""
+    """Combine the objectives to the outputs of `_TokenLosses` and `_KnownLosses`; also saves on `ctx` the arguments
+    that the backward pass needs."""
     ctx.objective, ctx.temperature = objective, temperature
     ctx.mark_non_differentiable(divergence, acceptance)
     rejection = 1 - acceptance
-    if objective == "tv":  # no product of 0 and what may be infinite
+    if objective == "tv":  # the divergence may be infinite, and 0 times that is NaN
         return temperature**2 * rejection, divergence, acceptance
     if objective == "reverse_kl":
         return temperature**2 * reverse, divergence, acceptance
@@ -257,10 +276,17 @@ def _combined(
 
 
 def _share_of_kl(objective: Objective, acceptance: Tensor) -> Tensor:
-    """λ of `token_losses`, token by token."""
+    """The weight λ of KL for each token; see `token_losses`."""
     if objective == "hybrid":
         return (-ETA * acceptance).exp()
     return torch.full_like(acceptance, float(objective == "kl"))
+
+
+def _floored(log_p: Tensor, objective: Objective) -> Tensor:
+    """A teacher's log-probabilities; for the reverse KL, the log of the smallest normal replaces -inf, in place."""
+    if objective != "reverse_kl":
+        return log_p
+    return log_p.masked_fill_(log_p == -torch.inf, math.log(torch.finfo(log_p.dtype).tiny))
 
 
 def _wide(logits: Tensor) -> torch.dtype:
@@ -268,7 +294,8 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _chunks(student: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, and the student's log-probabilities at the temperature, which may be overwritten."""
+    """Iterate over chunks of rows: the slice, and the student's log-probabilities at the temperature, which the caller
+    may overwrite."""
     size = max(1, (CPU_CHUNK if student.device.type == "cpu" else CHUNK) // student.shape[1])
     for start in range(0, len(student), size):
         rows = slice(start, start + size)
@@ -276,7 +303,7 @@ def _chunks(student: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """A new tensor, also where nothing is to be done."""
+    """Log-softmax of logits / T, always in a new tensor, because callers overwrite it."""
     return F.log_softmax(logits / temperature if temperature != 1 else logits, -1, dtype=_wide(logits))
 
 
@@ -284,12 +311,14 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def acceptance(
     student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], forward: Forward = call_model
 ) -> tuple[float, int]:
-    """(sum of Σ min(p, q) over the tokens of `batches` that count, their number) at temperature 1.
+    """Sum of Σ min(p, q) over the tokens of `batches` that have a target, and the number of these tokens; at
+    temperature 1.
 
-    Their ratio is the share of drafted tokens that is accepted, where drafts follow text as it is in the batches.
+    The ratio of the two results is the fraction of drafted tokens that is accepted, if the drafts continue prefixes of
+    these texts.
 
     Args:
-        student, teacher: in evaluation mode, on the device of the batches.
+        student, teacher: models in evaluation mode, on the device of the batches.
     """
     total, count = 0.0, 0
     for batch in batches:
@@ -300,15 +329,15 @@ def acceptance(
 
 
 def logits_of(output: Output) -> Tensor:
-    """The logits that a model returned, as they are or as `.logits`."""
+    """The logits of a model's output: the output itself or its `.logits`."""
     return getattr(output, "logits", output)
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """The targets of a batch, (...), read as `core.task.cross_entropy` does.
+    """The targets of a batch, (...), by the rules of `core.task.cross_entropy`.
 
     Raises:
-        ConfigError: the batch has none.
+        ConfigError: the batch has no targets.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets")
@@ -318,61 +347,71 @@ def targets_of(batch: Batch) -> Tensor:
         targets = batch[1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
     if not isinstance(targets, Tensor):
         raise ConfigError(
-            "there are no targets in the batch, which say which tokens count",
+            "the batch has no targets, so it is unknown which tokens enter the loss",
             hint="give `targets` or `labels` in a mapping, or a pair of inputs and targets",
         )
     return targets
 
 
 def counted(batch: Batch) -> Tensor:
-    """Which positions of a batch have a target that counts; bool (...)."""
+    """Mask of the positions of a batch that have a target; bool (...)."""
     return targets_of(batch) != IGNORED
 
 
 def check_vocabulary(student: nn.Module, source: str, what: str) -> None:
-    """Make sure that a model has the vocabulary of the student, as far as their configurations tell; reads no weights.
+    """Check that a model can be opened and that its vocabulary is as large as the student's, by its configuration.
+
+    The headers of its weight files are checked next; the weights are not read.
 
     Args:
-        source: the model, as `open_model` takes it. what: its name in the message.
+        source: name of the model, as in `open_model`. what: key of the run file that error messages name.
 
     Raises:
-        ConfigError: it has another one, or there is no such model. CheckpointError: its folder holds none.
+        ConfigError: the vocabulary sizes differ, or there is no such model. CheckpointError: its folder holds no model,
+            or damaged weights.
     """
-    mine, theirs = (getattr(getattr(each, "config", None), "vocab_size", None) for each in (student, outline(source)))
-    if isinstance(mine, int) and isinstance(theirs, int) and mine != theirs:
+    student_size, teacher_size = (
+        getattr(getattr(model, "config", None), "vocab_size", None) for model in (student, outline(source))
+    )
+    if isinstance(student_size, int) and isinstance(teacher_size, int) and student_size != teacher_size:
         raise ConfigError(
-            f"`{what}`: `{source}` has {theirs:,} words, and the model that learns from it has {mine:,}",
+            f"`{what}`: `{source}` has {teacher_size:,} words, and the model that learns from it has {student_size:,}",
             hint="give data.tokenizer the teacher's tokenizer.json, so that both have the same words",
         )
+    outline(source, weights=True)
 
 
-def freeze_teacher(job: Job, name: str, source: str = "") -> nn.Module:
-    """The teacher of a job, frozen; at the seam MODEL.
+def freeze_teacher(attachments: Attachments, name: str, source: str = "") -> nn.Module:
+    """Open and freeze the teacher of a job; at the seam MODEL.
 
     Args:
-        name: what it is kept under.
-        source: the teacher, as `open_model` takes it; by default a copy of the job's own model as it is now. That copy
-            is made again when a run resumes, so a run that resumes must begin with the same model.
+        name: name under which the job holds it.
+        source: name of the teacher, as in `open_model`; defaults to a copy of the job's own model in its present state.
+            Because a resumed run makes this copy again, it must start from the same model.
     """
-    teacher = open_model(source) if source else copy.deepcopy(job.module)
-    return job.frozen(name, teacher, source or "the model that the run began with")
+    teacher = open_model(source) if source else copy.deepcopy(attachments.module)
+    return attachments.frozen(name, teacher, source or "the model that the run began with")
 
 
-def distil(job: Job, teacher: nn.Module, *, share: float, temperature: float) -> None:
-    """Wrap the job's loss, at the seam LOSS: (1 - share) x its own + share x `distillation_loss` of counted tokens.
+def distil(attachments: Attachments, teacher: nn.Module, *, share: float, temperature: float) -> None:
+    """Wrap the job's loss, at the seam LOSS: (1 - share) x task loss + share x `distillation_loss` of the tokens with
+    targets.
 
-    Evaluation keeps the task's own loss. The numbers `task_loss` and `distillation` are both parts in nats a token, of
-    this rank's newest micro-batch.
+    Evaluation keeps the task's loss. The metrics `task_loss` and `distillation` are the two losses in nats a token, for
+    this rank's latest micro-batch.
     """
-    inner = job.loss
+    inner = attachments.loss
 
     def loss(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
         total, count = inner(output, batch)
         with torch.no_grad():
-            wanted = job.forward(teacher, batch)
+            wanted = attachments.forward(teacher, batch)
         weights = counted(batch).float()
         divergence = distillation_loss(logits_of(output), logits_of(wanted), temperature=temperature, weights=weights)
-        job.numbers["task_loss"], job.numbers["distillation"] = total.detach() / count, divergence.detach() / count
+        attachments.numbers["task_loss"], attachments.numbers["distillation"] = (
+            total.detach() / count,
+            divergence.detach() / count,
+        )
         return (1 - share) * total + share * divergence, count
 
-    job.loss = loss
+    attachments.loss = loss

@@ -1,368 +1,231 @@
-"""Models in GGUF, llama.cpp's file format: read as our `GPT` where they are Llamas, and written.
+"""Models in GGUF, llama.cpp's file format: read and written for the architectures of `gguf_architectures`.
 
-A file holds the shape of the model, its tokenizer and its weights, of which llama.cpp's Q8_0 and Q4_0 are `rounding`'s
-numbers of 8 and 4 bits: these are taken over without rounding again, both ways. Rows of the query and key projections
-are in another order there: llama.cpp turns neighbouring entries of a head, a `GPT` those half a head apart.
+A file holds the shape of the model (`gguf_keys`), its tokenizer (`gguf_tokenizer`) and its weights. llama.cpp's types
+Q8_0 and Q4_0 are the 8-bit and 4-bit numbers of `rounding`, so these weights are converted in both directions without
+being rounded again. A Llama is read as `GPT` if `GPT` supports its configuration; all other models are read as
+transformers models.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-import numpy as np
-import tokenizers
 import torch
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import nn
 
-from shoestring.core.errors import CheckpointError, ConfigError, DataError
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError
 from shoestring.data.tokenizer import Tokenizer
-from shoestring.models import llama, quantized
-from shoestring.models.gpt import GPT, GPTConfig
-from shoestring.models.rounding import GROUP, ZERO, Bits, pack, quantize, unpack
-from shoestring.storage.whole import open_aside, put_in_place
+from shoestring.models import gguf_file, gguf_tokenizer, hf, llama, plausible, quantized
+from shoestring.models.gguf_architectures import Architecture
+from shoestring.models.gguf_file import StoredTensor
+from shoestring.models.gguf_keys import architecture_of, config_of, keys_of, normal
+from shoestring.models.gguf_rope import FACTORS
+from shoestring.models.gguf_weights import (
+    Kind,
+    TensorSource,
+    dense_of,
+    gguf_library,
+    own_parameters,
+    parts_of,
+    state_of,
+    tensors_of,
+)
+from shoestring.models.gpt import GPT
+from shoestring.storage.whole import put_aside
 
 log = logging.getLogger("shoestring")
 
-Kind = Literal["f32", "f16", "q8_0", "q4_0"]
 KINDS: Mapping[int, Kind] = {32: "f32", 16: "f16", 8: "q8_0", 4: "q4_0"}
-"""Types of the weights, by their bits."""
+"""Maps the bits of a weight to its type in the file."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
-
-_NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # types of tokens
-_OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-          "lm_head.weight": "output.weight"}  # fmt: skip
-_INNER = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-          "post_attention_layernorm": "ffn_norm"}  # fmt: skip
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_SPLITS = {"gpt-2": "", "default": "", "llama-bpe": _LLAMA3}  # how a text is split before merging; "" is GPT-2's rule
-
-
-def _library() -> Any:
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ConfigError("GGUF files need the package gguf", hint="pip install shoestring[gguf]") from error
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_file(path: Path | str) -> bool:
-    """Whether a path is that of a GGUF file."""
-    return str(path).endswith(".gguf") and Path(path).is_file()
-
-
-def _name(part: str) -> str:
-    """The tensor of a part of the Llama layout."""
-    if part in _OUTER:
-        return _OUTER[part]
-    layer, rest = part.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-    return f"blk.{layer}.{_INNER[rest]}.weight"
-
-
-def _neighbours(part: str, config: GPTConfig) -> Tensor | None:
-    """The rows of our order that follow one another in llama.cpp's, for query and key projections."""
-    heads = {"q_proj.weight": config.heads, "k_proj.weight": config.kv_heads}.get(part.rpartition(".self_attn.")[2])
-    if heads is None:
-        return None
-    rows = torch.arange(heads * config.head_dim)
-    return rows.view(heads, 2, config.head_dim // 2).transpose(1, 2).reshape(-1)
+    """Whether a path names an existing GGUF file."""
+    return str(path).endswith(".gguf") and Path(path).exists() and not Path(path).is_dir()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """The model in a file, in float32 and with layers of 8 and 4 bits where they are, and its tokenizer.
+def load(path: Path, *, dense: bool = False) -> tuple[nn.Module, Tokenizer | None]:
+    """Load the model and the tokenizer in a file; 8-bit and 4-bit layers stay quantised, all other weights are in
+    float32.
 
-    Weights of other quantised types are rounded to 8 bits, which is said; a tokenizer that cannot be built is None.
+    Weights of other quantised types are rounded to 8 bits, with a log message. The tokenizer is None if it cannot be
+    built.
+
+    Args:
+        dense: whether all layers are converted to float32, so that the model can be trained.
 
     Raises:
-        CheckpointError: it is no GGUF file, it is damaged, or tensors are missing or of the wrong shape.
-        ConfigError: `GPT` does not compute what it describes.
+        CheckpointError: the file is not a GGUF file or is damaged, or tensors are missing or have the wrong shape.
+        ConfigError: the model's architecture is not supported, or the file has unknown keys or tensors.
     """
-    library = _library()
-    try:
-        reader = library.GGUFReader(path)
-        values = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"`{path}` is no GGUF file that can be read: {error}") from error
-    config = _config(values, tensors, str(path))
-    with torch.device("meta"):
-        model = GPT(config)
-    state: dict[str, Tensor] = {}
-    again: list[str] = []
-    for ours, parts in llama.layout(config):
-        module = ours.removesuffix(".weight")
-        found = [_part(tensors, part, config, path) for part in parts]
-        widths = {_bits(tensor.tensor_type.name) for tensor, _ in found}
-        width = widths.pop() if len(widths) == 1 else 0
-        if width in (8, 4):
-            blocks = [_blocks(tensor, rows, width) for tensor, rows in found]
-            numbers, scales = (torch.cat(each) for each in zip(*blocks, strict=True))
-        else:
-            dense = torch.cat([_dense(tensor, rows, path) for tensor, rows in found])
-            if width is None:
-                state[ours] = dense
-                continue
-            again += [tensor.tensor_type.name for tensor, _ in found]
-            width, (numbers, scales) = 8, quantize(dense, 8)
-        quantized.replace(model, {module: width})
-        state[f"{module}.weight"], state[f"{module}.scales"] = pack(numbers, scales, width)
-    if again:
-        log.info("%d tensors of %s are rounded to 8 bits", len(again), ", ".join(sorted(set(again))))
-    model.load_state_dict(state, assign=True)
+    values, tensors = _open(path)
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    factors = {name: dense_of(tensors[name], path).numpy() for name in FACTORS if name in tensors}
+    architecture, config = config_of(values, shapes, str(path), factors)
+    stored = plausible.StoredWeights(len(tensors), sum(tensor.data.nbytes for tensor in tensors.values()))
+    plausible.check_config(config, stored, path)
+    model = _empty(architecture, config, stored, path)
+    parts = list(parts_of(model, architecture, config))
+    known = {
+        f"{part.stem}.{suffix}" for part in parts for suffix, _ in own_parameters(model.get_submodule(part.module))
+    }
+    if others := sorted(tensors.keys() - known - factors.keys()):
+        raise ConfigError(f"{path} has unknown tensors: {', '.join(others[:5])}")
+    state = state_of(model, parts, TensorSource(tensors, architecture, normal(architecture, config), path, dense))
+    model.load_state_dict(state, assign=True, strict=isinstance(model, GPT))
     for module in model.modules():
         if isinstance(module, quantized.QuantizedEmbedding):
-            module.like = torch.empty(0)
-    return model.eval(), _tokenizer(values, path)
+            module.like = torch.empty(0)  # a non-persistent buffer, which is still on `meta`
+    if not isinstance(model, GPT):
+        cast(Any, model).tie_weights()
+    return model.eval(), gguf_tokenizer.read(values, path, config["vocab_size"])
 
 
-def _config(values: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> GPTConfig:
-    architecture = values.get("general.architecture")
-    if architecture != "llama":
-        raise ConfigError(f"{where} has the architecture {architecture!r}", hint="only llama is supported")
-    given = {name.removeprefix("llama."): value for name, value in values.items() if name.startswith("llama.")}
+def tokenizer_of(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file; None if it has none that can be built.
+
+    Raises:
+        CheckpointError: the file is not a GGUF file or is damaged. DataError: the tokenizer is damaged.
+    """
+    values, tensors = _open(path)
+    embedding = tensors.get("token_embd.weight")
+    return gguf_tokenizer.read(values, path, int(embedding.shape[-1]) if embedding else 0)
+
+
+def ends_of(path: Path) -> list[int]:
+    """Ids of the tokens that end a text, from the keys of a file.
+
+    Raises:
+        CheckpointError: the file is not a GGUF file or is damaged.
+    """
+    values = _open(path)[0]
+    ids = (values.get(f"tokenizer.ggml.{name}_token_id") for name in gguf_tokenizer.ENDS)
+    return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     try:
-        heads, width = given["attention.head_count"], given["embedding_length"]
-        shape = GPTConfig(
-            vocab_size=int(tensors["token_embd.weight"].shape[1]),
-            dim=width,
-            layers=given["block_count"],
-            heads=heads,
-            kv_heads=given.get("attention.head_count_kv", heads),
-            hidden=given["feed_forward_length"],
-            context=given["context_length"],
-            tied="output.weight" not in tensors,
-            rope_theta=given.get("rope.freq_base", 10_000.0),
-            norm_eps=float(str(np.float32(given["attention.layer_norm_rms_epsilon"]))),  # 1e-5, not its fp32
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{where} lacks {error.args[0]}") from error
-    for name, expected in (
-        ("rope.dimension_count", shape.head_dim),
-        ("attention.key_length", shape.head_dim),
-        ("attention.value_length", shape.head_dim),
-        ("rope.scaling.type", "none"),
-        ("expert_count", 0),
-    ):
-        if given.get(name, expected) != expected:
-            raise ConfigError(f"{where}: llama.{name} is {given[name]!r}", hint=f"only {expected!r} is supported")
-    known = {_name(part.name) for _, parts in llama.layout(shape) for part in parts}
-    if others := sorted(tensors.keys() - known):
-        raise ConfigError(f"{where} has tensors that are not computed with: {', '.join(others[:5])}")
-    return shape
+        return gguf_file.read(path, gguf_library())
+    except OSError as error:
+        raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"`{path}` is not a readable GGUF file: {error}") from error
 
 
-def _part(
-    tensors: Mapping[str, Any], part: llama.LlamaTensor, config: GPTConfig, path: Path
-) -> tuple[Any, Tensor | None]:
-    """The tensor of a part, and which of its rows are ours, in order; None where they are in our order."""
-    tensor = tensors.get(_name(part.name))
-    if tensor is None:
-        raise CheckpointError(f"{path} lacks the tensor {_name(part.name)}")
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    if shape != part.shape:
-        raise CheckpointError(f"{path}: {tensor.name} has shape {shape}, not {part.shape}")
-    theirs = _neighbours(part.name, config)
-    return tensor, None if theirs is None else theirs.argsort()
+def _empty(
+    architecture: Architecture, config: Mapping[str, Any], stored: plausible.StoredWeights, path: Path
+) -> nn.Module:
+    """Build a model from its configuration on the meta device; only buffers that the file does not store have
+    values."""
+    content: dict[str, Any] = {**config, "model_type": architecture.model_types[0], **dict.fromkeys(_IDS)}
+    if architecture.name == "llama" and llama.supports(content):
+        with torch.device("meta"):
+            return GPT(llama.from_llama_config(content, str(path)))
+    with torch.device("meta"):
+        model = _built(content, path)
+    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if numbers > stored.numbers:
+        raise CheckpointError(f"`{path}` describes a model of {numbers:,} numbers, and its tensors hold fewer")
+    # Rotary frequencies and masks are computed when a model is built. To save memory, a model with few blocks and
+    # narrow weights is built, and these buffers are copied from it.
+    blocks = min(normal(architecture, config)["num_hidden_layers"], architecture.period or 1)
+    small = {"num_hidden_layers": blocks, "vocab_size": 8, "intermediate_size": 8}
+    content |= {architecture.entry(name): value for name, value in small.items()}
+    if "layer_types" in content:
+        content["layer_types"] = content["layer_types"][:blocks]
+    with torch.random.fork_rng(devices=[]):
+        computed = dict(_built(content, path).named_buffers())
+    for name, buffer in list(model.named_buffers()):
+        value = computed.get(re.sub(r"\.\d+\.", ".0.", name, count=1), computed.get(name))
+        if value is None or value.shape != buffer.shape:
+            raise CheckpointError(f"`{path}`: the buffer {name} of its model is not computed")
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module).register_buffer(own, value, persistent=False)
+    return model
 
 
-def _bits(kind: str) -> Bits | Literal[0] | None:
-    """Bits of quantised types: 0 those of which we have no layers, None those of floating-point ones."""
-    if kind in ("F32", "F16", "BF16", "F64"):
-        return None
-    return 8 if kind == "Q8_0" else 4 if kind == "Q4_0" else 0
-
-
-def _dense(tensor: Any, rows: Tensor | None, path: Path) -> Tensor:
-    try:
-        values = _library().quants.dequantize(tensor.data, tensor.tensor_type)
-    except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"{path}: {tensor.name} has the type {tensor.tensor_type.name}, which is not read") from error
-    dense = torch.from_numpy(np.array(values, np.float32))
-    return dense if rows is None else dense[rows]
-
-
-def _blocks(tensor: Any, rows: Tensor | None, bits: Bits) -> tuple[Tensor, Tensor]:
-    """Numbers and scales as `rounding` has them, of blocks of a scale and 32 numbers."""
-    count, size = int(tensor.shape[1]), 2 + GROUP * bits // 8
-    blocks = torch.from_numpy(np.array(tensor.data)).view(torch.uint8).view(count, -1, size)
-    blocks = blocks if rows is None else blocks[rows]
-    scales, numbers = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1), blocks[..., 2:]
-    if bits == 8:
-        return numbers ^ 128, scales  # a signed byte, moved to begin at 0
-    return torch.cat((numbers & 15, numbers >> 4), -1), scales
-
-
-def _tokenizer(values: Mapping[str, Any], path: Path) -> Tokenizer | None:
-    """The tokenizer of a file; None, which is said, where it is of a kind that is not built."""
-    given = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
-    kind, split = given.get("model", "none"), given.get("pre", "default")
-    if kind != "gpt2" or split not in _SPLITS or "merges" not in given:
-        log.warning("%s: its tokenizer, of the kind %s (%s), is not built", path, kind, split)
-        return None
-    tokens: list[str] = given["tokens"]
-    types = given.get("token_type", [_NORMAL] * len(tokens))
-    vocabulary = {token: i for i, (token, its) in enumerate(zip(tokens, types, strict=True)) if its != _UNUSED}
-    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in given["merges"]) if second]
-    engine = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not _SPLITS[split])
-    if _SPLITS[split]:
-        bytes_only = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLITS[split]), "isolated"), bytes_only])
-    engine.pre_tokenizer, engine.decoder = bytes_only, decoders.ByteLevel()
-    special = [token for token, its in zip(tokens, types, strict=True) if its == _CONTROL]
-    engine.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    companions: dict[str, bytes] = {}
-    if (end := given.get("eos_token_id")) is not None:
-        companions["tokenizer_config.json"] = json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokens[end]}
-        ).encode()
-    if template := values.get("tokenizer.chat_template"):
-        companions["chat_template.jinja"] = template.encode()
-    try:
-        return Tokenizer(engine, str(path), companions)
-    except DataError as error:
-        log.warning("%s: its tokenizer is not used: %s", path, error)
-        return None
+def _built(content: Mapping[str, Any], path: Path) -> nn.Module:
+    """Build transformers' model from the content of a config.json; no weights are loaded."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / hf.CONFIG).write_text(json.dumps(content))
+        try:
+            return hf.build(folder, {}, {}, weights=False)
+        except ShoestringError as error:
+            reason = error.parts()[1].replace(f"`hf:{folder}`", "its model")
+            raise CheckpointError(f"cannot load `{path}`: {reason}") from error
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save(model: nn.Module, tokenizer: Tokenizer | None, path: Path, kind: Kind) -> None:
-    """Write a `GPT` and its tokenizer as llama.cpp reads them. The file appears whole or not at all.
+def save(model: nn.Module, tokenizer: Tokenizer | None, path: Path, kind: Kind, ends: Sequence[int] = ()) -> None:
+    """Write a model and its tokenizer for llama.cpp; the file is written atomically.
 
     Args:
-        kind: the type of weights. Norms are f32; with q4_0, embeddings and the head are q8_0; a weight whose inputs are
-            no multiple of 32 is f16. Layers that are quantised already keep their numbers where the type is theirs.
+        kind: type of the weights. Norms, biases and position embeddings are always written in f32. With q4_0,
+            embeddings and the head are written in q8_0. A weight whose number of inputs is not a multiple of 32 is
+            written in f16. Layers that are already quantised to this type are not rounded again.
+        ends: ids of the tokens that end a text, the most usual first; by default the tokenizer's.
 
     Raises:
-        ConfigError: the model is no `GPT`, or weights cannot be rounded.
+        ConfigError: llama.cpp does not support the model, or a weight cannot be quantised.
     """
-    library = _library()
-    if not isinstance(model, GPT):
-        raise ConfigError(f"a {type(model).__name__} cannot be written as GGUF", hint="only Llamas can")
-    file = open_aside(path)
-    try:
-        writer = library.GGUFWriter(file.name, "llama")
-        _describe(writer, model.config, library.LlamaFileType[_FILE_TYPES[kind]])
-        if tokenizer is not None:
-            _write_tokenizer(writer, tokenizer, model.config)
-        for name, data, raw in _tensors(model, kind):
-            writer.add_tensor(name, data, raw_dtype=None if raw is None else library.GGMLQuantizationType[raw])
+    library = gguf_library()
+    config, usual = _configs(model)
+    architecture = architecture_of(config)
+    described = keys_of(architecture, config, usual)
+    keys: dict[str, Any] = {f"{architecture.name}.{key}": value for key, value in described.keys.items()}
+    if tokenizer is not None:
+        keys |= gguf_tokenizer.keys_of(tokenizer, config["vocab_size"], ends)
+    parts = list(parts_of(model, architecture, config))
+    with put_aside(path) as file:
+        writer = library.GGUFWriter(file.name, architecture.name)
+        writer.add_file_type(library.LlamaFileType[_FILE_TYPES[kind]])
+        writer.add_quantization_version(2)
+        for key, value in keys.items():
+            _add(writer, key, value)
+        for name, factors in described.tensors.items():
+            writer.add_tensor(name, factors)
+        for part in parts:
+            for suffix, data, raw in tensors_of(model, part, architecture, normal(architecture, config), kind):
+                raw_type = None if raw is None else library.GGMLQuantizationType[raw]
+                writer.add_tensor(f"{part.stem}.{suffix}", data, raw_dtype=raw_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        put_in_place(file, path)
-    except BaseException:
-        Path(file.name).unlink(missing_ok=True)
-        raise
-    finally:
-        file.close()
 
 
-def _describe(writer: Any, config: GPTConfig, file_type: int) -> None:
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(2)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.dim)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.hidden)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_dimension_count(config.head_dim)
+def _configs(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of a model's config.json, and the default configuration of its model type."""
+    if isinstance(model, GPT):
+        config = llama.to_llama_config(model.config, torch.float32)
+        return config, config
+    if not hf.is_pretrained(model):
+        raise ConfigError(f"a {type(model).__name__} cannot be written as GGUF", hint="only language models can")
+    config = cast(Any, model).config.get_text_config()
+    return config.to_dict(), type(config)().to_dict()
 
 
-def _write_tokenizer(writer: Any, tokenizer: Tokenizer, config: GPTConfig) -> None:
-    table = json.loads(tokenizer.engine.to_str())
-    if table["model"]["type"] != "BPE":
-        raise ConfigError(f"a tokenizer of type {table['model']['type']} cannot be written as GGUF")
-    special = {token["id"] for token in table["added_tokens"] if token["special"]}
-    names = {i: token for token, i in tokenizer.engine.get_vocab().items()}
-    tokens = [names.get(i, f"[unused{i}]") for i in range(max(config.vocab_size, len(names)))]
-    types = [_CONTROL if i in special else _NORMAL if i in names else _UNUSED for i in range(len(tokens))]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in table["model"]["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_split_of(table["pre_tokenizer"]))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges or [""])
-    writer.add_eos_token_id(tokenizer.end_of_text)
-    writer.add_bos_token_id(tokenizer.end_of_text)
-    writer.add_add_bos_token(False)
-    if template := tokenizer.companions.get("chat_template.jinja"):
-        writer.add_chat_template(template.decode())
-
-
-def _split_of(pre_tokenizer: Any) -> str:
-    """What llama.cpp calls the way in which a byte-level tokenizer splits a text before merging.
-
-    Raises:
-        ConfigError: it has no name for it, or we do not know it.
-    """
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if isinstance(pre_tokenizer, dict) else []
-    patterns = [step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split"]
-    if steps and steps[-1]["type"] == "ByteLevel" and not steps[-1]["add_prefix_space"]:
-        for name, pattern in _SPLITS.items():
-            if patterns == ([pattern] if pattern else []):
-                return name
-    raise ConfigError("the tokenizer splits texts in a way that cannot be written as GGUF", hint="write it without")
-
-
-def _tensors(model: GPT, kind: Kind) -> Iterator[tuple[str, np.ndarray, str | None]]:
-    """Name, data and type (None of floating-point ones) of every tensor."""
-    config = model.config
-    for ours, parts in llama.layout(config):
-        module: Any = model.get_submodule(ours.removesuffix(".weight"))
-        outer = ours.startswith(("embed", "head"))
-        for part, rows in zip(parts, _spans(parts), strict=True):
-            theirs = _neighbours(part.name, config)
-            order = torch.arange(rows.start, rows.stop) if theirs is None else theirs + rows.start
-            if len(part.shape) == 1:
-                yield _name(part.name), module.weight.detach().float().cpu().numpy(), None
-            elif kind in ("f32", "f16") or part.shape[1] % GROUP:
-                dense = _weight(module)[order].cpu()
-                yield _name(part.name), (dense if kind == "f32" else dense.half()).numpy(), None
-            else:
-                bits: Bits = 8 if outer or kind == "q8_0" else 4
-                yield _name(part.name), _as_blocks(module, order, bits), f"Q{bits}_0"
-
-
-def _spans(parts: Sequence[llama.LlamaTensor]) -> Iterator[slice]:
-    start = 0
-    for part in parts:
-        yield slice(start, start + part.shape[0])
-        start += part.shape[0]
-
-
-def _weight(module: Any) -> Tensor:
-    """The weight of a layer in float32, quantised or not."""
-    if isinstance(module, quantized.Quantized):
-        return module.dense()
-    return module.weight.detach().float()
-
-
-def _as_blocks(module: Any, order: Tensor, bits: Bits) -> np.ndarray:
-    """Rows as bytes: blocks of a scale and 32 numbers."""
-    if isinstance(module, quantized.Quantized) and module.bits == bits and module.places is None:
-        numbers, scales = unpack(module.weight, module.scales, module.rows)
-        numbers, scales = numbers[order], scales[order]
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
-        numbers, scales = quantize(_weight(module)[order], bits)
-    numbers = numbers ^ ZERO[8] if bits == 8 else numbers[..., :16] | numbers[..., 16:] << 4
-    blocks = torch.cat((scales.contiguous().unsqueeze(-1).view(torch.uint8), numbers), -1)
-    return blocks.flatten(1).cpu().numpy()
+        writer.add_array(key, value)

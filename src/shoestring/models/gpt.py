@@ -1,14 +1,15 @@
 """A decoder-only transformer in the Llama layout: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Shapes in comments: B sequences, T tokens of them, S positions attended to, V words in the vocabulary, C model width
+Shapes in comments: B sequences, T tokens in each, S positions attended to, V tokens in the vocabulary, C model width
 (`dim`), H query heads, K key/value heads, D width of a head (C / H), F width of the feed-forward layer, L blocks.
 
-Sources: Touvron et al. 2023 (Llama), Su et al. 2021 (rotary), Ainslie et al. 2023 (grouped queries),
-Shazeer 2020 (SwiGLU).
+Sources: Llama (Touvron et al., 2023), rotary positions (Su et al., 2021), grouped-query attention (Ainslie et al.,
+2023), SwiGLU (Shazeer, 2020).
 """
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,11 +27,11 @@ class GPTConfig:
     """The shape of a `GPT`.
 
     Raises:
-        ConfigError: a size that is not a positive integer, or sizes that do not divide.
+        ConfigError: a size is not a positive integer, or not a multiple of another size as stated below.
     """
 
     vocab_size: int
-    """Words in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     dim: int
     """Model width; a multiple of `heads`."""
     layers: int
@@ -38,29 +39,29 @@ class GPTConfig:
     heads: int
     """Query heads; a multiple of `kv_heads`."""
     kv_heads: int
-    """Key/value heads: `heads` is multi-head attention, 1 is multi-query."""
+    """Key/value heads: equal to `heads` for multi-head attention, 1 for multi-query attention."""
     hidden: int
     """Width of the feed-forward layer."""
     context: int
-    """The longest sequence, in tokens."""
+    """Maximum length of a sequence, in tokens."""
     tied: bool = True
-    """The output layer is the embedding, transposed."""
+    """Whether the output layer shares the embedding's weight."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Constant ε that RMSNorm adds to the mean square."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; those that write to the residual stream get 1 / sqrt(2 L) of it."""
+    """Standard deviation of the initial weights; divided by sqrt(2 L) for layers that write to the residual stream."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden", "context"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"GPTConfig.{name} is {value!r}", hint="give a positive integer")
+                raise ConfigError(f"GPTConfig.{name} is {reprlib.repr(value)}", hint="give a positive integer")
         for name in ("rope_theta", "norm_eps", "init_std"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ConfigError(f"GPTConfig.{name} is {value!r}", hint="give a positive number")
+                raise ConfigError(f"GPTConfig.{name} is {reprlib.repr(value)}", hint="give a positive number")
         if self.dim % self.heads:
             raise ConfigError(f"GPTConfig.dim = {self.dim} is not a multiple of heads = {self.heads}")
         if self.heads % self.kv_heads:
@@ -77,13 +78,16 @@ class GPTConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: everything but the norms and the embedding's look-up."""
+        """Number of weights in matrix products: all except the norms and the embedding's look-up."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.dim * self.hidden) + self.vocab_size * self.dim
 
 
 class Linear(nn.Linear):
-    """Without bias. Draws its weight once, so that a model built on `meta` and reset later gets the same numbers."""
+    """A linear layer without bias, whose weight is initialised only in `reset_parameters`.
+
+    As a result, a model built on `meta` and initialised later gets the same weights as a model built directly.
+    """
 
     def __init__(self, inputs: int, outputs: int, std: float) -> None:
         self.std = std
@@ -94,7 +98,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Rows drawn once from a normal distribution, as in `Linear`."""
+    """An embedding whose weight is initialised from a normal distribution, like that of `Linear`."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         self.std = std
@@ -104,14 +108,15 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The embedding as the head of the model: (…, C) to (…, V)."""
+        """Use the embedding's weight as the output layer: hidden states (…, C) to logits (…, V)."""
         return F.linear(x, self.weight)
 
 
 def rotary_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (…, T, D/2) each, of the angles position · theta^(-2i / D), in float32.
 
-    Computed at every forward pass: it costs next to nothing, and so there is no buffer to lose on `meta` or in a cast.
+    The table is computed in every forward pass because the cost is negligible, whereas a buffer would be lost on `meta`
+    and rounded by casts of the model.
 
     Args:
         positions: (…, T).
@@ -123,18 +128,19 @@ def rotary_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of (B, T, heads, D) by its angle: Llama's "rotate half" convention."""
+    """Rotate each pair (i, i + D/2) of (B, T, heads, D) by its angle: Llama's "rotate half" convention."""
     first, second = heads.chunk(2, dim=-1)
-    cos, sin = (table.unsqueeze(-2).to(heads.dtype) for table in (cos, sin))  # T 1 D/2, or B T 1 D/2
+    cos, sin = (table.unsqueeze(-2).to(heads.dtype) for table in (cos, sin))  # (T, 1, D/2) or (B, T, 1, D/2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Past:
-    """What the layers of one pass share: the cache, where its tokens go there, and what they see."""
+    """Attention to a cache, shared by the layers of one pass: the cache, the tokens' places in it, and the mask."""
 
     def __init__(self, cache: KVCache, place: CachePlace) -> None:
         self.cache, self.place = cache, place
         count = place.positions.shape[1]
+        # Most passes need no mask tensor: a prompt uses plain causal attention, a single token sees all positions.
         if place.aligned and count == place.end:
             self.seen: dict[str, Any] = {"is_causal": True}
         elif place.aligned and count == 1:
@@ -143,7 +149,8 @@ class Past:
             self.seen = {"attn_mask": place.mask()}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What queries (B, T, H, D) get from the cache and from the (B, K, T, D) `k` and `v` of their own tokens."""
+        """Attention of queries (B, T, H, D) to the cache, after `k` and `v` (B, K, T, D) have been appended to the
+        cache."""
         k, v = self.cache.append(layer, k, v, self.place)
         mixed = skinny.attention(q, k, v, self.place.positions)
         if mixed is None:
@@ -153,10 +160,12 @@ class Past:
 
 
 class Packed:
-    """What the layers of one pass over several texts in one sequence share: who sees whom, (B, 1, T, T).
+    """Attention within packed sequences, in which each token attends only to its own text; the layers of a pass share
+    the `mask` (B, 1, T, T).
 
     Args:
-        positions: (B, T) of each token in its own text; where it is not one more than before, a text begins.
+        positions: (B, T), position of each token in its own text; a new text begins where the position does not
+            increase by one.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -166,7 +175,7 @@ class Packed:
         self.mask = ((text[:, :, None] == text[:, None]) & earlier)[:, None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `Past.attend`, within each text."""
+        """Attention of each token to the tokens of its own text up to itself; shapes as for `Past.attend`."""
         q, grouped = q.transpose(1, 2), q.shape[2] > k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
 
@@ -184,8 +193,8 @@ class Attention(nn.Module):
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
-        q, k = turned.split([self.heads, self.kv_heads], dim=2)  # B T H D, B T K D
-        k, v = k.transpose(1, 2), heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # B K T D
+        q, k = turned.split([self.heads, self.kv_heads], dim=2)  # (B, T, H, D), (B, T, K, D)
+        k, v = k.transpose(1, 2), heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # (B, K, T, D)
         if past is None:
             grouped = self.heads > self.kv_heads
             mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=grouped, is_causal=True)
@@ -209,7 +218,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream: (B, T, C) to (B, T, C)."""
+    """A pre-norm block: attention and feed-forward, each with a residual connection: (B, T, C) to (B, T, C)."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -224,10 +233,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. `blocks` are the units that checkpointing, sharding and compilation take.
+    """A decoder-only language model. The modules in `blocks` are the units of activation checkpointing, sharding and
+    compilation.
 
-    Initialised from torch's global generator. Built on `meta`: `model.to_empty(device=...)`, then
-    `model.reset_parameters()`.
+    Weights are drawn from torch's global generator. For a model built on `meta`, call `model.to_empty(device=...)`,
+    then `model.reset_parameters()`.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -236,11 +246,11 @@ class GPT(nn.Module):
         self.embed = Embedding(config.vocab_size, config.dim, config.init_std)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        # Tied weights are one parameter used twice, not two names: to_empty and sharding would part two names.
+        # Tied weights are one parameter under one name, because to_empty and sharding would split two names.
         self.head = None if config.tied else Linear(config.dim, config.vocab_size, config.init_std)
 
     def reset_parameters(self) -> None:
-        """Draw every weight again, in the order of construction."""
+        """Initialise every weight again, in the order of construction."""
         for module in self.modules():
             if isinstance(module, Linear | Embedding | nn.RMSNorm):
                 module.reset_parameters()
@@ -254,18 +264,18 @@ class GPT(nn.Module):
         last: int | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each of `tokens` (B, T), int64.
+        """Compute next-token logits (B, T, V) for `tokens` (B, T), int64.
 
-        With a `cache` the tokens continue those in it and are added to it.
+        With a `cache`, the tokens continue the sequence in the cache and are added to the cache.
 
         Args:
-            place: where they go in the cache, for rows that differ; the caller then lengthens the cache.
-            last: only the logits of so many last tokens are computed; default all.
-            position_ids: (B, T), of each token in its own text, for sequences of several texts that do not see each
-                other; without a cache.
+            place: places of the tokens in the cache, for rows of different lengths; the caller then calls `lengthen`.
+            last: number of last tokens whose logits are computed; defaults to all.
+            position_ids: (B, T), position of each token in its own text, for sequences of several texts that do not
+                attend to each other; only without a cache.
 
         Raises:
-            ConfigError: more tokens than the context, or than the cache has room for.
+            ConfigError: there are more tokens than the context allows, or than the cache has room for.
         """
         count = tokens.shape[1]
         own = cache is not None and place is None
@@ -282,7 +292,7 @@ class GPT(nn.Module):
         if position_ids is not None:
             past, positions = Packed(position_ids), position_ids
         cos, sin = rotary_table(self.config, positions)
-        x = self.embed(tokens)  # B T C
+        x = self.embed(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, cos, sin, past)
         if cache is not None and place is not None and own:
@@ -291,10 +301,10 @@ class GPT(nn.Module):
         return self.embed.logits(x) if self.head is None else self.head(x)
 
     def flops_per_token(self, sequence: int) -> int:
-        """FLOPs of forward and backward per trained token: 6 N + 12 L C T (Chowdhery et al. 2022, appendix B).
+        """FLOPs of forward and backward per trained token: 6 N + 12 L C T (Chowdhery et al., 2022, appendix B).
 
-        N counts the weights of matrix products (not the embedding's look-up), T is `sequence`; causality is not
-        discounted.
+        N counts the weights of matrix products (not the embedding's look-up), T is `sequence`. The FLOPs of the masked
+        half of attention are included.
         """
         return 6 * self.config.matmul_parameters + 12 * self.config.layers * self.config.dim * sequence
 
@@ -308,30 +318,30 @@ def _preset(shape: dict[str, Any], overrides: dict[str, Any]) -> GPT:
 
 
 def tiny(vocab_size: int = 2048, context: int = 256, **overrides: Any) -> GPT:
-    """1 M parameters: minutes on a laptop's CPU."""
+    """A model of 1 M parameters, which trains in minutes on a laptop's CPU."""
     shape = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "hidden": 352, "init_std": 0.06}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)
 
 
 def mini(vocab_size: int = 8192, context: int = 512, **overrides: Any) -> GPT:
-    """8 M parameters."""
+    """A model of 8 M parameters."""
     shape = {"dim": 256, "layers": 8, "heads": 4, "kv_heads": 4, "hidden": 704}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)
 
 
 def small(vocab_size: int = 16384, context: int = 1024, **overrides: Any) -> GPT:
-    """47 M parameters."""
+    """A model of 47 M parameters."""
     shape = {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 8, "hidden": 1408}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)
 
 
 def gpt124m(vocab_size: int = 50304, context: int = 1024, **overrides: Any) -> GPT:
-    """124 M parameters, the size of GPT-2 small."""
+    """A model of 124 M parameters, the size of GPT-2 small."""
     shape = {"dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "hidden": 2048}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)
 
 
 def gpt1b(vocab_size: int = 50304, context: int = 2048, **overrides: Any) -> GPT:
-    """1.1 B parameters, with grouped queries."""
+    """A model of 1.1 B parameters, with grouped-query attention."""
     shape = {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "rope_theta": 500_000.0}
     return _preset({"vocab_size": vocab_size, "context": context, **shape}, overrides)

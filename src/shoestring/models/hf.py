@@ -1,17 +1,21 @@
-"""Causal language models of transformers: built from a name or a folder, and written so that transformers loads them.
+"""Causal language models of transformers: loaded by name or from a folder, and saved in transformers' format.
 
 `hf:NAME` is a folder with config.json and safetensors files, or a name that `from_pretrained` knows. Nothing is
-unpickled and no code of the folder is run: weights in .bin files and models with code of their own are refused.
+unpickled and no code of the folder is run: .bin weights and models that bring their own code are refused.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
-import shutil
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -20,7 +24,13 @@ import torch
 from torch import nn
 
 from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest
+from shoestring.data.tokenizer import COMPANIONS
+from shoestring.models import plausible
+from shoestring.naming import TrustError
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
+
+log = logging.getLogger("shoestring")
 
 T = TypeVar("T")
 
@@ -28,19 +38,35 @@ PREFIX = "hf:"
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _CACHING = "_shoestring_use_cache"
+"""Attribute of a model that keeps the original `use_cache` of its configuration."""
+_CONTEXTS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "context_length",
+    "seq_length",
+    "model_max_length",
+)
+"""Configuration entries that give a model's context length, under the names that different model families use."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_OPENED = (".json", ".safetensors", ".jinja")
+"""Suffixes of the files that transformers opens in a model's folder."""
 
 
 def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any], *, weights: bool = True) -> nn.Module:
-    """The model with its weights, in float32 unless `arguments` has another `dtype`.
+    """Build the model with its weights, in float32 unless `arguments` has another `dtype`.
 
     Args:
-        name: without `hf:`. arguments: entries of config.json to change, `dtype` and `attn_implementation`.
-        from_data: what the data needs, `vocab_size` and `context`.
-        weights: False draws them, as does a default device of `meta`, where there are none.
+        name: name without `hf:`.
+        arguments: entries of config.json to change, `dtype` and `attn_implementation`.
+        from_data: sizes that the data requires: `vocab_size` and `context`.
+        weights: whether the weights are read; if False, they are initialised at random. If the default device is
+            `meta`, no values are read, and the weight files of a folder are only compared with the model.
 
     Raises:
-        ConfigError: no such model, an argument that it does not take, or it is too small for the data.
-        CheckpointError: its weights are missing, damaged, or do not fit its configuration.
+        ConfigError: there is no such model, its configuration lacks one of the arguments, or its vocabulary or context
+            is too small for the data.
+        CheckpointError: the weights are missing or damaged, or do not fit the configuration.
     """
     transformers, config = _transformers(), _config(name, arguments)
     dtype = arguments.get("dtype", "float32")
@@ -48,42 +74,57 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
         raise ConfigError(f"`model.dtype` is {dtype!r}", hint=f"give one of {', '.join(_DTYPES)}")
     on_meta = torch.get_default_device().type == "meta"
     caching = getattr(config, "use_cache", None)
-    if not on_meta:
-        config.use_cache = False  # training has no use for keys and values, and recomputing a layer adds them twice
+    # A cache is useless in training: recomputation would append to it, and packed chats would not be isolated.
+    config.use_cache = False
     attention = {name: value for name, value in arguments.items() if name == "attn_implementation"}
     if weights and not on_meta:
         model = _loaded(name, config=config, dtype=dtype, **attention)
     else:
         make = transformers.AutoModelForCausalLM.from_config
+        if not on_meta:
+            _check_size(name, config)
+        elif weights and Path(name).is_dir():  # checks only local folders, so that no weights are downloaded
+            _check_weights(name, config, dtype)
         model = _named(name, lambda: make(config, dtype=getattr(torch, dtype), **attention))
     setattr(model, _CACHING, caching)
-    if not on_meta:
-        _check_fits(name, config.get_text_config(), from_data)
+    _read_as_text(model)
+    _check_fits(name, config.get_text_config(), from_data)
     return model
 
 
 def load(name: str) -> nn.Module:
-    """The model in the data type of its files.
+    """Load the model in the data type of its files.
 
     Raises:
-        ConfigError: it is no causal language model. CheckpointError: its weights are missing or damaged.
+        ConfigError: the model is not a causal language model. CheckpointError: its weights are missing or damaged.
     """
     return _loaded(name, config=_config(name, {}), dtype="auto")
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a model of transformers; without importing that."""
-    return any(each.__module__ == "transformers.modeling_utils" for each in type(model).__mro__)
+    """Whether a model is a transformers model; the check does not import transformers."""
+    return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
+
+
+def context_of(config: Any) -> int | None:
+    """Maximum context length of a model in tokens, from its configuration; None if the configuration sets no limit.
+
+    Recurrent models have no limit; for models with relative positions, the configuration gives the length used in
+    training.
+    """
+    text = config.get_text_config()
+    values = (getattr(text, name, None) for name in _CONTEXTS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def save(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> None:
-    """Write the model as transformers does, with `marker` added to config.json.
+    """Write the model in transformers' format, with `marker` added to config.json.
 
-    Files are written beside the earlier ones first; config.json goes first and comes last, so an interrupted exchange
-    leaves a folder without a model, never a mixture.
+    New files are written aside and then replace the old ones. config.json is removed first and written last, so an
+    interrupted write leaves a folder without a model, never a mixture of two models.
 
     Raises:
-        OSError: the disk; before the exchange nothing has changed.
+        OSError: writing failed; the folder is unchanged if the old files had not yet been replaced.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model-", suffix=".tmp") as aside, _quiet():
         cast(Any, model).save_pretrained(aside)
@@ -111,30 +152,51 @@ def config_of(model: nn.Module, marker: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(name: str, folder: Path) -> None:
-    """Copy the model's configuration to `folder`, from where it can be built again without its weights."""
+    """Copy the model's configuration to `folder`, so that the architecture can be rebuilt without the original
+    model."""
     folder.mkdir(parents=True, exist_ok=True)
-    for each in (CONFIG, "generation_config.json"):
-        found = file_of(name, each)
-        if found is not None and found.resolve() != (folder / each).resolve():
-            shutil.copyfile(found, folder / each)
+    for file in (CONFIG, "generation_config.json"):
+        path = file_of(name, file)
+        if path is not None and path.resolve() != (folder / file).resolve():
+            try:
+                content = foreign.read_bytes(path, within=path.parent)
+            except OSError as error:
+                raise CheckpointError(f"cannot copy `{path}`: {error.strerror}") from error
+            write_atomic(folder / file, content)
+
+
+def tokenizer_hint(name: str) -> str:
+    """Hint for the error about a model without tokenizer.json, which may have a SentencePiece tokenizer instead."""
+    write = f"AutoTokenizer.from_pretrained('{name}').save_pretrained(FOLDER)"
+    if any(file_of(name, file) for file in _SENTENCEPIECE):
+        return f"it has one of SentencePiece, which transformers converts: {write}, with sentencepiece installed"
+    return f"copy the model's tokenizer.json there, or write one by transformers: {write}"
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """The path of a file of the model, in its folder or in the cache of the hub; None where it has none."""
+    """The path of a file of the model, in its folder or in the cache of the hub; None if it is missing."""
     if Path(name).is_dir():
-        return found if (found := Path(name) / file).is_file() else None
+        return path if (path := Path(name) / file).is_file() else None
     try:
-        found = _transformers("utils.hub").cached_file(name, file)
-    except OSError:  # transformers has no other answer to a file that is not there
+        cached = _transformers("utils.hub").cached_file(name, file)
+    except OSError:  # transformers raises OSError if the file is missing
         return None
-    return Path(found) if found else None
+    return Path(cached) if cached else None
 
 
-# -- what transformers does --------------------------------------------------------------------------------------------
+def tokenizer_of(name: str) -> Path | None:
+    """The path of the model's tokenizer.json; the other tokenizer files are in the same folder, also in the cache of
+    the hub."""
+    for companion in COMPANIONS:
+        file_of(name, companion)
+    return file_of(name, "tokenizer.json")
+
+
+# -- calls of transformers ---------------------------------------------------------------------------------------------
 
 
 def _transformers(module: str = "") -> ModuleType:
-    """The package, or a module of it: by name, because an import statement has type checkers read all of its models."""
+    """The package transformers or a module of it, imported by name so that type checkers do not analyse it."""
     try:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
@@ -142,10 +204,17 @@ def _transformers(module: str = "") -> ModuleType:
 
 
 def _config(name: str, arguments: Mapping[str, Any]) -> Any:
+    """The configuration of a model, with the entries in `arguments` changed."""
     if not name or (not Path(name).is_dir() and (name.count("/") > 1 or name[0] in "./~")):
         raise ConfigError(f"`hf:{name}`: there is no such folder", hint=f"the working folder is {Path.cwd()}")
     transformers = _transformers()
-    config = _named(name, lambda: transformers.AutoConfig.from_pretrained(name, trust_remote_code=False), ConfigError)
+    _check_folder(name)
+    with _quiet():
+        config = _named(
+            name, lambda: transformers.AutoConfig.from_pretrained(name, trust_remote_code=False), ConfigError
+        )
+    _refuse_kernels(name, config)
+    _refuse_other_kinds(name, config)
     changes = {key: value for key, value in arguments.items() if key not in ("dtype", "attn_implementation")}
     known = config.to_dict()
     for key, value in changes.items():
@@ -155,25 +224,142 @@ def _config(name: str, arguments: Mapping[str, Any]) -> Any:
     return config
 
 
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    """Refuse a model that is not a causal language model, judged by the names of its family and its architecture."""
+    kinds, family = _transformers("models.auto.modeling_auto"), config.model_type
+    hint = "name a causal language model, such as Llama, Qwen, Gemma or Mistral"
+    if getattr(config, "is_encoder_decoder", False):
+        what = "which reads with an encoder and writes with a decoder"
+    elif family in kinds.MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
+        what = "each of whose tokens sees those behind it"
+    elif type(config) in kinds.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    elif family in kinds.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        what = "a model of text and images"
+        hint = "save its language model alone with transformers, as a model of its own, and name that folder"
+    else:
+        what = "no language model"
+    raise ConfigError(f"`hf:{name}` is a `{family}`, {what}: only causal language models are supported", hint=hint)
+
+
+def _read_as_text(model: nn.Module) -> None:
+    """Let a model of text and images train on text alone: some such models require `token_type_ids` in training, here
+    all 0."""
+    kinds = _transformers("models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if cast(Any, model).config.model_type not in kinds:
+        return
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return
+
+    def add_types(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        tokens = args[0] if args else named.get("input_ids")
+        if not module.training or tokens is None or named.get("token_type_ids") is not None:
+            return None
+        return args, named | {"token_type_ids": torch.zeros_like(tokens)}
+
+    model.register_forward_pre_hook(add_types, with_kwargs=True)
+
+
+def _refuse_kernels(name: str, config: Any) -> None:
+    """Refuse a configuration that names a repository of the hub as its attention or experts implementation, because
+    compiled code from there would run.
+
+    The user may name such a repository in `model.attn_implementation`.
+    """
+    parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
+    for part in parts:
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, key, None) or ""):
+                raise TrustError(
+                    f"the configuration of `hf:{name}` names code to run, `{getattr(part, key)}`",
+                    hint=f"remove it from {CONFIG}, or set model.attn_implementation yourself",
+                )
+
+
+def _check_folder(name: str) -> None:
+    """Check that the files that transformers would open are regular files in the folder, and that the counts in
+    config.json fit the weights.
+
+    Raises:
+        ConfigError: config.json is missing or damaged.
+        CheckpointError: another of these files is not a regular file in the folder, or the counts in config.json exceed
+            the weights.
+    """
+    if (path := file_of(name, CONFIG)) is None:
+        if Path(name).is_dir():
+            raise ConfigError(f"cannot load `hf:{name}`: there is no {CONFIG}", hint="name the folder of a model")
+        return  # transformers reports errors of the name or the network
+    folder = path.parent
+    try:
+        config = foreign.read_json_object(path, within=folder)
+        for file in folder.iterdir():
+            if file.suffix in _OPENED:
+                foreign.open_file(file, folder).close()
+        plausible.check_config(config, plausible.stored_in(folder), path)
+    except (OSError, ValueError) as error:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}"
+        raise ConfigError(f"cannot load `hf:{name}`: {reason}", hint="check the folder") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot load `hf:{name}`: {error.parts()[1]}", hint=error.hint) from error
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Raise CheckpointError if the model has more parameters than its weights can fill; see `plausible`."""
+    path = file_of(name, CONFIG)
+    if path is not None:
+        make = _transformers().AutoModelForCausalLM.from_config
+        stored = plausible.stored_in(path.parent)
+        plausible.check_size(lambda: _named(name, lambda: make(config)), stored, path)
+
+
 def _loaded(name: str, **arguments: Any) -> nn.Module:
+    """Load the model with its weights; every weight must be present and have the right shape."""
     load = _transformers().AutoModelForCausalLM.from_pretrained
+    _check_size(name, arguments["config"])
     arguments |= {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     with _quiet():
-        model, found = _named(name, lambda: load(name, **arguments))
+        model, report = _named(name, lambda: load(name, **arguments))
     for problem in ("missing", "mismatched"):
-        keys = sorted(str(key) for key in found[f"{problem}_keys"])
+        keys = sorted(str(key) for key in report[f"{problem}_keys"])
         if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise CheckpointError(f"`hf:{name}`: {problem} tensor {keys[0]}{more}")
+            raise CheckpointError(f"`hf:{name}`: {problem} tensor {_first_of(keys)}")
+    if keys := sorted(map(str, report["unexpected_keys"])):
+        log.warning("hf:%s: tensors that the model does not have: %s", name, _first_of(keys))
+    if model.dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped matrix products do not support float64
     return model
 
 
+def _check_weights(name: str, config: Any, dtype: str) -> None:
+    """Refuse a folder whose weights `_loaded` would refuse, without reading the weights.
+
+    If accelerate is installed, transformers compares the weights with the model; otherwise only the headers of the
+    files are checked.
+    """
+    with torch.device("cpu"):
+        if find_spec("accelerate"):
+            _loaded(name, config=copy.deepcopy(config), dtype=dtype, device_map="meta")
+            return
+        _check_size(name, config)
+        for file in Path(name).glob("*.safetensors"):
+            _named(name, partial(_open_header, file))
+
+
+def _open_header(file: Path) -> None:
+    with foreign.open_safetensors(file, within=file.parent):
+        pass
+
+
+def _first_of(keys: list[str]) -> str:
+    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+
+
 def _check_fits(name: str, config: Any, from_data: Mapping[str, Any]) -> None:
-    vocabulary, context = (getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings"))
+    vocabulary, context = getattr(config, "vocab_size", None), context_of(config)
     if vocabulary and from_data.get("vocab_size", 0) > vocabulary:
         raise ConfigError(
-            f"`hf:{name}` knows {vocabulary} tokens, fewer than the {from_data['vocab_size']} of the data",
-            hint="use the tokenizer that the model was made with",
+            f"`hf:{name}` has a vocabulary of {vocabulary}, but the data needs {from_data['vocab_size']}",
+            hint="use the tokenizer that the model was trained with",
         )
     if context and from_data.get("context", 0) > context:
         raise ConfigError(
@@ -183,10 +369,10 @@ def _check_fits(name: str, config: Any, from_data: Mapping[str, Any]) -> None:
 
 
 def _named(name: str, act: Callable[[], T], kind: type[ShoestringError] = CheckpointError) -> T:
-    """What `act` returns; what transformers raises becomes one line that names the model."""
+    """Call `act`; any error of transformers is replaced by a one-line error that names the model."""
     try:
         return act()
-    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ImportError, … without a common base
+    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ImportError, …: no common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = "check the folder, or the name and the network"
         raise kind(f"cannot load `hf:{name}`: {reason}", hint=hint) from error
@@ -194,12 +380,14 @@ def _named(name: str, act: Callable[[], T], kind: type[ShoestringError] = Checkp
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of transformers."""
-    logging = _transformers("utils.logging")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """Turn off the progress bars and reports of transformers, which print unescaped names from the files."""
+    its_logging = _transformers("utils.logging")
+    bars, verbosity = its_logging.is_progress_bar_enabled(), its_logging.get_verbosity()
+    its_logging.disable_progress_bar()
+    its_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        its_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            its_logging.enable_progress_bar()

@@ -1,7 +1,7 @@
-"""Classifiers of images: a small residual network for small images, and ResNet-50.
+"""Image classifiers: a small residual network for small images, and ResNet-50.
 
-They take bytes. Scaling, random crops and mirroring happen in the forward pass, on the device and for a whole batch at
-once; in evaluation the logits of an image and of its mirror image are averaged.
+The classifiers take uint8 images. Normalization, random shifts and mirroring are part of the forward pass, on the
+device and for a whole batch at once. In evaluation the logits of an image and its mirror image are averaged.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoestring.core.task import known_targets
+
 
 class Classifier(nn.Module):
-    """Bytes (N, C, H, W) to logits (N, classes).
+    """A classifier of uint8 images: (N, C, H, W) to logits (N, classes).
 
     Args:
-        network: of normalised images.
-        mean: of all bytes, each channel's. deviation: their standard deviation.
-        shift: most pixels by which training moves an image; what is missing is the mean.
-        mirror: whether training mirrors every second image, and evaluation looks at both.
+        network: network that takes normalised images.
+        mean: mean of each channel. deviation: standard deviation of each channel.
+        shift: largest random shift in training, in pixels; the border is filled with the mean.
+        mirror: whether training mirrors images at random, and evaluation averages over both.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Classifier(nn.Module):
 
 
 def moved(x: Tensor, most: int) -> Tensor:
-    """Each image of (N, C, H, W) moved by up to `most` pixels to any side; 0 comes in."""
+    """Shift each image of a batch (N, C, H, W) by up to `most` random pixels in each direction; the border is filled
+    with 0."""
     count, _, height, width = x.shape
     padded = F.pad(x, (most, most, most, most))
     by = torch.randint(2 * most + 1, (2, count, 1), device=x.device)
@@ -56,14 +59,16 @@ def moved(x: Tensor, most: int) -> Tensor:
 
 
 def mirrored(x: Tensor) -> Tensor:
-    """Every image of (N, C, H, W) as it is or mirrored, by chance."""
+    """Mirror each image of a batch (N, C, H, W) horizontally with probability 1/2."""
     flips = torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5
     return torch.where(flips, x.flip(-1), x)
 
 
 def smoothed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with label smoothing of 0.1 (Szegedy et al., 2016), for `run.loss`; (sum, count)."""
-    total = F.cross_entropy(output, batch["targets"], label_smoothing=0.1, reduction="sum")
+    """Cross-entropy with label smoothing of 0.1 (Szegedy et al., 2016), for `run.loss`; returns the sum over the batch
+    and the count."""
+    with known_targets(output, batch["targets"]):
+        total = F.cross_entropy(output, batch["targets"], label_smoothing=0.1, reduction="sum")
     return total, torch.tensor(len(output), device=output.device)
 
 
@@ -71,7 +76,7 @@ def smoothed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Residual(nn.Module):
-    """x + branch(x), or shortcut(x) + branch(x) where shapes change, and a rectifier behind it."""
+    """relu(x + branch(x)), or relu(shortcut(x) + branch(x)) where the shape changes."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module | None = None) -> None:
         super().__init__()
@@ -82,7 +87,11 @@ class Residual(nn.Module):
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1, *, zero: bool = False) -> list[nn.Module]:
-    """A convolution without bias and its batch norm, which begins as 0 where it ends a branch (Goyal et al., 2017)."""
+    """A convolution without bias, followed by a batch norm.
+
+    With `zero`, the norm's weight starts at 0; for the last convolution of a branch, so that the block starts as the
+    identity (Goyal et al., 2017).
+    """
     norm = nn.BatchNorm2d(outputs)
     if zero:
         nn.init.zeros_(norm.weight)
@@ -90,15 +99,17 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1, *, zero: 
 
 
 def small(classes: int = 10, widths: tuple[int, ...] = (16, 32, 64), channels: int = 1, stride: int = 2) -> Classifier:
-    """A residual network for images of some 28 x 28 bytes, of airbench's kind: two convolutions and a pooling a stage.
+    """A residual network for images of about 28 x 28, similar to airbench: each stage has two convolutions and one
+    pooling layer.
 
-    With the default widths and stride it has 121,000 parameters and takes 4.3 million multiplications an image.
+    With the default widths and stride, the network has 121,000 parameters and performs 4.3 million multiplications per
+    image.
 
     Args:
         classes: number of classes.
         widths: channels of each stage.
         channels: channels of an image.
-        stride: pixels between two places of the first convolution.
+        stride: stride of the first convolution.
     """
     layers: list[nn.Module] = [*convolution(channels, widths[0], 2 * stride - 1, stride), nn.ReLU()]
     inputs = widths[0]
@@ -114,7 +125,7 @@ def small(classes: int = 10, widths: tuple[int, ...] = (16, 32, 64), channels: i
 
 
 def resnet50(classes: int = 1000) -> Classifier:
-    """ResNet-50 (He et al., 2016) with strides in the 3 x 3 convolutions, for images of 224 x 224."""
+    """ResNet-50 (He et al., 2016) for images of 224 x 224, with strides in the 3 x 3 convolutions (v1.5)."""
     layers: list[nn.Module] = [*convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for stage, (blocks, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True)):
@@ -135,6 +146,7 @@ def resnet50(classes: int = 1000) -> Classifier:
 
 
 def channels_last(network: nn.Module) -> nn.Module:
-    """The network with its convolutions' weights as their kernels read them."""
+    """Convert the weights of a network's convolutions to channels-last order, which kernels for channels-last inputs
+    expect."""
     to: Callable[..., Any] = network.to
     return to(memory_format=torch.channels_last)

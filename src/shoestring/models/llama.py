@@ -1,12 +1,15 @@
-"""`GPT` weights as a folder that transformers' LlamaForCausalLM loads, and back: `config.json` and safetensors.
+"""Writes a `GPT` as a folder (`config.json` and safetensors) that transformers' LlamaForCausalLM loads, and reads it
+back.
 
-A `GPT` is a Llama whose query/key/value and gate/up projections are one matrix each: their rows are split on the way
-out and joined on the way in. Nothing is unpickled: a folder that holds only `.bin` files is refused.
+A `GPT` is a Llama whose query/key/value and gate/up projections are fused into one matrix each. The rows of these
+matrices are split on export and concatenated on import. Nothing is unpickled: a folder with only `.bin` files is
+refused.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,40 +17,45 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.storage import foreign
+from shoestring.storage.fields import Fields
 from shoestring.storage.whole import write_atomic
 
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Data types of weights, by their names in the header of a safetensors file."""
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class LlamaTensor:
-    """One tensor of the Llama layout: its name and shape."""
+    """Name and shape of one tensor of the Llama layout."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def layout(config: GPTConfig) -> Iterator[tuple[str, list[LlamaTensor]]]:
-    """Each parameter of `GPT` with the tensors of the Llama layout that are its rows, in order."""
+    """Iterate over the parameters of `GPT`, each with the tensors of the Llama layout that make up its rows, in
+    order."""
     dim, hidden, query = config.dim, config.hidden, config.heads * config.head_dim
     shared = config.kv_heads * config.head_dim
     yield "embed.weight", [LlamaTensor("model.embed_tokens.weight", (config.vocab_size, dim))]
     for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        ours, llama = f"blocks.{layer}.", f"model.layers.{layer}."
         rows = {"q": query, "k": shared, "v": shared}
-        parts = [LlamaTensor(f"{theirs}self_attn.{name}_proj.weight", (count, dim)) for name, count in rows.items()]
-        yield f"{ours}attention_norm.weight", [LlamaTensor(f"{theirs}input_layernorm.weight", (dim,))]
+        parts = [LlamaTensor(f"{llama}self_attn.{name}_proj.weight", (count, dim)) for name, count in rows.items()]
+        yield f"{ours}attention_norm.weight", [LlamaTensor(f"{llama}input_layernorm.weight", (dim,))]
         yield f"{ours}attention.qkv.weight", parts
-        yield f"{ours}attention.out.weight", [LlamaTensor(f"{theirs}self_attn.o_proj.weight", (dim, query))]
-        yield f"{ours}mlp_norm.weight", [LlamaTensor(f"{theirs}post_attention_layernorm.weight", (dim,))]
-        parts = [LlamaTensor(f"{theirs}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
+        yield f"{ours}attention.out.weight", [LlamaTensor(f"{llama}self_attn.o_proj.weight", (dim, query))]
+        yield f"{ours}mlp_norm.weight", [LlamaTensor(f"{llama}post_attention_layernorm.weight", (dim,))]
+        parts = [LlamaTensor(f"{llama}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
         yield f"{ours}mlp.gate_up.weight", parts
-        yield f"{ours}mlp.down.weight", [LlamaTensor(f"{theirs}mlp.down_proj.weight", (dim, hidden))]
+        yield f"{ours}mlp.down.weight", [LlamaTensor(f"{llama}mlp.down_proj.weight", (dim, hidden))]
     yield "norm.weight", [LlamaTensor("model.norm.weight", (dim,))]
     if not config.tied:
         yield "head.weight", [LlamaTensor("lm_head.weight", (config.vocab_size, dim))]
@@ -61,17 +69,23 @@ def save_pretrained(model: GPT, folder: Path, *, max_shard_bytes: int = 2 * 2**3
 def save_state(
     config: GPTConfig, state: Mapping[str, Tensor], folder: Path, *, max_shard_bytes: int = 2 * 2**30
 ) -> None:
-    """Write the whole (gathered) `state` of a `GPT` to `folder`, in the dtype it has.
+    """Write the whole (gathered) `state` of a `GPT` to `folder`; the dtype is not changed.
 
-    Files of at most `max_shard_bytes` of tensors, or of one tensor that is larger; several get an index. Each file
-    appears whole or not at all. `config.json` goes first and comes last, so that an interrupted write over an earlier
-    model is a folder without a model, never a mixture.
+    A file holds at most `max_shard_bytes` of tensors, or a single larger tensor; if there are several files, an index
+    is written. Each file is written atomically. `config.json` is removed first and written last, so that an interrupted
+    write over an earlier model leaves a folder without a model, never a mixture of two models.
 
     Raises:
         CheckpointError: `state` lacks a parameter of the model.
-        OSError: the disk.
+        OSError: writing failed.
     """
-    tensors = _to_llama(config, state)
+    missing = [ours for ours, _ in layout(config) if ours not in state]
+    if missing:
+        raise CheckpointError(f"the state to save lacks {', '.join(missing)}")
+    tensors: dict[str, Tensor] = {}
+    for ours, parts in layout(config):
+        rows = state[ours].detach().cpu().split([part.shape[0] for part in parts])
+        tensors |= {part.name: piece for part, piece in zip(parts, rows, strict=True)}
     shards = _shards(tensors, max_shard_bytes)
     (folder / CONFIG).unlink(missing_ok=True)
     total = len(shards)
@@ -79,31 +93,36 @@ def save_state(
     for file, names in zip(files, shards, strict=True):
         data = safetensors.torch.save({name: tensors[name].contiguous() for name in names}, {"format": "pt"})
         write_atomic(folder / file, data)
-    _remove_stale(folder, keep={*files, INDEX} if total > 1 else set(files))
+    current = {*files, INDEX} if total > 1 else set(files)
+    for path in [*folder.glob("model*.safetensors"), folder / INDEX]:  # files of an earlier model with more shards
+        if path.name not in current:
+            path.unlink(missing_ok=True)
     if total > 1:
         index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         size = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-    marker = {"shoestring": {"format": "gpt"}}  # so that this reader opens it again, see `loading.READERS`
+    marker = {"shoestring": {"format": "gpt"}}  # selects this reader in `loading.READERS`
     _write_json(folder / CONFIG, to_llama_config(config, next(iter(tensors.values())).dtype) | marker)
 
 
 def load_pretrained(folder: Path) -> GPT:
-    """The model in `folder`, on the CPU and in the dtype of its files.
+    """Load the model in `folder`, on the CPU and in the dtype of its files. If the default device is `meta`, only the
+    headers of the files are read, to check names and shapes.
 
     Raises:
-        ConfigError: `config.json` asks for something that `GPT` does not compute.
+        ConfigError: `config.json` describes a model that `GPT` does not support.
         CheckpointError: files are missing or damaged, or tensors are missing, unexpected or of the wrong shape.
     """
     config = from_llama_config(_read_json(folder / CONFIG), str(folder / CONFIG))
+    files = {name: file for file in weight_files(folder) for name in _names(file)}
+    _check_names(config, files, folder)
+    read = _outline if torch.get_default_device().type == "meta" else _read
     with torch.device("meta"):
         model = GPT(config)
-    files = {name: file for file in _weight_files(folder) for name in _names(file)}
-    _check_names(config, files, folder)
     state = {
-        ours: torch.cat([_read(files[part.name], part) for part in parts])
+        ours: torch.cat([read(files[part.name], part) for part in parts])
         if len(parts) > 1
-        else _read(files[parts[0].name], parts[0])
+        else read(files[parts[0].name], parts[0])
         for ours, parts in layout(config)
     }
     model.load_state_dict(state, assign=True)
@@ -111,7 +130,8 @@ def load_pretrained(folder: Path) -> GPT:
 
 
 def to_llama_config(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """`config.json` of transformers for `config`, as its versions 4 (rope_theta, torch_dtype) and 5 read it."""
+    """The content of transformers' `config.json` for `config`; readable by its versions 4 (rope_theta, torch_dtype) and
+    5."""
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -139,49 +159,50 @@ def to_llama_config(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def from_llama_config(given: Mapping[str, Any], where: str) -> GPTConfig:
-    """The shape that a Llama `config.json` describes; what is left out has transformers' default.
+def from_llama_config(content: Mapping[str, Any], where: str) -> GPTConfig:
+    """The `GPTConfig` for the content of a Llama `config.json`; missing entries get transformers' defaults.
 
     Raises:
-        ConfigError: a required entry is missing, or one asks for what `GPT` does not compute; `where` names the file.
+        ConfigError: a required entry is missing, or `GPT` does not support the model; the message begins with `where`,
+            the file's name.
     """
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in required if name not in given]
-    _check_supported(given, where)
+    missing = [name for name in required if name not in content]
+    _check_supported(content, where)
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
-    heads = given["num_attention_heads"]
-    config = GPTConfig(
-        vocab_size=given["vocab_size"],
-        dim=given["hidden_size"],
-        hidden=given["intermediate_size"],
-        layers=given["num_hidden_layers"],
+    fields, heads = Fields(content, where, ConfigError), content["num_attention_heads"]
+    config = GPTConfig(  # its constructor checks the types of counts
+        vocab_size=content["vocab_size"],
+        dim=content["hidden_size"],
+        hidden=content["intermediate_size"],
+        layers=content["num_hidden_layers"],
         heads=heads,
-        kv_heads=given.get("num_key_value_heads") or heads,
-        context=given.get("max_position_embeddings", 2048),
-        tied=given.get("tie_word_embeddings", False),
-        rope_theta=float(_rope(given, where)),
-        norm_eps=given.get("rms_norm_eps", 1e-6),
-        init_std=given.get("initializer_range", 0.02),
+        kv_heads=content.get("num_key_value_heads") or heads,
+        context=content.get("max_position_embeddings", 2048),
+        tied=fields.flag("tie_word_embeddings", False),
+        rope_theta=float(_rope(fields, where)),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        init_std=fields.number("initializer_range", 0.02),
     )
-    if (given.get("head_dim") or config.head_dim) != config.head_dim:
+    if (head_dim := fields.count("head_dim", config.head_dim)) != config.head_dim:
         raise ConfigError(
-            f"{where}: head_dim is {given['head_dim']}",
+            f"{where}: head_dim is {head_dim}",
             hint=f"only hidden_size / heads = {config.head_dim} is supported",
         )
     return config
 
 
-def supports(given: Mapping[str, Any]) -> bool:
-    """Whether `GPT` computes what a `config.json` describes."""
+def supports(content: Mapping[str, Any]) -> bool:
+    """Whether `GPT` supports the model that the content of a `config.json` describes."""
     try:
-        from_llama_config(given, CONFIG)
+        from_llama_config(content, CONFIG)
     except ConfigError:
         return False
     return True
 
 
-def _check_supported(given: Mapping[str, Any], where: str) -> None:
+def _check_supported(content: Mapping[str, Any], where: str) -> None:
     supported = {
         "model_type": ("llama",),
         "hidden_act": ("silu", "swish"),
@@ -191,40 +212,29 @@ def _check_supported(given: Mapping[str, Any], where: str) -> None:
     }
     defaults = {"model_type": "missing", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for name, values in supported.items():
-        value = given.get(name, defaults.get(name))
-        if value not in values:
-            raise ConfigError(f"{where}: {name} is {value!r}", hint=f"only {values[0]!r} is supported")
+        value = content.get(name, defaults.get(name))
+        if not any(value is allowed or value == allowed for allowed in values):
+            text = reprlib.repr(value)
+            raise ConfigError(f"{where}: {name} is {text}", hint=f"only {values[0]!r} is supported")
 
 
-def _rope(given: Mapping[str, Any], where: str) -> float:
-    """Base of the rotary frequencies: `rope_parameters` of transformers 5, or `rope_theta` beside `rope_scaling`."""
-    for table in ("rope_parameters", "rope_scaling"):
-        rope = given.get(table) or {}
-        if not isinstance(rope, dict):
-            raise ConfigError(f"{where}: {table} is not a table")
-        kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope(fields: Fields, where: str) -> float:
+    """Base of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` (earlier versions)."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.entries(name)
+        kind = rope.text("rope_type", rope.text("type", "default"))
         if kind != "default":
             raise ConfigError(
-                f"{where}: {table} is of type {kind!r}", hint="only unscaled rotary positions are supported"
+                f"{where}: {name} is of type {kind!r}", hint="only unscaled rotary positions are supported"
             )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError(f"{where}: {table} turns only part of a head", hint="partial_rotary_factor must be 1")
-    return (given.get("rope_parameters") or {}).get("rope_theta", given.get("rope_theta", 10_000.0))
-
-
-def _to_llama(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    missing = [ours for ours, _ in layout(config) if ours not in state]
-    if missing:
-        raise CheckpointError(f"the state to save lacks {', '.join(missing)}")
-    tensors: dict[str, Tensor] = {}
-    for ours, parts in layout(config):
-        rows = state[ours].detach().cpu().split([part.shape[0] for part in parts])
-        tensors |= {part.name: piece for part, piece in zip(parts, rows, strict=True)}
-    return tensors
+        if rope.number("partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError(f"{where}: {name} rotates only part of a head", hint="partial_rotary_factor must be 1")
+    return fields.entries("rope_parameters").number("rope_theta", fields.number("rope_theta", 10_000.0))
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """The names, in order, cut so that each list's tensors take at most `limit` bytes (or are a single one)."""
+    """Split tensors into shards, in order: lists of names, each with at most `limit` bytes of tensors or a single
+    larger tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():
@@ -236,13 +246,12 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     return shards
 
 
-def _remove_stale(folder: Path, keep: set[str]) -> None:
-    for path in [*folder.glob("model*.safetensors"), folder / INDEX]:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder: a single file, or the files that the folder's index names.
 
-
-def _weight_files(folder: Path) -> list[Path]:
+    Raises:
+        CheckpointError: the folder has no such files, or the index names something other than files in the folder.
+    """
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if (folder / INDEX).exists():
@@ -252,7 +261,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(set(table.values()))
         for file in files:
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{folder / INDEX} names {file!r}, not a .safetensors file beside it")
+                text = reprlib.repr(file)
+                raise CheckpointError(f"{folder / INDEX} names {text}, not a .safetensors file beside it")
         return [folder / file for file in files]
     pickled = any(folder.glob("*.bin"))
     raise CheckpointError(
@@ -263,17 +273,30 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
+def count_tensors(file: Path) -> int:
+    """The number of tensors in a safetensors file of a model's folder.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    return len(_names(file))
+
+
 def _names(file: Path) -> list[str]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with foreign.open_safetensors(file, within=file.parent) as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _check_names(config: GPTConfig, files: Mapping[str, Path], folder: Path) -> None:
+    if config.layers > len(files):
+        raise CheckpointError(
+            f"{folder}: {CONFIG} asks for {config.layers} layers, but there are only {len(files)} tensors"
+        )
     expected = {part.name: part for _, parts in layout(config) for part in parts}
-    # Early versions of the layout stored the rotary frequencies, and some a copy of the tied embedding.
+    # Early versions of the layout also stored the rotary frequencies, and some stored a copy of the tied embedding.
     spare = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     if config.tied and "lm_head.weight" in files and not expected.keys() - files.keys():
         embed = expected["model.embed_tokens.weight"]
@@ -291,7 +314,7 @@ def _check_names(config: GPTConfig, files: Mapping[str, Path], folder: Path) -> 
 
 def _read(file: Path, part: LlamaTensor) -> Tensor:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with foreign.open_safetensors(file, within=file.parent) as opened:
             shape = tuple(opened.get_slice(part.name).get_shape())
             if shape == part.shape:
                 tensor = opened.get_tensor(part.name)
@@ -303,9 +326,21 @@ def _read(file: Path, part: LlamaTensor) -> Tensor:
     raise CheckpointError(f"{file}: {part.name} has shape {shape}, not {part.shape} as {CONFIG} says")
 
 
+def _outline(file: Path, part: LlamaTensor) -> Tensor:
+    """Like `_read`, but on the meta device, from the header of the file alone."""
+    try:
+        with foreign.open_safetensors(file, within=file.parent) as opened:
+            header = opened.get_slice(part.name)
+            if header.get_dtype() in FLOATS and tuple(header.get_shape()) == part.shape:
+                return torch.empty(part.shape, dtype=FLOATS[header.get_dtype()], device="meta")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return _read(file, part).to("meta")  # `_read` reports what is wrong with the file
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = foreign.read_json(path, within=path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

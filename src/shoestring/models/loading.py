@@ -1,82 +1,118 @@
-"""Models, opened: from `package.module:callable`, from the folder of a run or a model, and from Hugging Face."""
+"""Opens models from `package.module:callable`, from the folder of a run or of a model, and from Hugging Face."""
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping
+import reprlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
 from torch import nn
 
-from shoestring.core.errors import CheckpointError, ConfigError, nearest
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.models import adapter_folder, gguf, hf, llama, packed24, quantized, slorb
+from shoestring.models import adapter_folder, gguf, hf, llama, packed24, plausible, quantized, slorb
 from shoestring.models.adapters import merge
 from shoestring.models.gpt import GPT
-from shoestring.models.saving import MARKER, model_folder
-from shoestring.naming import resolve
+from shoestring.models.saving import MARKER, model_folder, trust_of
+from shoestring.naming import USER, Trust, TrustError, is_name, resolve
+from shoestring.storage import foreign
+from shoestring.storage.fields import Fields
+
+_ADAPTERS = 16
+"""Maximum number of adapters in a chain in which each is the base of the next."""
 
 
 def open_model(
-    source: str, arguments: Mapping[str, Any] | None = None, from_data: Mapping[str, Any] | None = None, seed: int = 0
+    source: str,
+    arguments: Mapping[str, Any] | None = None,
+    from_data: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    *,
+    trust: bool = False,
 ) -> nn.Module:
-    """A model in evaluation mode, by the name that a user gives: of a teacher, a drafter, a base of adapters.
+    """Open a model that a user names, such as a teacher or a drafter; the model is in evaluation mode.
 
     Args:
-        source: `hf:NAME`, the folder of a run or of a model, or `package.module:callable`, whose weights are drawn
-            from `seed`; random numbers elsewhere stay as they are.
-        arguments: of the callable, or entries of config.json of an `hf:` model; a folder takes none.
-        from_data: what the data needs, `vocab_size` and `context`.
+        source: `hf:NAME`, the folder of a run or of a model, or `package.module:callable`, whose weights are drawn from
+            `seed` without disturbing the global generator.
+        arguments: arguments of the callable, or entries of config.json of an `hf:` model; a folder takes none.
+        from_data: sizes that the data requires: `vocab_size` and `context`.
+        trust: whether the code that a folder names is trusted in this call; `shoestring trust` trusts it permanently.
 
     Raises:
-        ConfigError: there is no such callable or `hf:` model, or it does not take these arguments.
+        ConfigError: there is no such callable or `hf:` model, or the model does not take these arguments.
         CheckpointError: a folder holds no model, or its weights do not fit.
+        TrustError: a folder names code that the user does not trust.
     """
     if ":" in source:
         with torch.random.fork_rng(devices=[]):
             return build_model(source, arguments or {}, from_data or {}, seed).eval()
     if arguments:
         raise ConfigError(f"the model in `{source}` takes no arguments, got {', '.join(arguments)}")
-    return load_model(source)[0]
+    return load_model(source, trust=trust)[0]
 
 
-def outline(source: str) -> nn.Module | None:
-    """The model that `open_model` opens, on the meta device: its shape without its weights, which are not read.
+def outline(source: str, *, weights: bool = False) -> nn.Module | None:
+    """The model that `open_model` opens, on the meta device, without reading its weights.
 
-    None for `package.module:callable`, which may do anything besides.
+    The result is None for `package.module:callable`, which may have side effects, for .gguf files and for adapters.
+
+    Args:
+        weights: whether the headers of the weight files are checked as well, as `open_model` does.
 
     Raises:
-        ConfigError, CheckpointError: as `open_model` does.
+        ConfigError, CheckpointError: as for `open_model`.
     """
     if ":" in source and not source.startswith(hf.PREFIX):
         return None
+    if gguf.is_file(source) or (model_folder(source) is None and adapter_folder.find(source) is not None):
+        return None
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         if source.startswith(hf.PREFIX):
-            return build_model(source, {}, {})
+            return build_model(source, {}, {}, weights=weights)
         folder = model_folder(source) or Path(source)
-        config = _config(folder)
-        form, mark = _format(config, folder), config.get(MARKER)
-        own: dict[str, Any] = {**(mark if isinstance(mark, dict) else {}), "format": form}
-        return _unfilled(own.get("of", own), config, folder)  # packed, quantized and adapted layers count as plain ones
+        with _opening(folder):
+            config = _config(folder)
+            if weights:
+                form = _format(config, folder)
+                return hf.build(str(folder), {}, {}) if form == "transformers" else READERS[form](folder, False)
+            mark = _mark(config, folder)
+            # For the other formats, the marker's entry `of` describes the plain form.
+            if mark.text("format") in ("packed", "quantized", "adapted"):
+                mark = _mark(config, folder, mark.table("of"))
+            return _unfilled(mark, config, folder, trust_of(folder, config))
 
 
 def build_model(
-    target: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any], seed: int = 0, *, weights: bool = True
+    target: str,
+    arguments: Mapping[str, Any],
+    from_data: Mapping[str, Any],
+    seed: int = 0,
+    *,
+    weights: bool = True,
+    trust: Trust = USER,
 ) -> nn.Module:
-    """Call `run.model` with [model]'s arguments, and with those of `from_data` (vocab_size, context) that it takes.
+    """Build the model `run.model` with the arguments in [model], and with the entries of `from_data` (vocab_size,
+    context) that it accepts.
+
+    If the default device is `meta`, the weight files of a folder are compared with the model, but no values are read.
 
     Args:
         target: `package.module:callable`, `hf:NAME`, or the folder of a run or of a model to start from.
-        weights: False where a state is loaded afterwards: the files of a model are then not read.
+        weights: whether the weights of a model folder are read; False if a state is loaded afterwards.
+        trust: the trust needed to call `target` if it is a callable; code that a folder names needs trust in that
+            folder.
 
     Raises:
-        ConfigError: an argument it does not take (with the nearest one), or it does not return a trainable module.
+        TrustError: `target` names code that the user does not trust.
+        ConfigError: the callable or model does not accept an argument, or the result is not a trainable module.
         CheckpointError: the weights of a folder are missing or damaged.
     """
     torch.manual_seed(seed)
@@ -84,17 +120,18 @@ def build_model(
         return hf.build(target.removeprefix(hf.PREFIX), arguments, from_data, weights=weights)
     if ":" not in target and (folder := model_folder(target)) is not None:
         return _start_from(folder, arguments, from_data, weights=weights)
-    build = resolve(target, "run.model")
+    build = resolve(target, "run.model", trust)
     accepted = _accepted(build)
-    given = {name: value for name, value in from_data.items() if accepted is None or name in accepted} | dict(arguments)
+    offered = {name: value for name, value in from_data.items() if accepted is None or name in accepted}
+    merged = offered | dict(arguments)
     if accepted is not None:
-        for name in given:
+        for name in merged:
             if name not in accepted:
                 raise ConfigError(f"`{target}` takes no argument `{name}`", hint=nearest(name, accepted))
     try:
-        built = build(**given)
+        built = build(**merged)
     except TypeError as error:
-        raise ConfigError(f"`{target}` cannot be called with {dict(given)}: {error}") from error
+        raise ConfigError(f"`{target}` cannot be called with {merged}: {error}") from error
     if not isinstance(built, nn.Module):
         raise ConfigError(f"`{target}` returned a {type(built).__name__}, not an nn.Module")
     if not any(parameter.requires_grad for parameter in built.parameters()):
@@ -103,104 +140,208 @@ def build_model(
 
 
 def _accepted(build: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments it takes; None where it takes any, or where nobody knows (a builtin)."""
+    """Names of the arguments that a callable takes; None if it accepts any argument, or has no signature (a
+    builtin)."""
     try:
         parameters = inspect.signature(build).parameters.values()
     except ValueError:
         return None
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
 
 
-def load_model(path: Path | str) -> tuple[nn.Module, Tokenizer | None]:
-    """A model and its tokenizer from a run folder, a model folder, a .gguf file, `hf:NAME`, or the folder of an adapter
-    in PEFT's format, which is merged into the model that it names.
+def load_model(path: Path | str, *, trust: bool = False) -> tuple[nn.Module, Tokenizer | None]:
+    """Load a model and its tokenizer from the folder of a run, a model or an adapter, a .gguf file or `hf:NAME`.
+
+    An adapter in PEFT's format is merged into the base model that it names.
+
+    Args:
+        trust: whether the code that a folder names is trusted in this call; `shoestring trust` trusts it permanently.
 
     Raises:
         CheckpointError: there is no model, its format is unknown, or its weights do not fit.
+        TrustError: the folder names code that the user does not trust.
     """
     if str(path).startswith(hf.PREFIX):
-        return _from_hub(str(path).removeprefix(hf.PREFIX))
+        name = str(path).removeprefix(hf.PREFIX)
+        built, file = hf.load(name), hf.tokenizer_of(name)
+        return built.eval(), load_tokenizer(file) if file else None
     if gguf.is_file(path):
-        return gguf.load(Path(path))
+        with _opening(Path(path)):
+            return gguf.load(Path(path))
     folder = model_folder(path)
     if folder is None and (adapter := adapter_folder.find(path)) is not None:
-        return _with_adapter(adapter)
+        return _with_adapter(adapter, trust)
     folder = folder or Path(path)
-    built = READERS[_format(_config(folder), folder)](folder)
+    with _opening(folder):
+        built = READERS[_format(_config(folder), folder)](folder, trust)
     tokenizer = folder / "tokenizer.json"
-    return built.eval(), load_tokenizer(tokenizer) if tokenizer.is_file() else None
+    return built.eval(), load_tokenizer(tokenizer) if tokenizer.exists() else None
 
 
-def _with_adapter(folder: Path) -> tuple[nn.Module, Tokenizer | None]:
-    """The model that an adapter names, with the adapter merged into it, and a tokenizer, the adapter's own if any."""
+def _with_adapter(folder: Path, trust: bool) -> tuple[nn.Module, Tokenizer | None]:
+    """Load the base model of an adapter and merge the adapter into it; also returns the tokenizer of the adapter, or
+    else of the base model."""
     base = adapter_folder.base_of(folder)
     if not base:
         hint = "add the path of that model's folder as `base_model_name_or_path` to its adapter_config.json"
         raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
-    built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}")
-    adapter = adapter_folder.read(folder, built)
-    merge(built, adapter.layers)
-    adapter_folder.fill(built, adapter.parameters)
+    _check_bases(folder)
+    built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}", trust=trust)
+    with _opening(folder):
+        adapter = adapter_folder.read(folder, built)
+        merge(built, adapter.layers)
+        adapter_folder.fill(built, adapter.parameters)
     own = folder / "tokenizer.json"
-    return built, load_tokenizer(own) if own.is_file() else tokenizer
+    return built, load_tokenizer(own) if own.exists() else tokenizer
 
 
-def _from_hub(name: str) -> tuple[nn.Module, Tokenizer | None]:
-    built, tokenizer = hf.load(name), hf.file_of(name, "tokenizer.json")
-    return built.eval(), load_tokenizer(tokenizer) if tokenizer else None
+def _check_bases(folder: Path) -> None:
+    """Refuse an adapter whose chain of bases (an adapter of an adapter, and so on) does not end in a model."""
+    above = [folder.resolve()]
+    while (base := adapter_folder.base_of(above[-1])) and Path(base).is_dir() and model_folder(base) is None:
+        if (below := adapter_folder.find(base)) is None:
+            return
+        if below.resolve() in above or len(above) == _ADAPTERS:
+            hint = "`base_model_name_or_path` in its adapter_config.json must lead to a model"
+            raise CheckpointError(
+                f"the adapter in `{folder}` belongs to other adapters, whose bases do not lead to a model", hint=hint
+            )
+        above.append(below.resolve())
 
 
-def _from_module(folder: Path) -> nn.Module:
-    origin = json.loads((folder / "config.json").read_text())[MARKER]
-    built = build_model(origin["model"], origin["arguments"], origin["offered"])
+@contextmanager
+def _opening(folder: Path, what: str = "what is in", also: type[ShoestringError] | None = None) -> Iterator[None]:
+    """Turn errors of constructors and parsers about a model's folder into a CheckpointError that names the folder.
+
+    Every Exception is caught, because an untrusted configuration may make a constructor or parser fail anywhere.
+
+    Args:
+        what: words before the folder's name in the message. also: a subclass of ShoestringError that is converted too;
+            other ShoestringErrors pass unchanged.
+    """
     try:
-        load_weights(built, str(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"cannot load `{folder / 'model.safetensors'}`: {error}") from error
-    return built
+        yield
+    except Exception as error:
+        if isinstance(error, ShoestringError):
+            if also is None or isinstance(error, TrustError) or not isinstance(error, also):
+                raise
+            _, reason, hint = error.parts()
+        else:
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            reason, hint = f"{type(error).__name__}: {line[:300]}", "it is damaged, or was made for another version"
+        raise CheckpointError(f"cannot load {what} `{folder}`: {reason}", hint=hint) from error
 
 
-def _from_replaced(folder: Path) -> nn.Module:
-    """A model with layers that are packed, quantised or adapted: built as its own format has it, then changed."""
+def _from_module(folder: Path, trust: bool) -> nn.Module:
+    """Load a model that a callable builds, or the `hf:` model that a run started from, with the weights of the
+    folder."""
     config = _config(folder)
-    mark = config[MARKER]
+    mark, user = _mark(config, folder), trust_of(folder, config, granted=trust)
+    _callable_of(mark)
+    user.require()  # before the weights are read, because their errors would hide this one
+    return _filled(lambda: _built_by(mark, user), folder, any_builder=True)
+
+
+def _callable_of(mark: Fields) -> str:
+    """The name of the callable or of the `hf:` model in a folder's marker, from which the model is built."""
+    target = mark.text("model")
+    if not (is_name(target) or target.startswith(hf.PREFIX)):
+        raise CheckpointError(f"{mark.where} names no model: {target!r} is not of the form `package.module:callable`")
+    return target
+
+
+def _built_by(mark: Fields, trust: Trust) -> nn.Module:
+    return build_model(_callable_of(mark), mark.table("arguments"), mark.table("offered"), trust=trust)
+
+
+def _filled(build: Callable[[], nn.Module], folder: Path, *, any_builder: bool = False) -> nn.Module:
+    """The model that `build` returns, with the weights of the folder loaded.
+
+    Args:
+        any_builder: whether `build` may be the user's code, which may not work on the meta device; the model's size is
+            then not checked.
+    """
+    file = folder / llama.SINGLE
     try:
-        built = _unfilled(mark["of"], config, folder).to(getattr(torch, mark["dtype"]))
-        slorb.make_room(built, mark["layers"].get(slorb.NAME, {}))
-        packed24.replace(built, mark["layers"]["2:4"])
-        quantized.replace(built, mark["layers"].get("bits", {}))
-        load_weights(built, str(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"cannot load the {mark['format']} model in `{folder}`: {error}") from error
+        foreign.open_file(file, folder).close()
+    except OSError as error:
+        raise CheckpointError(f"cannot load `{file}`: {error.strerror}") from error
+    try:
+        plausible.check_size(build, plausible.stored_in(folder), folder / llama.CONFIG)
+    except ShoestringError:
+        raise
+    except Exception:
+        if not any_builder:
+            raise
+    built = build()
+    with warnings.catch_warnings():  # warnings about the meta device: only names and shapes are compared
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+        load_weights(built, str(file))  # own file: checked above
     return built
 
 
-def _unfilled(mark: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> nn.Module:
-    """The model of a folder in its plain form, with weights of its own."""
-    if mark["format"] == "gpt":
+def _from_replaced(folder: Path, trust: bool) -> nn.Module:
+    """Load a model with packed, quantised or adapted layers: build its plain form, then replace layers and load the
+    weights."""
+    config = _config(folder)
+    mark = _mark(config, folder)
+    user = trust_of(folder, config, granted=trust)
+    user.require()
+    with _opening(folder, f"the {mark.text('format')} model in", also=ShoestringError):
+        return _replaced(mark, config, folder, user)
+
+
+def _replaced(mark: Fields, config: Mapping[str, Any], folder: Path, trust: Trust) -> nn.Module:
+    plain, layers = _mark(config, folder, mark.table("of")), mark.entries("layers")
+    dtype = mark.text("dtype")
+    if dtype not in ("float32", "float64", "bfloat16", "float16"):
+        raise CheckpointError(f"{mark.where}: dtype is {reprlib.repr(dtype)}, not a data type of weights")
+    bits: dict[str, Any] = {name: layers.entries("bits").count(name) for name in layers.table("bits", {})}
+    adapted = {name: layers.entries(slorb.NAME).count(name) for name in layers.table(slorb.NAME, {})}
+    if wrong := set(bits.values()) - {4, 8}:
+        raise CheckpointError(f"{mark.where}: layers of {min(wrong)} bits", hint="only 4 and 8 are supported")
+
+    def build() -> nn.Module:
+        built = _unfilled(plain, config, folder, trust).to(getattr(torch, dtype))
+        slorb.make_room(built, adapted)
+        packed24.replace(built, layers.texts("2:4"))
+        quantized.replace(built, bits)
+        return built
+
+    return _filled(build, folder)
+
+
+def _unfilled(mark: Fields, config: Mapping[str, Any], folder: Path, trust: Trust) -> nn.Module:
+    """Build the model of a folder in its plain form (without packed, quantised or adapted layers), with initial
+    weights."""
+    form = mark.text("format")
+    if form == "gpt":
         return GPT(llama.from_llama_config(config, str(folder / "config.json")))
-    if mark["format"] == "transformers":
+    if form == "transformers":
         return hf.build(str(folder), {}, {}, weights=False)
-    return build_model(mark["model"], mark["arguments"], mark["offered"])
+    return _built_by(mark, trust)
 
 
-READERS: dict[str, Callable[[Path], nn.Module]] = {
-    "gpt": llama.load_pretrained,
+READERS: dict[str, Callable[[Path, bool], nn.Module]] = {
+    "gpt": lambda folder, _: llama.load_pretrained(folder),
     "module": _from_module,
     "packed": _from_replaced,
     "adapted": _from_replaced,
     "quantized": _from_replaced,
-    "transformers": lambda folder: hf.load(str(folder)),
+    "transformers": lambda folder, _: hf.load(str(folder)),
 }
-"""What opens a model folder, by the format that it is marked with."""
+"""Readers of model folders by format; a reader is called with the folder and with whether the user trusts its code."""
+PLAIN = ("gpt", "module", "transformers")
+"""Formats whose layers are not packed, quantised or adapted."""
 
 
 def _start_from(
     folder: Path, arguments: Mapping[str, Any], from_data: Mapping[str, Any], *, weights: bool
 ) -> nn.Module:
-    """The model of a folder to train further, in float32; see `build_model`."""
+    """Open the model of a folder to start training from it, in float32; see `build_model`."""
     config = _config(folder)
     form = _format(config, folder)
     if form == "transformers":
@@ -209,21 +350,24 @@ def _start_from(
         raise ConfigError(f"the model in `{folder}` is {form} and cannot be trained", hint="start from the dense model")
     if arguments:
         raise ConfigError(f"the model in `{folder}` takes no arguments, got {', '.join(arguments)}")
-    if weights and torch.get_default_device().type != "meta":
-        built = READERS[form](folder).float()
-    else:
-        mark = config.get(MARKER)
-        built = _unfilled({**(mark if isinstance(mark, dict) else {}), "format": form}, config, folder)
+    with _opening(folder):
+        if weights:
+            built = READERS[form](folder, False).float()
+        else:
+            built = _unfilled(_mark(config, folder), config, folder, trust_of(folder, config))
     for name in ("vocab_size", "context"):
-        has, wants = getattr(getattr(built, "config", None), name, None), from_data.get(name, 0)
-        if isinstance(has, int) and has < wants:
+        size, needed = getattr(getattr(built, "config", None), name, None), from_data.get(name, 0)
+        if isinstance(size, int) and size < needed:
             hint = 'set data.tokenizer = "model"' if name == "vocab_size" else "lower data.sequence"
-            raise ConfigError(f"the model in `{folder}` has a {name} of {has}, and the data needs {wants}", hint=hint)
+            raise ConfigError(f"the model in `{folder}` has a {name} of {size}, and the data needs {needed}", hint=hint)
     return built
 
 
 def origin_of(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """What builds a run's model again, for config.json; the folder that it began from is resolved to what is in it."""
+    """The entries of config.json that are needed to build a run's model again.
+
+    For a model folder, the result is where that folder's model came from, so that it does not depend on the folder.
+    """
     folder = model_folder(target) if ":" not in target else None
     if folder is None:
         return {"model": target, "arguments": dict(arguments), "offered": dict(offered)}
@@ -234,31 +378,56 @@ def origin_of(target: str, arguments: Mapping[str, Any], offered: Mapping[str, A
     if form == "gpt":
         shape = asdict(llama.from_llama_config(config, str(folder / "config.json")))
         return {"model": "shoestring.models.gpt:tiny", "arguments": shape, "offered": dict(offered)}
-    return {name: config[MARKER][name] for name in ("model", "arguments", "offered")}
+    mark = _mark(config, folder)
+    return {"model": mark.text("model"), "arguments": mark.table("arguments"), "offered": mark.table("offered")}
+
+
+def origin_trust(target: str, trust: Trust = USER) -> Trust:
+    """The trust needed for the code that `origin_of` names: that of the model folder `target`, or `trust` if it is no
+    folder."""
+    folder = model_folder(target) if ":" not in target else None
+    return trust if folder is None else trust_of(folder, _config(folder))
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder."""
+    """The content of a model folder's config.json, after checking its counts against the weights."""
+    path = folder / llama.CONFIG
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = foreign.read_json_object(path, within=folder)
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"`{path}`: {error}"
         raise CheckpointError(
-            f"`{folder}` holds no model: {error}", hint="name a run folder or a model folder"
+            f"`{folder}` holds no model: {reason}", hint="name a run folder or a model folder"
         ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"`{folder / 'config.json'}` is not a JSON object")
+    plausible.check_config(config, plausible.stored_in(folder), path)
     return config
 
 
+def _mark(config: Mapping[str, Any], folder: Path, table: Mapping[str, Any] | None = None) -> Fields:
+    """The marker of shoestring in a config.json, with the format filled in; if `table` (the marker of the plain form)
+    is given, `table` is used instead."""
+    if table is None:
+        form, mark = _format(config, folder), config.get(MARKER)
+        table = {**(mark if isinstance(mark, dict) else {}), "format": form}
+    elif table.get("format") not in PLAIN:
+        raise CheckpointError(
+            f"`{folder}` is derived from a model of the unknown format {reprlib.repr(table.get('format'))}"
+        )
+    return Fields(table, f"{folder / llama.CONFIG}: {MARKER}", CheckpointError)
+
+
 def _format(config: Mapping[str, Any], folder: Path) -> str:
-    """By the marker; without one, our GPT opens the Llamas that it computes, and transformers all else."""
+    """The format of a model folder, from its marker.
+
+    A folder without a marker is opened as `GPT` if it holds a Llama that `GPT` supports, otherwise by transformers.
+    """
     if MARKER not in config:
         return "gpt" if llama.supports(config) else "transformers"
     mark = config[MARKER]
     form = mark.get("format", "module") if isinstance(mark, dict) else mark  # the first version wrote no format
-    if form not in READERS:
+    if not isinstance(form, str) or form not in READERS:
         raise CheckpointError(
-            f"`{folder}` has the format {form!r}, this version reads {', '.join(READERS)}",
+            f"`{folder}` has the format {reprlib.repr(form)}; this version reads {', '.join(READERS)}",
             hint="install a newer version of shoestring",
         )
     return form

@@ -1,7 +1,7 @@
-"""Linear layers whose frozen weights are of 4 bits as QLoRA has them (Dettmers et al., 2023), through bitsandbytes.
+"""Linear layers with frozen 4-bit weights as in QLoRA (Dettmers et al., 2023), through bitsandbytes.
 
-A weight is one of the 16 values of NormalFloat (NF4) times a scale for each 64 of them. The scales have 8 bits
-themselves, with a scale in fp32 for each 256 (double quantisation): 4.13 bits a weight.
+A weight is one of the 16 values of NormalFloat (NF4) times a scale shared by 64 weights. The scales are in turn
+quantised to 8 bits, with one fp32 scale for each 256 of them (double quantisation). The total is 4.13 bits a weight.
 """
 
 from __future__ import annotations
@@ -19,56 +19,73 @@ from shoestring.core.errors import ConfigError
 from shoestring.models.quantized import matrix
 
 BLOCK, SCALES = 64, 256
-"""Weights that share a scale, and scales that do."""
+"""Number of weights that share a scale, and number of scales that share a second-level scale."""
 
 
 def library() -> ModuleType:
     """`bitsandbytes.functional`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: bitsandbytes is not installed.
     """
-    said = logging.getLogger("bitsandbytes")
-    level = said.level
-    said.setLevel(logging.ERROR)  # it warns of a kernel that it would download, and that nothing here uses
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # bitsandbytes warns of a kernel to download, which is not needed here
     try:
-        import bitsandbytes.functional as found
+        import bitsandbytes.functional as functional
     except ImportError as error:
         raise ConfigError("weights in NF4 need bitsandbytes", hint="pip install shoestring[nf4]") from error
     finally:
-        said.setLevel(level)
-    return found
+        logger.setLevel(level)
+    return functional
 
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight (N, K) in NF4.
+    """Quantise a weight (N, K) to NF4.
 
     Returns:
-        Bytes (N K / 2,) of two weights each; bytes (N K / 64,) of scales; and the bits of the scales of those, with
-        their mean as the last (N K / 64 / 256 + 1,), int32, which no cast of a model to another type changes.
+        The codes, bytes (N K / 2,) of two weights each; the 8-bit scales (N K / 64,); and the second-level scales
+        followed by the mean of the scales (N K / 64 / 256 + 1,). The second-level scales are stored as the bits of fp32
+        numbers in int32, so that casts of the model do not change them.
     """
-    given = weight.contiguous() if weight.dtype is not torch.float64 else weight.float()
-    numbers, state = library().quantize_4bit(given, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    numbers, scales, coarse = _quantize(weight.detach())
+    return numbers, scales, coarse
+
+
+@torch.library.custom_op("shoestring::nf4_quantize", mutates_args=())
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    plain = weight.contiguous() if weight.dtype is not torch.float64 else weight.float()
+    numbers, state = library().quantize_4bit(plain, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     coarse = torch.cat([state.state2.absmax, state.offset.reshape(1)])
     return numbers.flatten(), state.absmax, coarse.view(torch.int32)
 
 
+@_quantize.register_fake
+def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes for fake tensors; bitsandbytes itself would cache the fake tables that it creates and use them in later
+    real calls."""
+    scales = -(-weight.numel() // BLOCK)
+    numbers = weight.new_empty(-(-weight.numel() // 2), dtype=torch.uint8)
+    coarse = weight.new_empty(-(-scales // SCALES) + 1, dtype=torch.int32)
+    return numbers, weight.new_empty(scales, dtype=torch.uint8), coarse
+
+
 @torch.library.custom_op("shoestring::nf4_dequantize", mutates_args=())
 def dequantize(numbers: Tensor, scales: Tensor, coarse: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """The weight (rows, K) that `quantize` rounded."""
+    """The weight (rows, K) from the results of `quantize`."""
     exact = torch.float32 if dtype is torch.float64 else dtype
     values, tables = coarse.view(torch.float32), _tables(numbers.device)
-    found = library()
-    outer = found.QuantState(absmax=values[:-1], code=tables[1], blocksize=SCALES, dtype=torch.float32)
+    functional = library()
+    outer = functional.QuantState(absmax=values[:-1], code=tables[1], blocksize=SCALES, dtype=torch.float32)
     columns = 2 * numbers.numel() // rows
-    # Its CPU kernel counts the blocks of each row anew, which is wrong where a block goes on in the next row.
+    # The CPU kernel starts a block with each row, which is wrong if a block continues into the next row.
     shape = torch.Size((rows, columns) if columns % BLOCK == 0 else (1, rows * columns))
-    state = found.QuantState(
+    state = functional.QuantState(
         absmax=scales, shape=shape, code=tables[0], blocksize=BLOCK, quant_type="nf4", dtype=exact,
         offset=values[-1], state2=outer,
     )  # fmt: skip
-    return found.dequantize_4bit(numbers[:, None], state).view(rows, columns).to(dtype)
+    return functional.dequantize_4bit(numbers[:, None], state).view(rows, columns).to(dtype)
 
 
 @dequantize.register_fake
@@ -78,14 +95,15 @@ def _(numbers: Tensor, scales: Tensor, coarse: Tensor, rows: int, dtype: torch.d
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of four bits, and those of the eight of a scale."""
-    found = library()
-    return found.get_4bit_type("nf4", device=device), found.create_dynamic_map().to(device)
+    """The values that the 4-bit codes of weights and the 8-bit codes of scales stand for."""
+    functional = library()
+    return functional.get_4bit_type("nf4", device=device), functional.create_dynamic_map().to(device)
 
 
 @torch.library.custom_op("shoestring::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, numbers: Tensor, scales: Tensor, coarse: Tensor, rows: int) -> Tensor:
-    """y = x Wᵀ; the backward pass dequantises once more, so that no dense weight is held in between."""
+    """Compute y = x Wᵀ; the backward pass dequantises again, so no dense weight is kept in memory between the
+    passes."""
     return F.linear(x, dequantize(numbers, scales, coarse, rows, x.dtype))
 
 
@@ -94,20 +112,20 @@ def _(x: Tensor, numbers: Tensor, scales: Tensor, coarse: Tensor, rows: int) -> 
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-    _, *held, ctx.rows = inputs
-    ctx.save_for_backward(*held)
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+    _, *weight, ctx.rows = inputs
+    ctx.save_for_backward(*weight)
 
 
 def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return gradient @ dequantize(*ctx.saved_tensors, ctx.rows, gradient.dtype), None, None, None, None
 
 
-nf4_linear.register_autograd(_input_gradient, setup_context=_remember)
+nf4_linear.register_autograd(_input_gradient, setup_context=_setup_context)
 
 
 class NF4Linear(nn.Module):
-    """The linear layer `module` with its weight in NF4; also GPT-2's `Conv1D`.
+    """A linear layer with its weight in NF4, made from the linear layer or GPT-2 `Conv1D` `module`.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -131,8 +149,13 @@ class NF4Linear(nn.Module):
         y = nf4_linear(x, self.weight, self.scales, self.coarse, self.out_features)
         return y if self.bias is None else y + self.bias
 
+    @property
+    def stands_for(self) -> int:
+        """Number of parameters of the layer that this one replaces."""
+        return self.in_features * self.out_features + (0 if self.bias is None else self.bias.numel())
+
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that it stands for."""
+        """The dequantised weight (N, K)."""
         return dequantize(self.weight, self.scales, self.coarse, self.out_features, dtype)
 
     def extra_repr(self) -> str:

@@ -1,7 +1,9 @@
-"""Linear layers whose weights are 2:4, kept packed: two of each four neighbouring inputs, and where they are.
+"""Linear layers with packed 2:4 weights: for each four neighbouring inputs, only two weights and their places are
+stored.
 
-A packed weight takes 17/32 of its bytes in fp32 and 9/16 in bf16, and a product that is bound by memory's bandwidth
-(a decoder's, one token at a time) gains as much. Packing loses nothing: `unpack` returns the weight bit by bit.
+A packed weight takes 17/32 of the dense weight's bytes in fp32 and 9/16 in bf16. The time of a bandwidth-bound product
+(decoding one token at a time) falls by the same factor. Packing is lossless: `unpack` returns the same bits, except
+that the zeros that are not stored lose their sign.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from torch.nn import functional as F
 from shoestring import native
 from shoestring.core.errors import ConfigError
 from shoestring.models import slorb
+from shoestring.models.plain_layers import is_product, read_directly
 
 GROUP = 8
-"""Inputs come in multiples of eight, two groups of four, whose four places fill one byte."""
+"""The number of inputs must be a multiple of this: the four places of two groups of four inputs fill one byte."""
 
 FEW_ROWS = 8
-"""The most rows of an input for which the packed product is taken; for more, the weight is unpacked and multiplied."""
+"""Maximum number of input rows for which the packed product is used; for more rows, the weight is unpacked first."""
 
 
 def is_24(weight: Tensor) -> bool:
-    """Whether at most two of each four neighbouring entries of a row are not zero, and the shape can be packed."""
+    """Whether at most two of each four neighbouring entries of a row are nonzero, and the shape can be packed."""
     if weight.dim() != 2 or weight.shape[1] % GROUP:
         return False
     return bool(((weight.detach() != 0).view(-1, 4).sum(1) <= 2).all())
@@ -41,24 +44,28 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: (N, K), K a multiple of eight, of any floating type.
 
     Returns:
-        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes: the place of value v within its group
-        at bits 2 (v mod 4) of byte v / 4. A group's values ascend by place.
+        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes: bits 2 (v mod 4) and up of byte v / 4
+        are the place of value v within its group. The values of a group are in order of their places.
 
     Raises:
-        ConfigError: the shape cannot be packed, or more than two of four entries are not zero: nothing is dropped.
+        ConfigError: the shape cannot be packed, or more than two of four entries are nonzero; no nonzero entry is ever
+            dropped.
     """
     if weight.dim() != 2 or weight.shape[1] % GROUP:
-        raise ConfigError(f"a weight of shape {tuple(weight.shape)} cannot be packed: its inputs are no multiple of 8")
+        raise ConfigError(
+            f"a weight of shape {tuple(weight.shape)} cannot be packed: its number of inputs is not a multiple of 8"
+        )
     groups = weight.detach().reshape(-1, 4)
-    kept = groups != 0
-    count = kept.sum(1)
+    nonzero = groups != 0
+    count = nonzero.sum(1)
     if wrong := int((count > 2).sum()):
         raise ConfigError(
             f"the weight is not 2:4: {wrong} of {len(groups)} groups of four have more than two values",
             hint="prune it before packing",
         )
-    # Non-zero entries first, each kind in ascending place: of a group with fewer than two, zeros fill up.
-    order = (kept.logical_not().byte() * 4 + torch.arange(4, device=weight.device, dtype=torch.uint8)).sort(1).indices
+    # Order each group: nonzero entries first, then negative zeros, then positive zeros; ties are in order of place.
+    kinds = nonzero.logical_not().byte() * 4 + (groups.signbit() | nonzero).logical_not().byte() * 4
+    order = (kinds + torch.arange(4, device=weight.device, dtype=torch.uint8)).sort(1).indices
     places = order[:, :2].sort(1).values
     values = groups.gather(1, places).view(weight.shape[0], -1)
     shifts = torch.tensor([0, 2, 4, 6], device=weight.device, dtype=torch.uint8)
@@ -67,7 +74,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(values: Tensor, indices: Tensor) -> Tensor:
-    """The weight (N, K) of `values` (N, K / 2) and their places (N, K / 8)."""
+    """The weight (N, K) from `values` (N, K / 2) and their places (N, K / 8)."""
     shifts = torch.tensor([0, 2, 4, 6], device=values.device, dtype=torch.uint8)
     places = (indices.view(-1, 1) >> shifts & 3).view(-1, 2).long()
     groups = values.new_zeros(len(places), 4).scatter_(1, places, values.reshape(-1, 2))
@@ -77,8 +84,8 @@ def unpack(values: Tensor, indices: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """`nn.Linear` with a packed 2:4 weight, for inference.
 
-    On a CPU an input of few rows is multiplied by the packed weight in one pass over it, natively; all else unpacks the
-    weight and calls `linear`. Sums are in fp32.
+    On a CPU, inputs of few rows are multiplied by the packed weight in one pass over it by a native kernel; otherwise
+    the weight is unpacked and `F.linear` is called. Sums are in fp32.
     """
 
     values: Tensor
@@ -97,13 +104,13 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> PackedLinear:
-        """The same layer packed; ConfigError where its weight is not 2:4."""
+        """The layer with its weight packed; ConfigError if the weight is not 2:4."""
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(*pack(linear.weight), bias)
 
     @classmethod
     def like(cls, linear: nn.Linear) -> PackedLinear:
-        """A layer of this shape and type, to be loaded into."""
+        """An uninitialised layer of the shape and type of `linear`, for `load_state_dict` to fill."""
         weight = linear.weight
         values = weight.new_empty(weight.shape[0], weight.shape[1] // 2, requires_grad=False)
         indices = torch.empty(weight.shape[0], weight.shape[1] // GROUP, dtype=torch.uint8, device=weight.device)
@@ -117,7 +124,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x Wᵀ + bias for a packed W.
+    """Compute y = x Wᵀ + bias for a packed weight W.
 
     Args:
         x: (…, K), of the type of `values`.
@@ -166,7 +173,7 @@ def _native(kernel: Any, x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 @cache
 def _kernel() -> Any:
-    """The C function; None on a machine that cannot compile it."""
+    """The C function, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
     return native.function(
@@ -185,7 +192,7 @@ def _(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 
 def replace(model: nn.Module, names: Iterable[str]) -> None:
-    """Put empty packed layers in the place of the linear layers `names`, for `load_state_dict` to fill."""
+    """Replace the linear layers `names` by uninitialised packed ones, for `load_state_dict` to fill."""
     for name in names:
         linear = model.get_submodule(name)
         if not isinstance(linear, nn.Linear):
@@ -196,21 +203,23 @@ def replace(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def packed(model: nn.Module) -> list[str]:
-    """The names of the layers that are packed."""
+    """The names of the packed layers."""
     return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
 
 
 def pack_layers(model: nn.Module) -> list[str]:
-    """Replace every linear layer that is 2:4, and whose weight no other module uses, by a packed one.
-
-    Returns:
-        Their names.
-    """
+    """Replace every linear layer whose weight is 2:4 and not shared by a packed layer; returns the names of these
+    layers."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    readings = read_directly(model)
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and owners[id(module.weight)] == 1 and is_24(module.weight)
+        if isinstance(module, nn.Linear)
+        and owners[id(module.weight)] == 1
+        and is_24(module.weight)
+        and is_product(module)
+        and module not in readings
     ]
     for name in names:
         linear = model.get_submodule(name)

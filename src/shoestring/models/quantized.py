@@ -1,12 +1,14 @@
-"""Layers whose weights have 8 or 4 bits, for decoding; `rounding` has the numbers.
+"""Layers with 8-bit or 4-bit weights, for decoding, in the number format of `rounding`.
 
-Of a 2:4 weight the values alone are numbers, in the same order as any other weight's, and their places are kept beside
-them (`packed24`): 5.25 and 3.25 bits a weight in place of 8.5 and 4.5.
+For a 2:4 weight, only the stored values are quantised, in the same layout as dense weights; their places are stored as
+well (see `packed24`). This takes 5.25 or 3.25 bits a weight instead of 8.5 or 4.5.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeGuard
@@ -18,8 +20,9 @@ from torch.nn import functional as F
 from shoestring import native
 from shoestring.core.errors import ConfigError
 from shoestring.models import packed24, slorb
-from shoestring.models.blocks import is_transposed, repeated
+from shoestring.models.blocks import is_transposed, read_by_others, repeated, routers
 from shoestring.models.packed24 import PackedLinear
+from shoestring.models.plain_layers import is_product, scale_of
 from shoestring.models.rounding import (
     GROUP,
     LANES,
@@ -36,7 +39,7 @@ from shoestring.models.rounding import (
 )
 from shoestring.models.skinny import FEW_ROWS
 
-_BYTES_OF_A_GROUP = 72  # of an input, in the room that the native product works in
+_BYTES_OF_A_GROUP = 72  # bytes of workspace in the native product for each group of inputs
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -50,20 +53,23 @@ def quantized_linear(
     bias: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """y = x Wᵀ + bias.
+    """Compute y = x Wᵀ + bias for a quantised weight W.
 
-    On a CPU an input of few rows is multiplied by the packed weight in one pass over it, natively: its entries become
-    integers of 16 bits, with a scale for each group. All else multiplies by the weight as `dense` returns it; where
-    gradients flow to x, the backward pass does so again, so that no dense weight is held in between.
+    On a CPU, inputs of few rows are multiplied by the packed weight in one pass over it by a native kernel, which
+    rounds the inputs to 16-bit integers with a scale for each group. If the kernel cannot be used, the weight is
+    dequantised and `F.linear` is called. The backward pass dequantises again, so no dense weight is kept in memory
+    between the passes.
 
     Args:
         x: (…, K), of any floating type. weight, scales: as `pack` returns them. rows: N. bias: (N,).
-        places: of a 2:4 weight, whose values `weight` has, as `pack_places` returns them.
+        places: for a 2:4 weight, the places of the values in `weight`, as `pack_places` returns them; None for a dense
+            weight.
 
     Returns:
         (…, N), of the type of x.
     """
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+    fake = type(weight) is not Tensor  # a fake tensor has no address that a kernel could read from
+    if fake or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         y = _operator(x, weight, scales, rows, places)
     else:
         y = _product(x, weight, scales, rows, places)
@@ -71,7 +77,7 @@ def quantized_linear(
 
 
 def dense(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype, places: Tensor | None = None) -> Tensor:
-    """The weight (N, K) that packed numbers stand for."""
+    """The dequantised weight (N, K)."""
     values = dequantize(weight, scales, rows, dtype)
     return values if places is None else packed24.unpack(values, unpack_places(places, rows))
 
@@ -114,7 +120,7 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, p
 
 @cache
 def _kernel() -> Any:
-    """The C function; None on a machine that cannot compile it."""
+    """The C function, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int]
     return native.function(
@@ -132,7 +138,7 @@ def _(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | Non
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None], output: Tensor) -> None:
     _, weight, scales, ctx.rows, places = inputs
     ctx.save_for_backward(weight, scales, places)
 
@@ -142,14 +148,14 @@ def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return gradient @ dense(weight, scales, ctx.rows, gradient.dtype, places), None, None, None, None
 
 
-_operator.register_autograd(_input_gradient, setup_context=_remember)
+_operator.register_autograd(_input_gradient, setup_context=_setup_context)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class Quantized(nn.Module):
-    """A weight (N, K) of 8 or 4 bits."""
+    """A layer with a weight (N, K) quantised to 8 or 4 bits."""
 
     weight: Tensor
     scales: Tensor
@@ -161,7 +167,7 @@ class Quantized(nn.Module):
         fits = weight.dim() == 3 and len(weight) == sixteens and weight.shape[2] in (16 * LANES, 32 * LANES)
         if not fits or scales.shape != (*weight.shape[:2], LANES):
             raise ConfigError(
-                f"{tuple(weight.shape)} numbers and {tuple(scales.shape)} scales are no weight of {rows} rows"
+                f"{tuple(weight.shape)} codes and {tuple(scales.shape)} scales do not form a weight of {rows} rows"
             )
         if places is not None and places.shape != (*weight.shape[:2], LANES * GROUP // 4):
             raise ConfigError(f"{tuple(places.shape)} places do not fit {tuple(weight.shape)} numbers")
@@ -174,8 +180,14 @@ class Quantized(nn.Module):
     def bits(self) -> Bits:
         return bits_of(self.weight)
 
+    @property
+    def stands_for(self) -> int:
+        """Number of parameters of the layer that this one replaces."""
+        bias = getattr(self, "bias", None)
+        return self.rows * self.columns + (0 if bias is None else bias.numel())
+
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that it stands for."""
+        """The dequantised weight (N, K)."""
         return dense(self.weight, self.scales, self.rows, dtype, self.places)
 
     def extra_repr(self) -> str:
@@ -204,13 +216,20 @@ class QuantizedLinear(Quantized):
 
 
 class QuantizedEmbedding(Quantized):
-    """`nn.Embedding` with a quantised weight, for inference; also the head of a model whose weights are tied."""
+    """`nn.Embedding` with a quantised weight, for inference; also the output layer of models with tied weights.
+
+    Args:
+        factor: number that the rows are multiplied by, as in Gemma.
+    """
 
     like: Tensor
 
-    def __init__(self, weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype = torch.float32, factor: float = 1.0
+    ) -> None:
         super().__init__(weight, scales, rows)
-        # Empty: its type, which casts of the model change, is that of the rows returned.
+        self.factor = factor
+        # An empty tensor that holds the data type of the output, because casts of the model change a buffer's type.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -221,18 +240,40 @@ class QuantizedEmbedding(Quantized):
             numbers = torch.cat((numbers & 15, numbers >> 4), -1)
         of_rows = self.scales.view(torch.float16)[sixteen, :, lane]
         values = (numbers.to(wide(self.like.dtype)) - ZERO[self.bits]) * of_rows[..., None]
-        return values.to(self.like.dtype).view(*tokens.shape, self.columns)
+        rows = values.to(self.like.dtype).view(*tokens.shape, self.columns)
+        return rows if self.factor == 1 else rows * self.factor
 
     def logits(self, x: Tensor) -> Tensor:
-        """The embedding as the head of the model: (…, K) to (…, N)."""
+        """Use the embedding's weight as the output layer: hidden states (…, K) to logits (…, N)."""
         return quantized_linear(x, self.weight, self.scales, self.rows)
+
+
+class QuantizedExperts(Quantized):
+    """The weights (E, N, K) of E experts, quantised to 8 or 4 bits; an expert's matrix is dequantised when it is read.
+
+    Args:
+        rows: E · N, the rows of all experts together. count: E, the number of experts.
+    """
+
+    like: Tensor
+
+    def __init__(self, weight: Tensor, scales: Tensor, rows: int, count: int, dtype: torch.dtype) -> None:
+        super().__init__(weight, scales, rows)
+        self.count = count
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
+
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
+        rows = self.rows // self.count
+        own = slice(int(expert) * rows // LANES, (int(expert) + 1) * rows // LANES)
+        return dense(self.weight[own], self.scales[own], rows, self.like.dtype)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
 def matrix(module: nn.Module) -> Tensor | None:
-    """The weight (N, K) of a linear layer, packed or not, or an embedding, also of GPT-2's `Conv1D`; else None."""
+    """The weight (N, K) of a linear layer, a packed linear layer, GPT-2's `Conv1D` or an embedding; None for other
+    modules."""
     if isinstance(module, PackedLinear):
         return packed24.unpack(module.values, module.indices)
     weight = getattr(module, "weight", None)
@@ -243,99 +284,153 @@ def matrix(module: nn.Module) -> Tensor | None:
     return weight if isinstance(module, nn.Linear | nn.Embedding) else None
 
 
-def empty(module: nn.Module, bits: Bits) -> Quantized:
-    """A quantised layer of the shape and type of `module`, to be loaded into."""
-    weight = _numbered(module)
-    assert weight is not None
-    rows, groups = weight.shape[0], weight.shape[1] // GROUP
-    shape = (-(-rows // LANES), groups, LANES)
-    numbers = torch.empty(*shape[:2], GROUP * LANES * bits // 8, dtype=torch.uint8, device=weight.device)
-    return _layer(module, numbers, torch.empty(shape, dtype=torch.int16, device=weight.device), weight)
-
-
-def of(module: nn.Module, bits: Bits) -> Quantized:
-    """The layer with its weight rounded.
+def _numbers_of(weight: Tensor, bits: Bits, *, rounded: bool) -> tuple[Tensor, Tensor]:
+    """Packed codes and scales of a weight; if not `rounded`, they are uninitialised, for `load_state_dict` to fill.
 
     Raises:
         ConfigError: the weight cannot be quantised.
     """
+    if rounded:
+        return pack(*quantize(weight, bits), bits)
+    shape = (-(-weight.shape[0] // LANES), weight.shape[1] // GROUP, LANES)
+    numbers = torch.empty(*shape[:2], GROUP * LANES * bits // 8, dtype=torch.uint8, device=weight.device)
+    return numbers, torch.empty(shape, dtype=torch.int16, device=weight.device)
+
+
+def of(module: nn.Module, bits: Bits, *, rounded: bool = True) -> Quantized:
+    """Make a quantised layer to replace `module`; if not `rounded`, its weight is uninitialised."""
     weight = _numbered(module)
     assert weight is not None
-    return _layer(module, *pack(*quantize(weight, bits), bits), weight)
+    return _layer(module, *_numbers_of(weight, bits, rounded=rounded), weight)
 
 
 def _stays24(module: nn.Module) -> TypeGuard[PackedLinear]:
-    """Whether a packed layer stays 2:4, which takes fewer bytes: where its values fill groups of their own."""
+    """Whether a layer stays 2:4 when it is quantised, which takes fewer bytes; its values must fill whole groups."""
     return isinstance(module, PackedLinear) and module.values.shape[1] % GROUP == 0
 
 
 def _numbered(module: nn.Module) -> Tensor | None:
-    """What of a layer becomes numbers: its weight, or the values of one that stays 2:4; None of any other module."""
+    """The tensor of a layer that is quantised: its weight, or its values if the layer stays 2:4; None for other
+    modules."""
     return module.values if _stays24(module) else matrix(module)
 
 
 def _layer(module: nn.Module, numbers: Tensor, scales: Tensor, weight: Tensor) -> Quantized:
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(numbers, scales, weight.shape[0], weight.dtype)
+        return QuantizedEmbedding(numbers, scales, weight.shape[0], weight.dtype, scale_of(module) or 1.0)
     bias, places = getattr(module, "bias", None), pack_places(module.indices) if _stays24(module) else None
     return QuantizedLinear(numbers, scales, weight.shape[0], None if bias is None else bias.detach(), places)
 
 
 def choose(model: nn.Module, bits: Bits) -> tuple[dict[str, Bits], dict[str, str]]:
-    """The layers to quantise: linear ones of the blocks to `bits`; embeddings and all else outside of blocks to 8.
+    """Choose the layers to quantise: linear layers in blocks, and experts, to `bits` bits; all other linear layers and
+    embeddings to 8 bits.
 
     Returns:
-        Their names with their bits, and the names of those that stay as they are with why.
+        Names of the layers to quantise with their bits, and names of all other layers with the reason.
     """
     inside = {module for block in repeated(model) for module in block.modules()}
+    readers = read_by_others(model) | dict.fromkeys(routers(model), "it chooses experts")
     chosen: dict[str, Bits] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
-        weight = matrix(module)
-        if weight is None:
-            continue
-        why = unfit(weight)
-        if isinstance(module, nn.Embedding) and _is_of_positions(model, module):
-            why = "it is of positions"
-        if why:
-            left[name] = why
-        else:
-            chosen[name] = bits if module in inside else 8
+        if (weight := matrix(module)) is not None:
+            if reason := readers.get(module) or _why_not(model, module) or unfit(weight):
+                left[name] = reason
+            else:
+                chosen[name] = bits if module in inside else 8
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                path = f"{name}.{own}"
+                if reason := _why_no_experts(module, own, parameter):
+                    left[path] = reason
+                else:
+                    chosen[path] = bits
     return chosen, left
 
 
-def _is_of_positions(model: nn.Module, embedding: nn.Embedding) -> bool:
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", embedding.num_embeddings)
-    return embedding.num_embeddings != vocabulary
+def _why_not(model: nn.Module, module: nn.Module) -> str | None:
+    """The reason why a layer cannot be replaced by a quantised linear layer or embedding; None if it can."""
+    if isinstance(module, nn.Linear):
+        return None if is_product(module) else f"{type(module).__name__} has a forward pass of its own"
+    if isinstance(module, nn.Embedding):
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", module.num_embeddings)
+        if module.num_embeddings != vocabulary:
+            return "it is of positions"
+        return f"{type(module).__name__} does more than to look rows up" if scale_of(module) is None else None
+    return None
+
+
+def _why_no_experts(module: nn.Module, name: str, parameter: Tensor) -> str | None:
+    """The reason why a parameter of three dimensions cannot be replaced by quantised experts; None if it can."""
+    if not _is_read_by_index(type(module), name):
+        return "its matrices are not read one by one"
+    if parameter.shape[1] % LANES:
+        return f"its rows are no multiple of {LANES}"
+    return unfit(parameter.flatten(0, 1))
+
+
+@cache
+def _is_read_by_index(kind: type[nn.Module], name: str) -> bool:
+    """Whether the methods of a class use an attribute only by indexing it, as `self.name[…]`."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    methods = re.split(r"^    def (?=\w)", source, flags=re.MULTILINE)[1:]
+    uses = [use for text in methods if not text.startswith("__init__") for use in _uses(name).findall(text)]
+    return bool(uses) and all(uses)
+
+
+def _uses(name: str) -> re.Pattern[str]:
+    return re.compile(rf"self\.{re.escape(name)}\b(\[)?")
 
 
 def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False) -> None:
-    """Put quantised layers in the place of those that are named; those that share a weight share it still.
+    """Replace layers by quantised ones; layers that share a weight still share it afterwards.
 
     Args:
-        rounded: with the weights rounded; by default empty, for `load_state_dict` to fill.
+        bits: names of the layers, with their bits.
+        rounded: whether the weights are quantised; by default they are uninitialised, for `load_state_dict` to fill.
     """
     made: dict[int, Quantized] = {}
     for name, width in bits.items():
+        path, _, own = name.rpartition(".")
+        parent = model.get_submodule(path)
+        experts = parent._parameters.get(own)
+        if experts is not None and experts.dim() == 3:
+            numbers = _numbers_of(experts.detach().flatten(0, 1), width, rounded=rounded)
+            rows, count = experts.shape[0] * experts.shape[1], experts.shape[0]
+            delattr(parent, own)
+            parent.add_module(own, QuantizedExperts(*numbers, rows, count, experts.dtype))
+            if callable(choose_products := getattr(model, "set_experts_implementation", None)):
+                choose_products("eager")  # other implementations read all experts at once
+            continue
         module = model.get_submodule(name)
         weight = _numbered(module)
         if weight is None:
             raise ConfigError(f"`{name}` is a {type(module).__name__}, neither a linear layer nor an embedding")
         key = id(getattr(module, "weight", module))
-        if (other := made.get(key)) is not None:
-            layer = _layer(module, other.weight, other.scales, weight)
+        if (tied := made.get(key)) is not None:
+            layer = _layer(module, tied.weight, tied.scales, weight)
         else:
-            layer = made[key] = of(module, width) if rounded else empty(module, width)
+            layer = made[key] = of(module, width, rounded=rounded)
         slorb.carry_over(module, layer)
         model.set_submodule(name, layer)
 
 
+def rounded_parameters(model: nn.Module) -> int:
+    """Number of parameters that quantised layers have replaced by buffers."""
+    layers = {id(module.weight): module for module in model.modules() if hasattr(module, "stands_for")}
+    return sum(int(module.stands_for) for module in layers.values())  # pyrefly: ignore[bad-argument-type]
+
+
 def quantized(model: nn.Module) -> dict[str, Bits]:
-    """The names of the layers that are quantised, with their bits."""
+    """The names of the quantised layers, with their bits."""
     return {name: module.bits for name, module in model.named_modules() if isinstance(module, Quantized)}
 
 
 def packed(model: nn.Module) -> list[str]:
-    """The names of the layers that are quantised and 2:4."""
+    """The names of the layers that are both quantised and 2:4."""
     modules = model.named_modules()
     return [name for name, module in modules if isinstance(module, Quantized) and module.places is not None]

@@ -1,8 +1,8 @@
-"""Weights rounded to 8 or 4 bits, to nearest, with a scale for every 32 inputs of a row; and their order in memory.
+"""Rounds weights to 8 or 4 bits, with a scale for every 32 inputs of a row, and packs them for the native product.
 
-The numbers are those of llama.cpp's Q8_0 and Q4_0: w = scale · q, q from -127 to 127 or from -8 to 7, the scale in
-fp16, together 8.5 and 4.5 bits a weight. So its files can be taken over as they are. In memory they have the order that
-the native product reads, sixteen rows side by side; see `native/skinny_quantized.c`. A zero stays a zero.
+The format is llama.cpp's Q8_0 and Q4_0, so its files need no further rounding: w = scale · q, with q from -127 to 127
+or from -8 to 7 and the scale in fp16. This takes 8.5 or 4.5 bits a weight. Zeros stay zero. In memory the codes q of
+sixteen rows are interleaved, in the order in which the native product reads them; see `native/skinny_quantized.c`.
 """
 
 from __future__ import annotations
@@ -21,45 +21,49 @@ from shoestring.core.errors import ConfigError
 Bits = Literal[8, 4]
 
 GROUP = 32
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 LANES = 16
-"""Rows that lie side by side."""
+"""Number of rows that are interleaved in memory."""
 ZERO = {8: 128, 4: 8}
-"""The byte or the nibble that stands for 0, by bits."""
+"""The zero point (the code that stands for 0), by bits."""
 _CANDIDATES = torch.linspace(6.0, 9.0, 13)
-_WEIGHTS_AT_ONCE = 1 << 22  # that are rounded at a time, which bounds the memory that it takes
+"""Candidate codes for the largest weight of a group at 4 bits; tried with both signs, because the range from -8 to 7 is
+not symmetric."""
+_WEIGHTS_AT_ONCE = 1 << 22  # number of weights rounded at once, which limits temporary memory
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """Round a weight to 8 or 4 bits.
 
-    For 4 bits each group takes, of 26 scales around that which its largest weight asks for, the one with the least sum
-    of squared errors, refined once by least squares: 16 levels are too few for the largest weight to decide alone.
+    For 8 bits, the largest weight of a group sets its scale. With only the 16 levels of 4 bits this would be a poor
+    choice, so 26 scales near it are tried, each also refined by least squares, and the scale with the least squared
+    error is used.
 
     Args:
         weight: (N, K), finite, K a multiple of 32.
 
     Returns:
-        Numbers (N, K / 32, 32) with the zero at 128 or 8, as bytes, and scales (N, K / 32) in fp16.
+        Codes (N, K / 32, 32) as unsigned bytes, with a zero point of 128 (8 bits) or 8 (4 bits), and scales (N, K / 32)
+        in fp16.
 
     Raises:
-        ConfigError: the shape cannot be quantised, a weight is not finite, or too large for fp16.
+        ConfigError: the shape cannot be quantised, or an entry is not finite or needs a scale too large for fp16.
     """
-    if why := unfit(weight):
-        raise ConfigError(f"a weight of shape {tuple(weight.shape)} cannot be quantised: {why}")
+    if reason := unfit(weight):
+        raise ConfigError(f"a weight of shape {tuple(weight.shape)} cannot be quantised: {reason}")
     if not weight.isfinite().all():
         raise ConfigError("the weight has entries that are not finite")
     groups = weight.detach().reshape(-1, GROUP)
     parts = [_rounded(part.float(), bits) for part in groups.split(max(1, _WEIGHTS_AT_ONCE // GROUP))]
-    numbers, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    numbers, scales = (torch.cat(column) for column in zip(*parts, strict=True))
     if not scales.isfinite().all():
         raise ConfigError(f"weights of up to {float(weight.abs().max()):.3g} need scales beyond those of fp16")
     return numbers.view(len(weight), -1, GROUP), scales.view(len(weight), -1)
 
 
 def _rounded(groups: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of groups, (n, 32) in fp32."""
+    """Quantise groups (n, 32) in fp32 to codes and scales."""
     largest = groups.abs().amax(1)
     if bits == 8:
         scales = (largest / 127).half()
@@ -69,44 +73,45 @@ def _rounded(groups: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
         scales = (largest / levels).half().float()
         q = (groups * _inverse(scales)[:, None]).round_().clamp_(-8, 7)
         refined = ((groups * q).sum(1) / q.square().sum(1).clamp_min(1)).half().float()
-        for each in (scales, refined):
-            q = (groups * _inverse(each)[:, None]).round_().clamp_(-8, 7)
-            error = (q * each[:, None] - groups).square_().sum(1)
+        for candidate in (scales, refined):
+            q = (groups * _inverse(candidate)[:, None]).round_().clamp_(-8, 7)
+            error = (q * candidate[:, None] - groups).square_().sum(1)
             better = error < least
-            best, least = torch.where(better, each, best), torch.where(better, error, least)
+            best, least = torch.where(better, candidate, best), torch.where(better, error, least)
     scales = best.half()
     return _numbers(groups, scales, 4), scales
 
 
 def _numbers(groups: Tensor, scales: Tensor, bits: Bits) -> Tensor:
+    """The codes of groups for the given scales, as unsigned bytes."""
     least = -127 if bits == 8 else -8
     q = (groups * _inverse(scales.float())[:, None]).round_().clamp_(least, 127 if bits == 8 else 7)
     return (q + ZERO[bits]).byte()
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """1 / scale; 0 where the scale is 0, that of a group of zeros."""
+    """1 / scale; 0 for the scale 0 of a group of zeros."""
     return torch.where(scales == 0, 0.0, 1 / scales)
 
 
 def unfit(weight: Tensor) -> str | None:
-    """Why a weight cannot be quantised; None where it can."""
+    """The reason why a weight cannot be quantised; None if it can."""
     if weight.dim() != 2 or not weight.is_floating_point():
-        return "it is no matrix of floating-point numbers"
+        return "it is not a matrix of floating-point numbers"
     if weight.shape[1] % GROUP or not weight.numel():
-        return f"its inputs are no multiple of {GROUP}"
+        return f"its number of inputs is not a multiple of {GROUP}"
     return None
 
 
 def pack(numbers: Tensor, scales: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """The order of the native product.
+    """Pack codes and scales in the layout of the native product.
 
     Args:
-        numbers, scales: as `quantize` returns them, N rows and G groups.
+        numbers, scales: codes and scales as `quantize` returns them, with N rows and G groups a row.
 
     Returns:
-        Bytes (N / 16, G, 512 or 256), N rounded up, and the bits of scales (N / 16, G, 16), int16, which no cast of a
-        model to another type changes.
+        Codes as bytes (N / 16, G, 512 or 256), with N rounded up to a multiple of 16, and scales (N / 16, G, 16). The
+        scales are stored as the bits of fp16 numbers in int16, so that casts of the model do not change them.
     """
     rows = -(-len(numbers) // LANES) * LANES
     padded = numbers.new_full((rows, *numbers.shape[1:]), ZERO[bits])
@@ -121,7 +126,7 @@ def pack(numbers: Tensor, scales: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
 
 
 def unpack(weight: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Numbers (rows, G, 32) and scales (rows, G) of what `pack` returned."""
+    """Codes (rows, G, 32) and scales (rows, G) from the results of `pack`."""
     sixteens, groups, size = weight.shape
     numbers = weight.view(sixteens, groups, -1, LANES, 4).permute(0, 3, 1, 2, 4).reshape(sixteens * LANES, groups, -1)
     if size == 16 * LANES:
@@ -132,9 +137,10 @@ def unpack(weight: Tensor, scales: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shoestring::dequantize", mutates_args=())
 def dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """The weight (rows, K) that packed numbers stand for.
+    """The dequantised weight (rows, K) from packed codes and scales.
 
-    It is written in one pass, where torch's operations take six: on a GPU, and on a CPU in fp32 and bf16.
+    On a GPU, and on a CPU in fp32 and bf16, a kernel writes the weight in one pass over memory; torch's operations take
+    six.
     """
     if weight.device.type == "cuda" and find_spec("triton") is not None:
         from shoestring.models.rounding_kernel import dequantized
@@ -155,7 +161,7 @@ def _(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def plain_dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """`dequantize` by operations of torch."""
+    """Like `dequantize`, with torch's operations alone."""
     numbers, of_rows = unpack(weight, scales, rows)
     values = (numbers.to(wide(dtype)) - ZERO[bits_of(weight)]).mul_(of_rows[..., None])
     return values.flatten(1).to(dtype)
@@ -163,21 +169,21 @@ def plain_dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dty
 
 @cache
 def _kernel() -> Any:
-    """The C function; None on a machine that cannot compile it."""
+    """The C function, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, ctypes.c_int, size, size, pointer, pointer, pointer, ctypes.c_int]
-    said = "weights of 8 and 4 bits are dequantised by torch's operations, which is slower"
-    return native.function("dequantize", types, said, file="skinny_quantized")
+    otherwise = "weights of 8 and 4 bits are dequantised by torch's operations, which is slower"
+    return native.function("dequantize", types, otherwise, file="skinny_quantized")
 
 
 def pack_places(indices: Tensor) -> Tensor:
-    """The order of the native product of the places that `packed24.pack` gives.
+    """Pack the places that `packed24.pack` returns in the layout of the native product.
 
     Args:
         indices: (N, K / 8), bytes, K a multiple of 64.
 
     Returns:
-        Bytes (N / 16, K / 64, 128), N rounded up.
+        Bytes (N / 16, K / 64, 128), with N rounded up to a multiple of 16.
     """
     rows, groups = -(-len(indices) // LANES) * LANES, indices.shape[1] // 8
     padded = indices.new_zeros(rows, indices.shape[1])
@@ -186,17 +192,17 @@ def pack_places(indices: Tensor) -> Tensor:
 
 
 def unpack_places(places: Tensor, rows: int) -> Tensor:
-    """The places (rows, K / 8) of what `pack_places` returned."""
+    """The places (rows, K / 8) from the result of `pack_places`."""
     sixteens, groups, _ = places.shape
     of_rows = places.view(sixteens, groups, 2, LANES, 4).permute(0, 3, 1, 2, 4)
     return of_rows.reshape(sixteens * LANES, -1)[:rows].contiguous()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: single precision at least."""
+    """The data type to compute in: `dtype`, but at least single precision."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def bits_of(weight: Tensor) -> Bits:
-    """8 or 4, by the shape of packed numbers."""
+    """The number of bits of packed codes, from their shape."""
     return 8 if weight.shape[2] == GROUP * LANES else 4

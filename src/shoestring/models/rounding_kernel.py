@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits in floating point, in one pass on a GPU; see `rounding`."""
+"""A Triton kernel that dequantises 8-bit and 4-bit weights in one pass; see `rounding`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUPS = 16  # of a row, that a program writes
+GROUPS = 16  # number of groups of a row that one program writes
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def dequantize_kernel(
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """The sixteen rows of a program, 32 GROUPS columns of them."""
+    """Dequantise a tile of 16 rows and 32 GROUPS columns."""
     sixteen = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 16)[:, None]
     column = tl.program_id(1) * GROUPS * 32 + tl.arange(0, GROUPS * 32)[None, :]
@@ -41,7 +41,7 @@ def dequantize_kernel(
 
 
 def dequantized(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """See `rounding.dequantize`."""
+    """The dequantised weight (rows, K); see `rounding.dequantize`."""
     kernel: Any = dequantize_kernel
     sixteens, groups, size = weight.shape
     dense = torch.empty(rows, groups * 32, dtype=dtype, device=weight.device)

@@ -1,8 +1,8 @@
-"""Tensors computed for samples, on disk by a hash of the sample: a teacher's logits for later epochs and runs.
+"""A disk cache of tensors computed for samples, such as a teacher's logits, for use in later epochs and runs.
 
-A cache is a folder of segments, each a safetensors file that appears complete or not at all. Processes write segments
-of their own and read those of all, so several ranks, runs and trials may share a folder, and a killed one loses what it
-had not written yet and damages nothing.
+A cache is a folder of segments, each a safetensors file that is written atomically. A process writes its own segments
+and reads the segments of all processes, so several ranks, runs and trials may share a folder. A process that is killed
+loses only the samples it had not written yet.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import DataError
 from shoestring.core.task import Batch
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 SEGMENT = 64 << 20
-"""Bytes of a segment, which are in memory until it is written."""
+"""Size of a segment in bytes; a segment is kept in memory until it is written."""
 KEYS = "keys"
 _INPUTS = ("inputs", "input_ids", "attention_mask", "position_ids")
 
 
 class SampleCache:
-    """The tensors of each sample, read and written by the keys of `sample_keys`.
+    """Stores the tensors of samples on disk, under the keys that `sample_keys` returns.
 
     Args:
-        folder: of all caches; this one is the folder of its identity in there.
-        identity: what the tensors are a function of besides the sample: the model's hash, its settings. Tensors of
-            another identity are never returned.
+        folder: parent folder of caches; this one uses a subfolder named by its identity.
+        identity: everything besides the sample that the tensors depend on, such as the model's hash and settings.
+            Tensors stored under another identity are never returned.
 
     Raises:
-        DataError: a segment of another identity lies there, or one cannot be read.
+        DataError: a segment has another identity or cannot be read.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -48,36 +50,44 @@ class SampleCache:
         self._places: dict[bytes, tuple[Path, int]] = {}
         self._files: dict[Path, Any] = {}
         self._unwritten: dict[bytes, int] = {}
-        self._buffers: dict[str, Tensor] = {}  # one of each name, so that many small tensors do not split up the heap
-        self._seen = -1
+        self._buffers: dict[str, Tensor] = {}  # one buffer for each name: many small tensors would fragment the heap
+        self._modified = -1
         self.refresh()
 
     def __len__(self) -> int:
         return len(self._places.keys() | self._unwritten.keys())
 
     def refresh(self) -> None:
-        """Find the segments that others have written since."""
+        """Open the segments that other processes have written since the last call."""
         changed = self.folder.stat().st_mtime_ns if self.folder.is_dir() else -1
-        if changed == self._seen:
+        if changed == self._modified:
             return
-        self._seen = changed
+        self._modified = changed
         for path in sorted(self.folder.glob("*.safetensors")):
             if path not in self._files:
                 self._open(path)
 
     def _open(self, path: Path) -> None:
         try:
-            file = safe_open(str(path), "pt")
+            file = foreign.open_safetensors(path)
             metadata, keys = file.metadata(), file.get_tensor(KEYS).numpy()
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"cannot read `{path}`: {error}", hint="delete it; it is computed again") from error
+            rows = {file.get_slice(name).get_shape()[:1] == [len(keys)] for name in file.keys()}  # noqa: SIM118
+            if rows != {True} or keys.ndim != 2:
+                raise ValueError("its tensors do not have one row for each sample")
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise DataError(
+                f"cannot read `{path}`: {error}", hint="delete it; its tensors will be computed again"
+            ) from error
         if metadata != self.identity:
-            raise DataError(f"`{path}` is of another teacher", hint="delete it; it is computed again")
+            raise DataError(
+                f"`{path}` was written with another teacher", hint="delete it; its tensors will be computed again"
+            )
         self._files[path] = file
         self._places |= {key.tobytes(): (path, row) for row, key in enumerate(keys)}
 
     def missing(self, keys: Sequence[bytes]) -> bool:
-        """Whether any of them is not there, after a look at what others have written since."""
+        """Whether any of the samples is missing, after opening the segments that other processes have written in the
+        meantime."""
         if not self._has(keys):
             self.refresh()
         return not self._has(keys)
@@ -86,7 +96,7 @@ class SampleCache:
         return all(key in self._places or key in self._unwritten for key in keys)
 
     def read(self, keys: Sequence[bytes]) -> dict[str, Tensor]:
-        """The tensors of samples that are there, stacked, by name."""
+        """Read the tensors of samples by name, stacked with one row for each sample; all samples must be present."""
         rows = [self._read(key) for key in keys]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -98,7 +108,7 @@ class SampleCache:
         return {name: file.get_slice(name)[row] for name in file.keys() if name != KEYS}  # noqa: SIM118
 
     def write(self, keys: Sequence[bytes], tensors: Mapping[str, Tensor]) -> None:
-        """Add those samples that are not there yet; `tensors` are by name, with one row for each key."""
+        """Add the samples that are missing; `tensors` are by name, with one row for each key."""
         host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in host.items()}
         if shapes != {name: (buffer.dtype, buffer.shape[1:]) for name, buffer in self._buffers.items()}:
@@ -114,7 +124,7 @@ class SampleCache:
                 self._unwritten[key] = len(self._unwritten)
 
     def flush(self) -> None:
-        """Write what is in memory."""
+        """Write the samples in memory as a segment."""
         if count := len(self._unwritten):
             tensors = {name: buffer[:count] for name, buffer in self._buffers.items()}
             tensors[KEYS] = torch.frombuffer(bytearray(b"".join(self._unwritten)), dtype=torch.uint8).view(count, -1)
@@ -124,18 +134,29 @@ class SampleCache:
             self._unwritten.clear()
 
     def close(self) -> None:
-        """Write what is in memory and close all files."""
+        """Write the samples in memory and close all files."""
         self.flush()
         self._buffers.clear()
         self._files.clear()
         self._places.clear()
 
 
-def sample_keys(batch: Batch) -> list[bytes]:
-    """16 bytes for each sample of a batch, which are equal where a model sees the same: a hash of its inputs.
+def must_compute(cache: SampleCache, keys: Sequence[bytes], attachments: Attachments) -> bool:
+    """Whether the tensors of some samples have to be computed; a collective if parameters are sharded.
 
-    So a key needs no number from the loader, stays valid when the data set grows or is shuffled, and two data sets
-    share what they have in common.
+    A sharded model runs on all ranks together or on none, so there a sample that one rank lacks counts for all.
+    """
+    missing = cache.missing(keys)
+    if attachments.divided != "parameters":
+        return missing
+    return any(answer == b"1" for answer in attachments.world.gather(b"1" if missing else b"0"))
+
+
+def sample_keys(batch: Batch) -> list[bytes]:
+    """A key of 16 bytes for each sample of a batch: a hash of the model's inputs.
+
+    Because keys depend only on content, they stay valid when the data set grows or is shuffled, and data sets with
+    common samples share them.
     """
     if isinstance(batch, Mapping):
         inputs = {name: batch[name] for name in _INPUTS if name in batch}

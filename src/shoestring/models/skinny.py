@@ -1,8 +1,8 @@
-"""Products and attention of few tokens on a CPU, natively: what a decoder computes, one or a few tokens at a time.
+"""Native kernels for matrix products and attention with few tokens on a CPU, as in decoding.
 
-They are bound by the memory's bandwidth, of which torch's own product reaches a third on the processor measured here.
-The native ones read a weight, or a cache, once for up to 16 tokens. What a token gets is the same bit by bit alone and
-beside others.
+These operations are bandwidth-bound, and torch's own product reached only a third of the memory bandwidth on the
+processor that was measured. The native kernels read a weight or a cache only once for up to 16 tokens. The result for a
+token is bitwise independent of the other tokens in the pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from shoestring import native
 OTHERWISE = "decoding takes torch's functions, which are slower than native ones"
 
 FEW_ROWS = 16
-"""The most rows of an input for which native products are taken."""
+"""Maximum number of input rows for which native products are used."""
 FEWEST_WEIGHTS = 1 << 17
-"""The fewest weights for which they are taken: below, the call costs more than the product."""
+"""Minimum number of weights for which native products are used; for smaller layers, the call costs more than the
+product."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, natively where x has few rows and no gradient is asked for.
+    """Like `F.linear`, but computed by a native kernel if x has few rows and no gradient is required.
 
     Args:
-        x: (…, K). weight: (N, K), read where it is. bias: (N,).
+        x: (…, K). weight: (N, K), not copied. bias: (N,).
 
     Returns:
         (…, N), of the type of x. Sums are in fp32.
@@ -64,24 +65,26 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and type(weight) in (nn.Parameter, Tensor)  # a sharded one has its own products
+        and type(weight) in (nn.Parameter, Tensor)  # a DTensor needs its own matrix products
     )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None = None) -> Tensor | None:
-    """Causal attention of few tokens to a cache, natively; None where it does not fit, and torch has to compute it.
+    """Compute causal attention of few tokens to a cache by a native kernel; returns None if the kernel does not support
+    the inputs.
 
     Args:
-        q: (B, T, H, D). k, v: (B, K, S, D) with strides in common, read where they are, H a multiple of K.
-        positions: of the queries, int64, (B or 1, T): each sees the positions up to its own, at most S - 1.
-        window: only so many of these, its own included.
+        q: (B, T, H, D). k, v: (B, K, S, D) of equal strides, not copied, H a multiple of K.
+        positions: positions of the queries, int64, (B or 1, T): a query attends to the positions up to its own, which
+            is at most S - 1.
+        window: maximum number of positions that a query attends to, including its own; None for no limit.
 
     Returns:
         (B, T, H, D), of the type of q. Sums are in fp32.
     """
     B, T, H, D = q.shape
     fits = (
-        not torch.compiler.is_compiling()  # which cannot look at what follows
+        not torch.compiler.is_compiling()  # torch.compile cannot trace the checks below
         and q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.bfloat16)
         and q.dtype is k.dtype is v.dtype
@@ -90,7 +93,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
         and D <= 256
         and k.stride() == v.stride()
         and k.stride(3) == 1
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"  # on narrower vectors torch's is faster
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"  # without AVX-512, torch's attention is faster
         and not torch.is_grad_enabled()
         and type(q) is type(k) is Tensor
     )
@@ -114,23 +117,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
 
 @cache
 def _kernel() -> Any:
-    """The C function of products; None on a machine that cannot compile it."""
+    """The C function for matrix products, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     return native.function("skinny_dense", [ctypes.c_int, *[size] * 3, *[pointer] * 3, ctypes.c_int], OTHERWISE)
 
 
 @cache
 def _attention_kernel() -> Any:
-    """The C function of attention; None on a machine that cannot compile it."""
+    """The C function for attention, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, *[size] * 6, *[pointer] * 3, *[size] * 3, pointer, size, pointer, ctypes.c_int]
     return native.function("skinny_attention", types, OTHERWISE)
 
 
 class Products:
-    """Within this context the linear layers of a model, and its embedding where that is the head too, take `linear`.
+    """Context in which the linear layers of a model, and an embedding that is also its output layer, use `linear`.
 
-    Nothing is copied, and layers whose forward pass is their own, or another's, keep it.
+    No weights are copied. Layers whose class or instance overrides the forward pass keep theirs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -139,12 +142,13 @@ class Products:
             for module in model.modules()
             if (isinstance(module, nn.Embedding) and hasattr(module, "logits"))
             or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+            if module.weight.numel() >= FEWEST_WEIGHTS
         ]
         self._methods = [(vars(module), name, partial(_product, module)) for module, name in layers]
         self._set: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
-        # Straight into the modules' own names: for a hundred layers that takes microseconds, and a pass is one of many.
+        # Writing to the modules' __dict__ takes only microseconds for a hundred layers; it is done for every token.
         for names, name, method in self._methods:
             if name not in names:
                 names[name] = method

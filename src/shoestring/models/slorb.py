@@ -1,8 +1,9 @@
-"""SLoRB, an adapter beside a pruned linear layer (Huang et al., AAAI 2025): y = (W ∘ M) x + B (P x).
+"""SLoRB, an adapter of pruned linear layers (Huang et al., AAAI 2025): y = (W ∘ M) x + B (P x).
 
-P adds up every k consecutive inputs, so it has no weights. B begins with the mean, over each such block, of the weights
-that pruning dropped: the best approximation of these by one number a block. A layer of N x K weights gets N x K / k
-more, under the name `slorb`. They cannot be merged into the weight, which would not be 2:4 any more.
+P sums every k consecutive inputs, so it has no weights. B starts as the mean of the pruned weights over each block of k
+inputs, which is their best approximation by one number a block. A layer of N x K weights gets an additional parameter
+`slorb` of N x K / k weights, which holds B. The adapter cannot be merged into the weight, because the result would not
+be 2:4.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ NAME = "slorb"
 
 
 def block_size(columns: int, most: int) -> int:
-    """The k that a layer gets: `most`, or what it has in common with a number of inputs that it does not divide."""
+    """The block size k of a layer: the greatest common divisor of its number of inputs and `most`."""
     return math.gcd(columns, most)
 
 
 def block_sums(x: Tensor, blocks: int) -> Tensor:
-    """P x: (..., K) -> (..., blocks), each the sum of K / blocks consecutive inputs."""
+    """Compute P x: (..., K) -> (..., blocks); each element is the sum of K / blocks consecutive inputs."""
     return x.unflatten(-1, (blocks, -1)).sum(-1)
 
 
 def block_means(dropped: Tensor, size: int) -> Tensor:
-    """B before training, from the weights that pruning dropped, with zeros elsewhere: (N, K) -> (N, K / size)."""
+    """Initial B: the block means of `dropped`, which holds the pruned weights and zeros elsewhere: (N, K) -> (N, K /
+    size)."""
     return dropped.unflatten(-1, (-1, size)).mean(-1)
 
 
 def adapt(layer: nn.Module, factor: nn.Parameter) -> Callable[[], None]:
-    """Add B (P x) to what a layer returns; B is its parameter `slorb` from now on.
+    """Add an adapter B (P x) to the output of a layer; B becomes the layer's parameter `slorb`.
 
     Returns:
-        What takes it off.
+        A function that removes the adapter from the layer.
     """
     layer.register_parameter(NAME, factor)
     handle = layer.register_forward_hook(_add)
@@ -49,7 +51,7 @@ def adapt(layer: nn.Module, factor: nn.Parameter) -> Callable[[], None]:
 
 
 def carry_over(layer: nn.Module, to: nn.Module) -> None:
-    """Give the module that takes the place of `layer` its adapter, if it has one."""
+    """Register the adapter of `layer`, if it has one, on the module that replaces the layer."""
     if isinstance(factor := getattr(layer, NAME, None), nn.Parameter):
         adapt(to, factor)
 
@@ -60,29 +62,29 @@ def _add(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
 
 
 def adapted(model: nn.Module) -> dict[str, int]:
-    """The layers of a model that have an adapter, with the number of its blocks."""
+    """The names of the layers that have an adapter, with the number of blocks of each adapter."""
     names = ((name, getattr(layer, NAME, None)) for name, layer in model.named_modules())
     return {name: factor.shape[1] for name, factor in names if isinstance(factor, nn.Parameter)}
 
 
 def make_room(model: nn.Module, blocks: Mapping[str, int]) -> None:
-    """Give layers adapters that are 0, for `load_state_dict` to fill."""
+    """Add adapters of zeros to layers, for `load_state_dict` to fill."""
     for name, count in blocks.items():
         layer: Any = model.get_submodule(name)
-        like = next(each for each in layer.state_dict().values() if each.is_floating_point())
+        like = next(tensor for tensor in layer.state_dict().values() if tensor.is_floating_point())
         adapt(layer, nn.Parameter(like.new_zeros(layer.out_features, count)))
 
 
 def names_in(weights: Mapping[str, Any]) -> list[str]:
-    """The layers for which a model's weights hold an adapter."""
+    """The names of the layers for which a model's weights contain an adapter."""
     return [name.removesuffix(f".{NAME}") for name in weights if name.endswith(f".{NAME}")]
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load weights into a plain model, with the adapters that they hold.
+    """Load weights into a plain model, adding the adapters that they contain.
 
     Raises:
-        RuntimeError: they do not fit.
+        RuntimeError: the weights do not fit the model.
     """
     make_room(model, {name: weights[f"{name}.{NAME}"].shape[1] for name in names_in(weights)})
     model.load_state_dict(weights)

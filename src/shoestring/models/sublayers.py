@@ -1,8 +1,8 @@
 """The attention and feed-forward sublayers of a language model, and a context in which some of them are skipped.
 
-A sublayer adds to the residual stream: y = x + Sub(norm(x)). Skipped, it scales the stream instead, y = r · x, with
-the ratio r of the lengths ‖y‖ / ‖x‖ that it would have caused (He et al., AdaSkip, AAAI 2025). The model's code stays
-as it is: within the context the norm returns what it is given, and the sublayer returns (r - 1) times that.
+A sublayer adds to the residual stream: y = x + Sub(norm(x)). If it is skipped, the stream is scaled instead, y = r · x,
+where r estimates the ratio ‖y‖ / ‖x‖ (He et al., AdaSkip, AAAI 2025). The model's code does not change: within the
+context the norm is the identity, and the sublayer returns (r - 1) times its input.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ LAYOUTS: tuple[tuple[tuple[str, str, str], tuple[str, str, str]], ...] = (
     ),  # Gemma 2 and 3
     (("self_attn", "", "post_attention_layernorm"), ("mlp", "", "post_feedforward_layernorm")),  # OLMo 2
 )
-"""Names within a block: the sublayer, the norm before it and the norm of what it returns, for each of the two kinds."""
+"""Known layouts of a block: the names of the sublayer, of its input norm and of its output norm (empty if there is
+none), for attention and for feed-forward."""
 
 PROBE = 4
-"""Tokens that a model reads once, to see which layout it has."""
+"""Number of tokens in the forward pass that finds out the layout of a model."""
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A sublayer, by the names of its modules."""
+    """A sublayer and the names of its modules."""
 
     name: str
-    """As `named_modules` has it."""
+    """Name of the sublayer's module in `named_modules`."""
     kind: Kind
     layer: int
-    """Index of its block."""
+    """Index of the sublayer's block."""
     entry: str
-    """Name of the module that reads the residual stream: the norm before it, or itself where there is none."""
+    """Name of the module that reads the residual stream: the input norm, or the sublayer itself if it has no input
+    norm."""
     norms: tuple[str, ...]
-    """Names of the norms of what it reads and of what it returns."""
+    """Names of the sublayer's input norm and output norm, where it has them."""
     items: int
-    """Items of the tuple that it returns; 0 where it returns a tensor."""
+    """Length of the tuple that the sublayer returns; 0 if it returns a tensor."""
 
 
 @dataclass
 class _Call:
-    """What a module was given and what it returned."""
+    """Input and output of a module in a recorded forward pass; `items` as in `Sublayer`."""
 
-    given: Tensor
-    returned: Tensor
+    input: Tensor
+    output: Tensor
     items: int
 
 
@@ -72,25 +74,25 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[str, Sublayer]] = WeakKeyDictionary()
 def sublayers(model: nn.Module) -> Mapping[str, Sublayer]:
     """The sublayers of a model by name, in the order in which they run.
 
-    The first call lets the model read a few tokens and compares every block with the layouts known here, so that a
-    model that adds its sublayers up in another way is refused and never computed wrongly.
+    The first call runs the model on a few tokens and compares every block numerically with the known layouts, so that a
+    model that combines its sublayers in another way raises an error instead of giving wrong results.
 
     Raises:
-        ConfigError: the blocks of the model are not of the form y = x + Sub(norm(x)), or not known.
+        ConfigError: the blocks of the model are not of the form y = x + Sub(norm(x)), or their layout is unknown.
     """
     if model not in _KNOWN:
-        _KNOWN[model] = {sublayer.name: sublayer for sublayer in _found(model)}
+        _KNOWN[model] = {sublayer.name: sublayer for sublayer in _find(model)}
     return _KNOWN[model]
 
 
 @contextmanager
 def skipping(model: nn.Module, ratios: Mapping[str, float | Tensor]) -> Iterator[None]:
-    """Within the context, y = r · x in place of y = x + Sub(norm(x)) for the sublayers that `ratios` names.
+    """Context in which the sublayers in `ratios` compute y = r · x instead of y = x + Sub(norm(x)).
 
-    A skipped attention sublayer neither reads nor writes a cache. May be nested.
+    A skipped attention sublayer neither reads nor writes a cache. Contexts may be nested.
 
     Args:
-        ratios: r of each sublayer to skip: a number, or a 0-d tensor on the model's device.
+        ratios: r of each sublayer to skip, by name: a number, or a 0-d tensor on the model's device.
 
     Raises:
         ConfigError: the model has no such sublayer; see `sublayers`.
@@ -108,7 +110,7 @@ def skipping(model: nn.Module, ratios: Mapping[str, float | Tensor]) -> Iterator
                 raise ConfigError(f"{type(model).__name__} has no sublayer `{name}`", hint=nearest(name, list(known)))
             patch(name, _scaling(ratio, known[name].items))
             for norm in known[name].norms:
-                patch(norm, _identity)
+                patch(norm, lambda x: x)
         yield
     finally:
         for module, before in reversed(patched):
@@ -119,15 +121,12 @@ def skipping(model: nn.Module, ratios: Mapping[str, float | Tensor]) -> Iterator
 
 
 def read(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """The stream among the arguments of a module."""
+    """Get the residual stream from the arguments of a module's call."""
     return arguments[0] if arguments else named["hidden_states"]
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def _scaling(ratio: float | Tensor, items: int) -> Callable[..., Any]:
+    """The forward pass of a skipped sublayer, which returns (ratio - 1) times the stream."""
     rest, scale = (None,) * (items - 1), ratio - 1
 
     def forward(*arguments: Any, **named: Any) -> Any:
@@ -137,7 +136,7 @@ def _scaling(ratio: float | Tensor, items: int) -> Callable[..., Any]:
     return forward
 
 
-def _found(model: nn.Module) -> Iterator[Sublayer]:
+def _find(model: nn.Module) -> Iterator[Sublayer]:
     blocks = repeated(model)
     names = {module: name for name, module in model.named_modules()}
     if not blocks:
@@ -145,7 +144,7 @@ def _found(model: nn.Module) -> Iterator[Sublayer]:
     if len(set(blocks)) < len(blocks):
         raise ConfigError(f"{type(model).__name__} runs a block several times, so no sublayer of it can be skipped")
     for index, (block, calls) in enumerate(zip(blocks, _calls(model, blocks), strict=True)):
-        layout = next((each for each in LAYOUTS if _follows(calls, each)), None)
+        layout = next((layout for layout in LAYOUTS if _follows(calls, layout)), None)
         if layout is None:
             raise ConfigError(
                 f"sublayers of {type(model).__name__} cannot be skipped: its block `{names[block]}` is not known to "
@@ -161,7 +160,7 @@ def _found(model: nn.Module) -> Iterator[Sublayer]:
 
 @torch.no_grad()
 def _calls(model: nn.Module, blocks: list[nn.Module]) -> list[dict[str, _Call]]:
-    """What the modules directly in each block were given and returned by name, and the block itself under no name."""
+    """Inputs and outputs of the direct children of each block by name, and of the block itself under the name ""."""
     calls: list[dict[str, _Call]] = [{} for _ in blocks]
 
     def record(into: dict[str, _Call], name: str) -> Callable[..., None]:
@@ -191,25 +190,25 @@ def _calls(model: nn.Module, blocks: list[nn.Module]) -> list[dict[str, _Call]]:
 
 
 def _follows(calls: Mapping[str, _Call], layout: tuple[tuple[str, str, str], ...]) -> bool:
-    """Whether a block added its sublayers up as the layout says."""
+    """Whether the recorded inputs and outputs of a block agree with a layout."""
     wanted = {"", *(name for row in layout for name in row)}
     if not wanted <= calls.keys():
         return False
-    x = calls[""].given
+    x = calls[""].input
     for sublayer, before, after in layout:
-        given = x
+        value = x
         for name in filter(None, (before, sublayer, after)):
-            if not _same(calls[name].given, given):
+            if not _same(calls[name].input, value):
                 return False
-            given = calls[name].returned
-        if given.shape != x.shape:
+            value = calls[name].output
+        if value.shape != x.shape:
             return False
-        x = x + given
-    return _same(calls[""].returned, x)
+        x = x + value
+    return _same(calls[""].output, x)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal up to rounding."""
-    if one.shape != other.shape:
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
+    if actual.shape != expected.shape:
         return False
-    return bool((one - other).abs().max() <= 8 * torch.finfo(one.dtype).eps * other.abs().max())
+    return bool((actual - expected).abs().max() <= 8 * torch.finfo(actual.dtype).eps * expected.abs().max())

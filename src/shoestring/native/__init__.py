@@ -1,7 +1,7 @@
-"""C and C++ that ship as source: compiled for this machine at first use, and kept.
+"""C and C++ shipped as source, compiled for this machine at first use and cached.
 
-The few inner loops that no library offers are C files beside this one; what speaks to interfaces of torch and Python is
-C++. A machine without a compiler gets `CompileError`, which says why; every caller has a fallback.
+The C files in this folder are inner loops that no library offers; the C++ files use interfaces of torch and Python.
+Without a compiler, `load` raises `CompileError`, and every caller has a fallback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # brings the OpenMP that libraries are opened against
+import torch  # loads the OpenMP runtime that the libraries link against
 
 from shoestring.core.errors import ShoestringError
 from shoestring.storage.guarded import private_folder
@@ -32,15 +32,17 @@ log = logging.getLogger("shoestring")
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=fast", "-Wall", "-Werror")
 SECONDS = 300.0
-"""The longest that a compiler may take."""
+"""Time limit of a compilation in seconds."""
 
 
 class CompileError(ShoestringError):
-    """There is no compiler, or it does not take the source."""
+    """A native library cannot be compiled or loaded, for example because there is no compiler."""
 
 
 @dataclass(frozen=True)
 class _Language:
+    """How source files of one language are compiled: the names of compilers to try, and their options."""
+
     name: str
     compilers: tuple[str, ...]
     flags: tuple[str, ...]
@@ -49,75 +51,77 @@ class _Language:
 
 def _language(suffix: str) -> _Language:
     if suffix == ".c":
-        # Without linking OpenMP: its entry points are resolved in torch's copy when the library is opened.
+        # OpenMP is not linked: its symbols are resolved in torch's copy when the library is opened.
         return _Language("C", ("cc", "gcc", "clang"), ("-std=c11", *FLAGS, "-fno-math-errno", "-fopenmp"), ("-lm",))
     package = Path(torch.__file__).parent
     headers = [f"-I{package / 'include'}", f"-I{sysconfig.get_path('include')}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     links = (f"-L{package / 'lib'}", "-ltorch_cpu", "-lc10")
-    # What torch's headers warn of is not ours to mend. Its classes have other members without NDEBUG.
-    own = (flag for flag in FLAGS if flag != "-Werror")
-    flags = ("-std=c++20", *own, "-DNDEBUG", "-Wno-unknown-pragmas", abi, *headers)
+    # -Werror is left out, because torch's headers cause warnings. NDEBUG is set as in torch's build, because it changes
+    # the layouts of classes.
+    general = (flag for flag in FLAGS if flag != "-Werror")
+    flags = ("-std=c++20", *general, "-DNDEBUG", "-Wno-unknown-pragmas", abi, *headers)
     return _Language("C++", ("c++", "g++", "clang++"), flags, links)
 
 
 @cache
 def load(name: str) -> ctypes.CDLL:
-    """The library of the C or C++ file `name` of this package; compiled once for what it depends on.
+    """Load the library of the C or C++ file `name` in this package; compiles it if it is not in the cache.
 
-    That is the source, the compiler, the processor, and for C++ the versions of torch and Python. Parallel loops of C
-    run in the OpenMP pool that torch has brought with it, so that no second pool competes for the cores.
+    The library is compiled once for each source, compiler and processor, and C++ also for each version of torch and
+    Python. Parallel loops run in torch's OpenMP thread pool, so that no second pool competes for the cores.
 
     Raises:
-        CompileError: it cannot be compiled or loaded here.
+        CompileError: the library cannot be compiled or loaded on this machine.
     """
     source = next(path for path in Path(__file__).parent.glob(f"{name}.c*"))
     language = _language(source.suffix)
-    compiler = next((found for each in language.compilers if (found := shutil.which(each))), None)
+    compiler = next((path for name in language.compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise CompileError(
-            f"`{source.name}` needs a {language.name} compiler, and there is none on the PATH", hint="install g++"
+            f"`{source.name}` needs a {language.name} compiler, but none is on the PATH", hint="install g++"
         )
     try:
         path = _cache() / f"{name}-{_key(source, compiler, language)}.so"
         if not path.is_file():
             _compile(compiler, language, source, path)
         return _open(path, compiler, language, source)
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # such as a full disk
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
 
 
 def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = "") -> Any:
-    """The C function `name`, which returns nothing.
+    """Load the C function `name`, which returns void.
 
     Args:
-        arguments: their types of ctypes.
-        file: that it is in, where that has another name.
-        otherwise: what happens on a machine that cannot compile it, as the beginning of a warning.
+        arguments: ctypes types of the function's arguments.
+        otherwise: what happens without the function; the beginning of the warning if it cannot be compiled.
+        file: name of the function's source file without suffix; empty if it is that of the function.
 
     Returns:
-        None on such a machine, after the warning.
+        The function; None, after a warning, if it cannot be compiled.
     """
     try:
-        found = getattr(load(file or name), name)
+        loaded = getattr(load(file or name), name)
     except CompileError as error:
         log.warning("%s: %s", otherwise, error)
         return None
-    found.argtypes, found.restype = list(arguments), None
-    return found
+    loaded.argtypes, loaded.restype = list(arguments), None
+    return loaded
 
 
 def _cache() -> Path:
-    """A folder that only this user can write to: libraries are loaded from it."""
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises where there is none)
+    """Return the folder of compiled libraries; only this user can write to it, because its libraries are executed."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
     with suppress(OSError, ShoestringError):
-        return private_folder(home / ".cache", "shoestring", "native")
+        if home.is_absolute():  # a relative path would start at the current folder, which may belong to another user
+            return private_folder(home / ".cache", "shoestring", "native")
     return private_folder(Path(tempfile.gettempdir()), f"shoestring-native-{os.geteuid()}")
 
 
 def _key(source: Path, compiler: str, language: _Language) -> str:
-    """Changes with all that the library depends on; a home may be shared by different machines."""
-    found = Path(compiler).resolve().stat()
+    """Hash everything that a library depends on, including the processor, since machines may share a home folder."""
+    status = Path(compiler).resolve().stat()
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -127,8 +131,8 @@ def _key(source: Path, compiler: str, language: _Language) -> str:
         source.read_text(),
         headers,
         compiler,
-        str(found.st_size),
-        str(found.st_mtime_ns),
+        str(status.st_size),
+        str(status.st_mtime_ns),
         processor,
         *language.flags,
     )
@@ -138,6 +142,7 @@ def _key(source: Path, compiler: str, language: _Language) -> str:
 
 
 def _compile(compiler: str, language: _Language, source: Path, path: Path, *more: str) -> None:
+    """Compile the file `source` and link it to the library `path`; `more` are options of the linker."""
     with tempfile.TemporaryDirectory() as folder:
         unlinked, built = Path(folder, "object.o"), Path(folder, "library.so")
         steps = (
@@ -150,17 +155,18 @@ def _compile(compiler: str, language: _Language, source: Path, path: Path, *more
             except subprocess.TimeoutExpired as error:
                 raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
             if done.returncode:
-                said = done.stderr.strip().splitlines() or [f"{compiler} ended with {done.returncode}"]
-                first = next((line for line in said if "error:" in line), said[0])
+                lines = done.stderr.strip().splitlines() or [f"{compiler} ended with {done.returncode}"]
+                first = next((line for line in lines if "error:" in line), lines[0])
                 raise CompileError(f"`{source.name}` cannot be compiled: {first}")
         write_atomic(path, built.read_bytes())
 
 
 def _open(path: Path, compiler: str, language: _Language, source: Path) -> ctypes.CDLL:
+    """Load a library and resolve all its symbols now, so that a missing one fails here and not in a later call."""
     now = os.RTLD_NOW
     try:
         return ctypes.CDLL(str(path), mode=now)
-    except OSError:  # torch came without an OpenMP that this process can see: link the compiler's own
+    except OSError:  # torch's OpenMP symbols are not visible in this process: link the compiler's OpenMP library
         own = path.with_stem(f"{path.stem}-openmp")
         if not own.is_file():
             _compile(compiler, language, source, own, "-fopenmp")

@@ -1,14 +1,15 @@
-// Every allocation of torch while a program runs: where it was made, how long it lives, and which of them were alive
-// when they took the most.
+// Records every allocation of torch while a program runs: what made it, how long it lives, and which allocations were
+// alive at the peak.
 //
-// The allocator of the CPU is wrapped, so that the allocations of all threads are seen, also of those that were started
-// before. Accelerators report to an object of a thread's; each thread gets it at its first operator. What made an
-// allocation is what runs in its thread: the module that Python entered last, and the outermost and innermost operator;
-// in a backward pass the forward operator whose gradient is computed, by autograd's sequence number. Outside of modules
-// it is the Python line.
+// The CPU's allocator is wrapped, so that the allocations of all threads are seen, including threads started earlier.
+// Accelerators report to a thread-local object, which each thread gets at its first operator. An allocation is
+// attributed to what runs in its thread: the module that Python entered last, and the outermost and innermost operator;
+// in a backward pass, the forward operator whose gradient is computed, found by autograd's sequence number. Outside of
+// modules it is attributed to the Python line.
 //
-// A window goes from one call of `allocations_fold` to the next. Of what was freed in it only so many blocks are kept as
-// the recording began with room for; what was alive at the window's peak is always kept, so the peak is known exactly however long the window is.
+// A window lasts from one call of `allocations_fold` to the next. Of the blocks freed in it, only as many are kept as
+// the recording was started with room for. Blocks alive at the window's peak are always kept, so the peak is exact
+// however long the window is.
 
 #include "frames.h"
 
@@ -38,12 +39,12 @@
 namespace {
 
 constexpr uint32_t DEPTH = 192, DEVICES = 17, PATHS = 64;
-constexpr size_t LINKS = 1 << 16;  // forward operators that are remembered for their backward functions, a thread
+constexpr size_t LINKS = 1 << 16;  // forward operators a thread remembers for their backward functions
 constexpr uint64_t NEVER = ~0ull;
 
 enum Phase : uint32_t { OUTSIDE, FORWARD, RECOMPUTED, BACKWARD, OPTIMIZER, BEFORE };
 enum Part : uint32_t { NOWHERE, OWN, COMMUNICATION, CHECKPOINT };
-enum Flag : uint32_t { SURVIVED = 1, IN_GRAPH = 2 };  // outlived its outermost operator, which made a part of the graph
+enum Flag : uint32_t { SURVIVED = 1, IN_GRAPH = 2 };  // it outlived its outermost operator, which extended the autograd graph
 
 uint64_t nanoseconds() {
     timespec time;
@@ -51,7 +52,7 @@ uint64_t nanoseconds() {
     return uint64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
 }
 
-// -- what an allocation is said to be of -----------------------------------------------------------------------------
+// -- the context of an allocation --------------------------------------------------------------------------------------
 
 struct Context {
     uint32_t phase = OUTSIDE, module = 0, outer = 0, inner = 0, place = 0, part = NOWHERE;
@@ -61,8 +62,8 @@ struct Context {
 struct Mixed {
     size_t operator()(const Context& c) const {
         uint64_t hash = 0;
-        for (uint64_t each : {c.phase, c.module, c.outer, c.inner, c.place, c.part})
-            hash = (hash ^ each) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
+        for (uint64_t field : {c.phase, c.module, c.outer, c.inner, c.place, c.part})
+            hash = (hash ^ field) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;
         return hash;
     }
 };
@@ -79,15 +80,15 @@ struct Device {
     uint64_t reserved = 0;
 };
 
-// What follows is read and changed with `changing` held, which a fork waits for.
+// Guards the table and the list of threads. A fork waits for it, so that a child never inherits it locked.
 std::mutex changing;
 
 struct Table {
-    std::vector<Block> blocks;            // alive, and places that are free
-    std::vector<uint32_t> free;           // those places
+    std::vector<Block> blocks;            // blocks alive, and unused places
+    std::vector<uint32_t> free;           // the unused places
     std::array<std::unordered_map<uint64_t, uint32_t>, DEVICES> at;  // address -> place
     std::vector<Block> freed;
-    size_t most = 0, room = 0;  // blocks that were freed: to keep, and kept before some are forgotten
+    size_t most = 0, room = 0;  // freed blocks: to keep, and at which some are dropped
     std::array<Device, DEVICES> devices;
     std::deque<std::string> names{""};
     std::unordered_map<std::string, uint32_t> named{{"", 0}};
@@ -97,15 +98,15 @@ struct Table {
     uint32_t failed_context = 0;
 
     uint32_t name(std::string_view text) {
-        auto [found, fresh] = named.try_emplace(std::string(text), uint32_t(names.size()));
+        auto [entry, fresh] = named.try_emplace(std::string(text), uint32_t(names.size()));
         if (fresh) names.emplace_back(text);
-        return found->second;
+        return entry->second;
     }
 
-    uint32_t context(const Context& given) {
-        auto [found, fresh] = known.try_emplace(given, uint32_t(contexts.size()));
-        if (fresh) contexts.push_back(given);
-        return found->second;
+    uint32_t context(const Context& context) {
+        auto [entry, fresh] = known.try_emplace(context, uint32_t(contexts.size()));
+        if (fresh) contexts.push_back(context);
+        return entry->second;
     }
 
     uint32_t add(uint64_t address, uint64_t bytes, uint32_t device, uint32_t context, uint32_t flags) {
@@ -119,14 +120,14 @@ struct Table {
             free.pop_back();
             blocks[place] = block;
         }
-        auto [found, fresh] = at[device].try_emplace(address, place);
-        if (!fresh) {  // that it was freed was not seen
-            drop(found->second);
-            found->second = place;
+        auto [entry, fresh] = at[device].try_emplace(address, place);
+        if (!fresh) {  // its release was not seen
+            drop(entry->second);
+            entry->second = place;
         }
-        Device& of = devices[device];
-        of.total += bytes;
-        if (of.total > of.peak) of.peak = of.total, of.peak_event = events;
+        Device& usage = devices[device];
+        usage.total += bytes;
+        if (usage.total > usage.peak) usage.peak = usage.total, usage.peak_event = events;
         return place;
     }
 
@@ -142,10 +143,10 @@ struct Table {
     }
 
     bool remove(uint64_t address, uint32_t device) {
-        auto found = at[device].find(address);
-        if (found == at[device].end()) return false;
-        drop(found->second);
-        at[device].erase(found);
+        auto entry = at[device].find(address);
+        if (entry == at[device].end()) return false;
+        drop(entry->second);
+        at[device].erase(entry);
         return true;
     }
 
@@ -154,7 +155,7 @@ struct Table {
         return block.born <= peak && peak < block.died;
     }
 
-    // Forget what was freed and was not alive at a peak. What was may be more than there is room for.
+    // Drop freed blocks that were not alive at a peak. Those that were may exceed the room, which then grows.
     void thin() {
         size_t before = freed.size();
         std::erase_if(freed, [this](const Block& block) { return !at_peak(block); });
@@ -171,20 +172,20 @@ struct Table {
     }
 };
 Table& table() {
-    static Table* kept = new Table;  // never destroyed: memory is freed until the process has ended
-    return *kept;
+    static Table* instance = new Table;  // never destroyed: memory is freed until the process ends
+    return *instance;
 }
 
 // -- threads ---------------------------------------------------------------------------------------------------------
 
-struct Open {  // an operator that runs
+struct Open {  // an operator that is running
     const at::RecordFunction* call;
     int64_t sequence;
-    uint32_t outer;    // place among those that run of the outermost operator since the last module was entered
-    uint32_t modules;  // entered when it began
-    uint32_t first;    // among `made`, for an outermost one
-    bool backward;     // it, or one that contains it, is a function of the backward pass
-    uint32_t module, operation;  // in a backward pass: what it computes the gradient of
+    uint32_t outer;    // index in `open` of the outermost operator since the last module was entered
+    uint32_t modules;  // number of modules entered when it began
+    uint32_t first;    // index in `made` when it began; for an outermost operator
+    bool backward;     // it is within a function of the backward pass
+    uint32_t module, operation;  // in a backward pass: the forward module and operator of its gradient
     const _PyInterpreterFrame* frame;
 };
 
@@ -200,7 +201,7 @@ struct Made {
 
 struct Thread {
     Open open[DEPTH];
-    uint32_t depth = 0, base = 0;  // modules below `base` were entered before the backward pass that runs now
+    uint32_t depth = 0, base = 0;  // modules below `base` were entered before the current backward pass
     Phase phase = OUTSIDE;
     std::vector<uint32_t> modules;
     std::vector<Made> made;
@@ -214,8 +215,8 @@ struct Thread {
 };
 
 std::vector<Thread*>& everybody() {
-    static auto* kept = new std::vector<Thread*>;
-    return *kept;
+    static auto* instance = new std::vector<Thread*>;
+    return *instance;
 }
 thread_local Thread* mine = nullptr;
 std::atomic<bool> running{false}, mimicked{false};
@@ -242,7 +243,7 @@ Thread& arrived() {
         std::lock_guard<std::mutex> held(changing);
         everybody().push_back(mine);
     }
-    if (mine->epoch != epoch.load(std::memory_order_relaxed)) {  // of an earlier recording
+    if (mine->epoch != epoch.load(std::memory_order_relaxed)) {  // its state belongs to an earlier recording
         mine->epoch = epoch;
         mine->depth = mine->base = 0;
         mine->modules.clear();
@@ -255,10 +256,10 @@ Thread& arrived() {
     return *mine;
 }
 
-// Of an operator's name: the same address may hold another text by now, when it was allocated for a name alone.
+// The number of an operator's name. An address alone does not identify it: a freed name's memory may hold another.
 uint32_t spelled(Thread& own, const char* text) {
-    auto found = own.pointers.find(text);
-    if (found != own.pointers.end() && !std::strcmp(found->second.first, text)) return found->second.second;
+    auto entry = own.pointers.find(text);
+    if (entry != own.pointers.end() && !std::strcmp(entry->second.first, text)) return entry->second.second;
     if (own.pointers.size() > 1 << 11) own.pointers.clear();
     std::lock_guard<std::mutex> held(changing);
     uint32_t name = table().name(text);
@@ -277,7 +278,8 @@ Part part_of(std::string_view file) {
     return library ? NOWHERE : OWN;
 }
 
-// The line that runs, the innermost of the program's own if it has one; `until` is not looked at.
+// Set the Python line that runs, the innermost one of the program's own code if there is one; searches up to the frame
+// `until`, exclusive.
 void place(Thread& own, Context& context, const _PyInterpreterFrame* until) {
     PyThreadState* state = PyGILState_GetThisThreadState();
     if (!state) return;
@@ -290,12 +292,12 @@ void place(Thread& own, Context& context, const _PyInterpreterFrame* until) {
         if (!shown_first) shown_first = frame;
         static thread_local std::unordered_map<const void*, std::pair<const void*, Part>> parts;
         PyCodeObject* code = code_of(frame);
-        auto found = parts.find(code);
-        if (found == parts.end() || found->second.first != code->co_filename) {
+        auto entry = parts.find(code);
+        if (entry == parts.end() || entry->second.first != code->co_filename) {
             if (parts.size() > 1 << 12) parts.clear();
-            found = parts.insert_or_assign(code, std::pair(code->co_filename, part_of(text_of(code->co_filename)))).first;
+            entry = parts.insert_or_assign(code, std::pair(code->co_filename, part_of(text_of(code->co_filename)))).first;
         }
-        Part part = found->second.second;
+        Part part = entry->second.second;
         if (part > OWN && context.part == NOWHERE) context.part = part;
         if (part == OWN) {
             chosen = frame;
@@ -315,12 +317,12 @@ void place(Thread& own, Context& context, const _PyInterpreterFrame* until) {
 
 // -- contexts --------------------------------------------------------------------------------------------------------
 
-// Operators that only make room: what called them says more.
+// Operators that only allocate memory: their callers say more.
 bool only_makes_room(std::string_view name) {
-    for (auto* each : {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::resize_",
+    for (auto* maker : {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::resize_",
                        "aten::new_empty_strided", "aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::clone",
                        "aten::contiguous", "aten::to", "aten::_to_copy", "aten::zero_", "aten::fill_"})
-        if (name == each) return true;
+        if (name == maker) return true;
     return false;
 }
 
@@ -354,13 +356,13 @@ uint32_t context_of(Thread& own) {
             for (uint32_t i = own.depth; i-- > 0 && own.open[i].backward;) until = own.open[i].frame;
         place(own, now, until);
     }
-    auto found = own.contexts.find(now);
-    if (found != own.contexts.end()) return found->second;
+    auto entry = own.contexts.find(now);
+    if (entry != own.contexts.end()) return entry->second;
     std::lock_guard<std::mutex> held(changing);
     return own.contexts[now] = table().context(now);
 }
 
-// -- what torch calls: operators -------------------------------------------------------------------------------------
+// -- callbacks of torch: operators -------------------------------------------------------------------------------------
 
 void report_to_us();
 
@@ -373,15 +375,15 @@ void link(Thread& own, int64_t sequence, uint32_t operation) {
 }
 
 void follow(Thread& own, Open& open, uint64_t torch_thread, int64_t sequence) {
-    Thread* of = own.torch_thread == torch_thread ? &own : nullptr;
+    Thread* forward = own.torch_thread == torch_thread ? &own : nullptr;
     std::unique_lock<std::mutex> held(changing, std::defer_lock);
-    if (!of) {
+    if (!forward) {
         held.lock();
-        for (auto* each : everybody())
-            if (each->torch_thread == torch_thread) of = each;
+        for (auto* thread : everybody())
+            if (thread->torch_thread == torch_thread) forward = thread;
     }
-    if (!of || !of->links) return;
-    const Link& link = of->links[sequence % LINKS];
+    if (!forward || !forward->links) return;
+    const Link& link = forward->links[sequence % LINKS];
     if (link.sequence.load(std::memory_order_acquire) != uint64_t(sequence)) return;
     open.module = link.module;
     open.operation = link.operation;
@@ -417,7 +419,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
         if (inside) open.outer = above->outer;
     }
     if (sequence >= 0 && (!open.backward || own.modules.size() > own.base)) {
-        // Of nested operators with one number the outermost is what the program called.
+        // Nested operators share a sequence number; the outermost is the one that the program called.
         open.sequence = sequence;
         bool new_number = !above || above->sequence != sequence;
         if (new_number) link(own, sequence, spelled(own, own.open[open.outer].call->name()));
@@ -433,9 +435,9 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
         return;
     }
     uint32_t place = own.depth - 1;
-    while (place && own.open[place].call != &fn) place--;  // what it contains has ended with it
+    while (place && own.open[place].call != &fn) place--;  // operators within it have ended, too
     Open& open = own.open[place];
-    if (open.call != &fn) return;  // it began before we did
+    if (open.call != &fn) return;  // it began before the recording
     bool outermost = open.outer == place && fn.scope() == at::RecordScope::FUNCTION;
     if (outermost && own.made.size() > open.first) {
         bool graph = open.sequence >= 0 && int64_t(at::sequence_number::peek()) > open.sequence;
@@ -449,7 +451,7 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
     }
     if (fn.scope() == at::RecordScope::BACKWARD_FUNCTION) {
         own.made.resize(std::min<size_t>(own.made.size(), open.first));
-        if (place && !own.open[place - 1].backward) {  // the engine adds gradients up around the function
+        if (place && !own.open[place - 1].backward) {  // the engine accumulates gradients after the function, attributed to it
             Open& engine = own.open[place - 1];
             engine.backward = true;
             engine.module = open.module, engine.operation = open.operation, engine.frame = open.frame;
@@ -466,7 +468,7 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
     }
 }
 
-// -- what torch calls: allocations -----------------------------------------------------------------------------------
+// -- callbacks of torch: allocations -----------------------------------------------------------------------------------
 
 void allocated(uint64_t address, uint64_t bytes, uint32_t device) {
     Thread& own = arrived();
@@ -507,8 +509,8 @@ struct Watched final : at::Allocator {
     void copy_data(void* to, const void* from, size_t count) const override { plain->copy_data(to, from, count); }
 };
 Watched& watched() {
-    static Watched* kept = new Watched;  // never destroyed: storages refer to it
-    return *kept;
+    static Watched* instance = new Watched;  // never destroyed: storages point to it
+    return *instance;
 }
 
 struct Reporter final : c10::MemoryReportingInfoBase {
@@ -524,8 +526,8 @@ struct Reporter final : c10::MemoryReportingInfoBase {
     bool memoryProfilingEnabled() const override { return running.load(std::memory_order_relaxed); }
 };
 std::shared_ptr<Reporter>& reporter() {
-    static auto* kept = new std::shared_ptr<Reporter>(new Reporter);
-    return *kept;
+    static auto* instance = new std::shared_ptr<Reporter>(new Reporter);
+    return *instance;
 }
 
 void report_to_us() {
@@ -544,12 +546,12 @@ void forget_in_child() {
 
 }  // namespace
 
-// -- what Python calls -----------------------------------------------------------------------------------------------
+// -- functions called from Python --------------------------------------------------------------------------------------
 
 extern "C" {
 
-// Keep `freed` blocks of a window that were freed. Not 0: allocations are being recorded already (1), or another library
-// has the CPU's allocator (2).
+// Start a recording that keeps `freed` freed blocks of a window. Returns 0, or 1 if allocations are being recorded
+// already, or 2 if another library has replaced the CPU's allocator.
 int allocations_start(int devices, int mimic, uint64_t freed) {
     if (running) return 1;
     if (!plain) {
@@ -581,7 +583,7 @@ void allocations_stop() {
     if (with_devices && c10::ThreadLocalDebugInfo::get(kind) == reporter().get()) c10::ThreadLocalDebugInfo::_pop(kind);
 }
 
-// Watch a storage of the CPU that was there before. 0: it is watched; otherwise its memory is not the allocator's.
+// Record a CPU storage that was allocated before. Returns 0, or 1 if its memory does not come from the allocator.
 int allocations_adopt(c10::StorageImpl* storage) {
     if (storage->device_type() != at::kCPU) return 1;
     at::DataPtr& data = storage->_mutable_data_ptr_no_checks();
@@ -631,16 +633,16 @@ uint64_t allocations_spelling(uint32_t name, char* room, uint64_t size) {
     return text.size();
 }
 
-// (total, peak, number of the event of the peak, reserved by torch) of a device since the window began.
+// Write (total, peak, event number of the peak, bytes reserved by torch) of a device for the current window.
 void allocations_device(uint32_t device, uint64_t* numbers) {
     std::lock_guard<std::mutex> held(changing);
-    const Device& of = table().devices[device];
-    uint64_t all[] = {of.total, of.peak, of.peak_event, of.reserved};
+    const Device& usage = table().devices[device];
+    uint64_t all[] = {usage.total, usage.peak, usage.peak_event, usage.reserved};
     std::copy_n(all, 4, numbers);
 }
 
-// (events, blocks of the window that were forgotten, bytes that could not be had, context of those, nanoseconds at the
-// window's begin).
+// Write (events, blocks of the window that were dropped, bytes of a failed allocation, its context, nanoseconds at the
+// start of the window).
 void allocations_counts(uint64_t* numbers) {
     std::lock_guard<std::mutex> held(changing);
     const Table& all = table();
@@ -648,7 +650,7 @@ void allocations_counts(uint64_t* numbers) {
     std::copy_n(values, 5, numbers);
 }
 
-// The blocks of the window: at most `size` of them; how many there are.
+// Write at most `size` blocks of the window; returns how many there are.
 uint64_t allocations_blocks(Block* room, uint64_t size) {
     std::lock_guard<std::mutex> held(changing);
     const Table& all = table();
@@ -670,7 +672,7 @@ uint64_t allocations_contexts(Context* room, uint64_t size) {
     return all.size();
 }
 
-// Begin a new window.
+// Start a new window.
 void allocations_fold() {
     std::lock_guard<std::mutex> held(changing);
     table().fold();

@@ -1,14 +1,15 @@
-// Asks Python's main thread now and then to look where it is. A thread that looks at another one's frames needs the GIL
-// first, and gets it where the other lets go of it: at lines that call operators, however little time they take. This
-// one never needs it: what it asks for is done at the end of the instruction that the main thread is in.
+// Samples the position of Python's main thread by asking it to look itself. A sampling thread that reads another
+// thread's frames needs the GIL, and gets it where the other releases it: at lines that call operators, which biases the
+// samples towards these lines. The thread here never takes the GIL: it queues a pending call, which the main thread runs
+// at the end of its current instruction.
 //
-// Until Python 3.13, a pending call from a thread that is not the main one waits until the main one takes the GIL again,
-// because the flag that has it look is computed for the thread that asks. So it is set here, by Python's own headers.
+// Until Python 3.13, a pending call from another thread waits until the main thread takes the GIL again, because the
+// flag that makes it check is computed for the calling thread. So the flag is set here, through Python's headers.
 
 #define Py_BUILD_CORE
 #include <Python.h>
 #if PY_VERSION_HEX < 0x030D0000
-#undef HAVE_STD_ATOMIC  // of C; the compiler's own are the same in C++
+#undef HAVE_STD_ATOMIC  // C's atomics; in C++ the headers use the compiler's builtins
 #undef _PyGC_FINALIZED  // defined twice
 #include <internal/pycore_interp.h>
 #endif
@@ -26,19 +27,19 @@
 namespace {
 
 std::atomic<PyObject*> function{nullptr};
-std::atomic<uint32_t> due{0};  // times that it was asked since it last looked: more than one where an instruction is long
+std::atomic<uint32_t> due{0};  // requests since the last call: more than one if an instruction takes long
 
 int look(void*) {
     uint32_t times = due.exchange(0);
     PyObject* called = function;
     if (!called || !times) return 0;
     PyObject* done = PyObject_CallFunction(called, "I", times);
-    if (!done) PyErr_Clear();  // the program is not to fail for it
+    if (!done) PyErr_Clear();  // an error in the sampler must not fail the program
     Py_XDECREF(done);
     return 0;
 }
 
-// Whether there was room to ask.
+// Queue the call; false if Python's queue is full.
 bool ask() {
     if (Py_AddPendingCall(look, nullptr)) return false;
 #if PY_VERSION_HEX < 0x030D0000
@@ -56,7 +57,7 @@ struct Clock {
 
 Clock* running = nullptr;
 
-void forget_in_child() {  // which has no such thread, and cannot end it
+void forget_in_child() {  // a forked child does not have the thread, so it cannot join it
     running = nullptr;
     function = nullptr;
 }
@@ -78,9 +79,9 @@ void asked_end() {
     running = nullptr;
 }
 
-// From now on, call a function of Python in the main thread, which Python knows as `ident`, where `inside` does not say
-// that it runs an operator; with the number of times that this was so. Seconds from one to the next grow from the
-// `shortest` to the `longest`. The function must live until the end.
+// Start calling a Python function in the main thread, whose Python identifier is `ident`, with the number of sampling
+// times since the last call. Times at which `inside` says that the thread runs an operator do not count. The interval
+// grows from `shortest` to `longest` seconds. The function must live until `asked_end`.
 void asked_begin(
     uint64_t ident, PyObject* called, uint32_t (*inside)(uint64_t), double shortest, double longest, double growth) {
     static int once = pthread_atfork(nullptr, nullptr, forget_in_child);

@@ -1,13 +1,13 @@
-/* Gradients in buckets that share a scale: x ~ level * scale, levels from -top to top, 127 or 7, or of one bit, -1 and 1
-   times the mean magnitude. One pass over memory encodes a bucket, adds what earlier exchanges left out, and keeps what
-   this one leaves out.
+/* Quantises gradients in buckets that share a scale: x ~ level * scale. Levels are integers from -127 to 127 (8 bits) or
+   -7 to 7 (4 bits), or -1 and 1 times the mean magnitude (1 bit). One pass over memory adds the residuals of error
+   feedback, encodes a bucket and stores the new errors.
 
-   A level of 8 bits travels as it is. Of 4 bits, 7 is added to it; of 1 bit, the bit says that it is positive. A bucket
-   is cut into as many equal planes as a byte has codes; a byte has the codes of an entry of each, the first one's in its
-   low bits.
+   On the wire an 8-bit level is a byte, a 4-bit level has 7 added, and a 1-bit level is 1 if positive. A bucket is cut
+   into as many equal planes as a byte holds codes; a byte holds one code of each plane, the first plane's in its low
+   bits.
 
-   Tensor k has `sizes[k]` entries, in buckets `starts[k]` to `starts[k + 1]`, the last of which may be filled up with
-   zeros; buckets from `starts[tensors]` on hold nothing. */
+   Tensor k has `sizes[k]` entries, in buckets `starts[k]` to `starts[k + 1]`, the last of which is padded with zeros.
+   Buckets from `starts[tensors]` on are unused. */
 
 #include <math.h>
 #include <stdint.h>
@@ -18,8 +18,8 @@ enum { LANES = 16 };
 typedef struct {
     int64_t tensors, bucket;
     const int64_t *sizes, *starts;
-    float *const *flats;     /* gradients; with `residuals`, the errors of compression take their place */
-    float *const *residuals; /* what earlier exchanges left out; NULL where nothing is kept */
+    float *const *flats;     /* gradients; with `residuals`, replaced by the errors of compression */
+    float *const *residuals; /* error feedback of earlier exchanges; NULL without it */
 } Buckets;
 
 typedef struct {
@@ -27,7 +27,7 @@ typedef struct {
     int64_t count;
 } Entries;
 
-/* The entries of bucket b; none of an unused one. */
+/* The entries of bucket b; empty for an unused bucket. */
 static Entries entries_of(const Buckets *all, int64_t b) {
     if (b >= all->starts[all->tensors]) return (Entries){0};
     int64_t k = 0, high = all->tensors;
@@ -48,36 +48,36 @@ static void read_sums(Entries from, float *restrict x) {
         memcpy(x, from.x, (size_t)from.count * sizeof *x);
 }
 
-/* The mean magnitude; not finite where an entry is not. */
+/* The mean magnitude; not finite if an entry is not. */
 static float mean_magnitude(const float *x, int64_t n) {
-    float sums[LANES] = {0}, found = 0;
+    float sums[LANES] = {0}, total = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int lane = 0; lane < LANES; lane++) sums[lane] += fabsf(x[i + lane]);
-    for (int lane = 0; lane < LANES; lane++) found += sums[lane];
-    for (; i < n; i++) found += fabsf(x[i]);
-    return n ? found / (float)n : 0;
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    for (; i < n; i++) total += fabsf(x[i]);
+    return n ? total / (float)n : 0;
 }
 
-/* The largest magnitude; not finite where an entry is not. */
+/* The largest magnitude; not finite if an entry is not. */
 static float largest(const float *x, int64_t n) {
-    float most[LANES] = {0}, wrong[LANES] = {0}, found = 0, bad = 0;
+    float most[LANES] = {0}, wrong[LANES] = {0}, maximum = 0, bad = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
             const float size = fabsf(x[i + lane]);
             most[lane] = size > most[lane] ? size : most[lane];
-            wrong[lane] += x[i + lane] * 0; /* NaN where the entry is not finite, which no comparison tells */
+            wrong[lane] += x[i + lane] * 0; /* NaN if the entry is not finite; comparisons with NaN are false */
         }
     for (int lane = 0; lane < LANES; lane++) {
-        found = most[lane] > found ? most[lane] : found;
+        maximum = most[lane] > maximum ? most[lane] : maximum;
         bad += wrong[lane];
     }
     for (; i < n; i++) {
-        found = fabsf(x[i]) > found ? fabsf(x[i]) : found;
+        maximum = fabsf(x[i]) > maximum ? fabsf(x[i]) : maximum;
         bad += x[i] * 0;
     }
-    return found + bad;
+    return maximum + bad;
 }
 
 static int64_t bytes_of(int64_t bucket, int bits) { return (bucket * bits + 7) / 8; }
@@ -116,7 +116,8 @@ static void unpack(const uint8_t *restrict codes, int64_t bucket, int bits, int8
     }
 }
 
-/* Store the levels of x, and return the scale. `noise` of 16 bits moves each by less than a half, or is NULL. */
+/* Write the levels of x and return the scale. `noise`, 16-bit integers for stochastic rounding, shifts each level by less
+   than a half; NULL rounds to nearest. */
 static float encode(const float *restrict x, int64_t n, int64_t bucket, int bits, const int16_t *restrict noise,
                     int8_t *restrict levels) {
     if (bits == 1) {
@@ -146,7 +147,8 @@ static void keep_errors(Entries to, const float *restrict x, const int8_t *restr
     for (int64_t i = 0; i < to.count; i++) to.x[i] = (x[i] - (float)levels[i] * scale) * times;
 }
 
-/* Codes (last - first, bytes) and scales of buckets; without `codes`, their largest magnitudes alone. */
+/* Encode buckets `first` to `last` as codes (last - first, bytes) and scales. If `codes` is NULL, only their largest
+   magnitudes are written, to `scales`. */
 void encode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
                     float *const *residuals, int64_t first, int64_t last, int bits, const int16_t *noise,
                     uint8_t *codes, float *scales, int threads) {
@@ -168,13 +170,13 @@ void encode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const
     }
 }
 
-/* Codes and scales of the averages of `ranks` sets of buckets: `theirs` (ranks, last - first, bytes), those of a rank
-   `code_stride` bytes after those of the one before, with `their_scales`, `scale_stride` apart; but for this rank's,
-   `own`, which are exact. Errors are those of the sum over the ranks. */
+/* Encode the averages of buckets over ranks. The codes of a rank (last - first, bytes) lie `code_stride` bytes after
+   those of the rank before, and its scales `scale_stride` apart; rank `own` is this one, whose exact entries are used
+   instead. The errors are those of the sum over the ranks. */
 void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
                      float *const *residuals, int64_t first, int64_t last, int bits, const int16_t *noise,
-                     uint8_t *codes, float *scales, int threads, int64_t ranks, int64_t own, const uint8_t *theirs,
-                     int64_t code_stride, const float *their_scales, int64_t scale_stride) {
+                     uint8_t *codes, float *scales, int threads, int64_t ranks, int64_t own, const uint8_t *rank_codes,
+                     int64_t code_stride, const float *rank_scales, int64_t scale_stride) {
     const Buckets all = {tensors, bucket, sizes, starts, flats, residuals};
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t b = first; b < last; b++) {
@@ -185,12 +187,12 @@ void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, cons
         read_sums(entries, x);
         memset(sum, 0, sizeof sum);
         for (int64_t rank = 0; rank < ranks; rank++) {
-            const float scale = their_scales[rank * scale_stride + at];
+            const float scale = rank_scales[rank * scale_stride + at];
             if (rank == own) {
                 for (int64_t i = 0; i < entries.count; i++) sum[i] += x[i];
                 continue;
             }
-            unpack(theirs + rank * code_stride + at * bytes_of(bucket, bits), bucket, bits, levels);
+            unpack(rank_codes + rank * code_stride + at * bytes_of(bucket, bits), bucket, bits, levels);
             for (int64_t i = 0; i < entries.count; i++) sum[i] += (float)levels[i] * scale;
         }
         for (int64_t i = 0; i < entries.count; i++) sum[i] /= (float)ranks;
@@ -200,8 +202,9 @@ void encode_averages(int64_t tensors, int64_t bucket, const int64_t *sizes, cons
     }
 }
 
-/* Entries from codes (rows, buckets of a row, bytes) and scales, rows as far apart as above: one rounding, so that all
-   ranks have the same bits. Before that the errors, which stood in the place of the entries, become the residuals. */
+/* Decode codes (rows, buckets of a row, bytes) and scales, with strides between rows as above. All ranks decode the same
+   codes with one rounding, so their results are equal bit by bit. First the errors, which were stored in place of the
+   gradients, become the residuals. */
 void decode_buckets(int64_t tensors, int64_t bucket, const int64_t *sizes, const int64_t *starts, float *const *flats,
                     float *const *residuals, int64_t rows, int64_t row, int bits, const uint8_t *codes,
                     int64_t code_stride, const float *scales, int64_t scale_stride, int threads) {

@@ -1,14 +1,14 @@
-// A calling-context tree of torch's operators and the Python lines that call them, aggregated while the program runs.
+// Builds a calling-context tree of torch's operators and the Python lines that call them, while the program runs.
 //
 // Every thread has a tree of its own, so recording takes no lock. A node is an operator, a Python line, or a link from
 // a backward function to the operator whose gradient it computes. Python's frames are read without the GIL: operators
 // release it, but the thread's own frames cannot change while it is inside one. Memory grows with the number of
-// different call paths, never with time; beyond NODES a thread's new paths all become one node.
+// distinct call paths, not with time; beyond NODES, all new paths of a thread share one node.
 //
-// What an operator is given is looked at only now and then, because torch boxes the arguments of all calls while there is
-// anybody who asks for some: at the first calls of new nodes, and after a random number of calls at BURST of them. Bytes
-// and FLOP are the mean of the calls that were looked at times all calls; of those at random, once there are ENOUGH. Of
-// matrices that are multiplied, such a look also samples how much of them is zero (zeros.h).
+// The arguments of operators are inspected only for some calls, because torch boxes the arguments of all calls while any
+// callback asks for them: at the first calls of new nodes, and at BURST calls after random intervals. Bytes and FLOP are
+// the number of calls times the mean of the inspected ones; of the random ones alone once there are ENOUGH. Inspecting a
+// matrix product also samples how much of its factors is zero (zeros.h).
 
 #include "frames.h"
 #include "zeros.h"
@@ -40,17 +40,19 @@
 
 namespace {
 
-constexpr uint32_t NODES = 1 << 18, DEPTH = 192, OPERATORS = 256, THREADS = 1 << 14;
-constexpr uint32_t LINKS = 1 << 16;  // forward operators that are remembered for their backward functions, a thread
-constexpr uint32_t PLACES = 1 << 10;  // instructions whose lines are remembered, a thread
+constexpr uint32_t NODES = 1 << 18, OPERATORS = 256, THREADS = 1 << 14;
+constexpr uint32_t OUTER = 96, INNER = 96;  // Python frames kept of a deeper stack, at either end
+constexpr uint32_t DEPTH = OUTER + 1 + INNER;  // with the gap between them
+constexpr uint32_t LINKS = 1 << 16;  // forward operators a thread remembers for their backward functions
+constexpr uint32_t PLACES = 1 << 10;  // instructions whose lines a thread remembers
 constexpr uint32_t NONE = ~0u;
-constexpr int64_t LOOKS = 512, BURST = 32;  // operators that are looked at after a new node, and at random
-constexpr uint32_t BETWEEN = 1 << 15;  // operators from one such burst to the next, on average
+constexpr int64_t LOOKS = 512, BURST = 32;  // operators inspected after a new node, and in a random burst
+constexpr uint32_t BETWEEN = 1 << 15;  // mean number of operators between two bursts
 constexpr uint32_t ENOUGH = 8, VARIANTS = 8;
 
 enum Kind : uint8_t { ROOT, PYTHON, OPERATOR, BACKWARD, SPAN, LINK, OVERFLOWN };
 
-// -- time: of the processor's counter where it has one ---------------------------------------------------------------
+// -- time: the processor's counter if it has one -----------------------------------------------------------------------
 
 #if defined(__x86_64__)
 #include <x86intrin.h>
@@ -66,14 +68,14 @@ inline uint64_t now() {
 
 struct Names {
     std::mutex lock;
-    std::deque<std::string> all{""};  // whose texts stay where they are
+    std::deque<std::string> all{""};  // a deque, whose elements never move
     std::unordered_map<std::string, uint32_t> known{{"", 0}};
 
     uint32_t of(std::string_view text) {
         std::lock_guard<std::mutex> held(lock);
-        auto [found, fresh] = known.try_emplace(std::string(text), uint32_t(all.size()));
+        auto [entry, fresh] = known.try_emplace(std::string(text), uint32_t(all.size()));
         if (fresh) all.emplace_back(text);
-        return found->second;
+        return entry->second;
     }
     const char* spelling(uint32_t name) {
         std::lock_guard<std::mutex> held(lock);
@@ -81,14 +83,14 @@ struct Names {
     }
 };
 Names& names() {
-    static Names* kept = new Names;  // never destroyed: threads may outlive the end of the program's main thread
-    return *kept;
+    static Names* instance = new Names;  // never destroyed: threads may outlive the main thread
+    return *instance;
 }
 
 // -- floating-point operations ---------------------------------------------------------------------------------------
 
-// Rules are of operators that no other of them contains, with a multiplication and an addition as two, as torch's
-// FlopCounterMode has them (so a causal mask halves nothing).
+// Rules exist for operators that never contain one another. A multiplication and an addition count as two, and a causal
+// mask halves nothing, as in torch's FlopCounterMode.
 enum Rule : uint8_t { UNKNOWN, PRODUCT, ADDED_PRODUCT, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD };
 
 Rule rule_of(std::string_view name) {
@@ -112,8 +114,8 @@ Rule rule_of(std::string_view name) {
         {"aten::_scaled_dot_product_efficient_attention_backward", ATTENTION_BACKWARD},
         {"aten::_scaled_dot_product_cudnn_attention_backward", ATTENTION_BACKWARD},
     };
-    auto found = rules.find(name);
-    return found == rules.end() ? UNKNOWN : found->second;
+    auto entry = rules.find(name);
+    return entry == rules.end() ? UNKNOWN : entry->second;
 }
 
 using Values = c10::ArrayRef<const c10::IValue>;
@@ -130,7 +132,7 @@ double product(c10::IntArrayRef sizes, size_t from = 0) {
     return all;
 }
 
-// Of a call; of a convolution those of each element of its output, and `by_output` is set.
+// FLOP of a call; of a convolution FLOP per element of its output, in which case `by_output` is set.
 double flops_of(Rule rule, const Values& inputs, bool& by_output) {
     auto first = rule == ADDED_PRODUCT ? 1 : rule == ATTENTION_BACKWARD ? 1 : 0;
     auto a = sizes_of(inputs, first), b = sizes_of(inputs, first + 1), c = sizes_of(inputs, first + 2);
@@ -152,7 +154,7 @@ double flops_of(Rule rule, const Values& inputs, bool& by_output) {
         case ATTENTION:
         case ATTENTION_BACKWARD:
             if (a.size() != 4 || b.size() != 4 || c.size() != 4) return 0;
-            // Forward has two products; backward has five, of which three are as wide as the keys.
+            // The forward pass has two products, the backward pass five, of which three are as wide as the keys.
             if (rule == ATTENTION) return 2 * product(a) / a[3] * b[2] * (a[3] + c[3]);
             return 2 * product(a) / a[3] * b[2] * (3. * a[3] + 2. * c[3]);
         default:
@@ -178,7 +180,7 @@ const char* spelled(at::ScalarType type) {
     }
 }
 
-struct Looked : at::ObserverContext {  // at the arguments of a call
+struct Looked : at::ObserverContext {  // the inspected arguments of a call
     uint32_t node = 0;
     bool drawn = false, described = false, by_output = false, in_place = false, viewed = false;
     uint32_t hash = 2166136261u;
@@ -204,7 +206,7 @@ struct Looked : at::ObserverContext {  // at the arguments of a call
             const void* where = storage.unsafeGetStorageImpl();
             if (!output) storages.push_back(where);
             else if (!in_place && std::find(storages.begin(), storages.end(), where) != storages.end()) viewed = true;
-            size = std::min(size, double(storage.nbytes()));  // an expanded tensor is smaller than it looks
+            size = std::min(size, double(storage.nbytes()));  // an expanded tensor has less memory than its shape says
             if (!tensor.is_contiguous())
                 layout = tensor.is_contiguous(at::MemoryFormat::ChannelsLast) ? " channels_last"
                          : tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d) ? " channels_last_3d"
@@ -213,7 +215,7 @@ struct Looked : at::ObserverContext {  // at the arguments of a call
         bytes += size;
         mix(uint64_t(tensor.scalar_type()) << 8 | uint64_t(tensor.device().type()));
         mix(std::string_view(layout).size());
-        for (auto each : tensor.sizes()) mix(each);
+        for (auto size : tensor.sizes()) mix(size);
         if (!described || ++shown > 6) return;
         if (!text.empty() && text.back() != ' ') text += ", ";
         text += spelled(tensor.scalar_type());
@@ -228,10 +230,10 @@ struct Looked : at::ObserverContext {  // at the arguments of a call
         for (auto& value : all) {
             if (value.isTensor()) tensor(value.toTensor(), output);
             else if (value.isTensorList())
-                for (const at::Tensor& each : value.toTensorVector()) tensor(each, output);
+                for (const at::Tensor& item : value.toTensorVector()) tensor(item, output);
             else if (value.isOptionalTensorList())
-                for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
-                    if (each) tensor(*each, output);
+                for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+                    if (item) tensor(*item, output);
         }
     }
 };
@@ -239,25 +241,25 @@ struct Looked : at::ObserverContext {  // at the arguments of a call
 // -- the tree of a thread --------------------------------------------------------------------------------------------
 
 struct alignas(64) Node {
-    uint32_t parent, name, line;     // a link's name is the thread, and its line the node, of the forward operator
-    uint32_t last = NONE, next = NONE;  // the child seen last, and the sibling seen after this node last time
+    uint32_t parent, name, line;     // of a link: the forward operator's thread and node
+    uint32_t last = NONE, next = NONE;  // the child seen last, and the sibling that followed this node last time
     Kind kind;
-    uint8_t rule = 0;                // by which its floating-point operations are counted
-    const char* text = nullptr;      // where an operator's name was when it was seen last
-    const char* spelled = nullptr;   // where `names` has it
+    uint8_t rule = 0;                // how its FLOP are counted
+    const char* text = nullptr;      // address of the operator's name when it was seen last
+    const char* spelled = nullptr;   // the name in `names`
     uint64_t count = 0, inclusive = 0;  // ticks
     uint64_t within = 0;             // ticks of its children
     uint64_t least = ~0ull, most = 0, graphed = 0;
     double squares = 0;
-    uint32_t arguments = 0;          // of `Thread::arguments`
+    uint32_t arguments = 0;          // index in `Thread::arguments`
 };
 
-struct Arguments {  // of those calls of a node that were looked at
-    uint64_t looked = 0, drawn = 0;  // `drawn` at random, the others because the node was new
+struct Arguments {  // of the inspected calls of a node
+    uint64_t looked = 0, drawn = 0;  // inspected because the node was new, and at random
     double looked_bytes = 0, looked_flops = 0, drawn_bytes = 0, drawn_flops = 0;
     uint32_t text = 0, variants = 0;
     uint32_t hashes[VARIANTS] = {};
-    Zeros zeros[2];  // of the two factors of a product
+    Zeros zeros[2];  // in the two factors of a product
 };
 
 struct Place {  // an instruction of Python
@@ -273,45 +275,45 @@ struct Frame {
     uint32_t node;
 };
 
-enum Work : uint8_t { NESTED, WALKED, LINKED, WORKS };  // to record an operator: Python's frames, or a link, looked up
+enum Work : uint8_t { NESTED, WALKED, LINKED, WORKS };  // work of recording an operator: walking frames, following a link
 
-struct Open {  // an operator that runs
+struct Open {  // an operator that is running
     const at::RecordFunction* call;
     const _PyInterpreterFrame* frame;
-    uint64_t begun, paid, within, counted;  // `counted` of its ticks are in those of what contained it already
+    uint64_t begun, paid, within, counted;  // `counted`: its ticks already added to its parent's
     int64_t sequence;
     uint32_t node;
     bool span, graphs;
     Work work;
 };
 
-struct Stack {  // of a span, which goes on when the function that began it has returned
+struct Stack {  // the Python frames of a span, which may outlive the function that began it
     uint32_t level;
-    std::vector<Frame> frames;   // when it began
-    uint32_t same = 0;           // of them, how many were as then when the last operator within began
-    std::vector<Frame> current;  // what was called beyond those, with nodes
+    std::vector<Frame> frames;   // frames when it began
+    uint32_t same = 0;           // how many of these were unchanged at the last operator within
+    std::vector<Frame> current;  // frames called from there, with nodes
 };
 
 struct Thread {
     Node* nodes;
     std::atomic<uint32_t> size{0};
-    uint32_t depth = 0;  // operators that run, also those beyond OPERATORS
-    uint64_t paid = 0, cost[2 * WORKS] = {};  // ticks of recording: in all, and to begin and to end an operator
+    uint32_t depth = 0;  // running operators, including those beyond OPERATORS
+    uint64_t paid = 0, cost[2 * WORKS] = {};  // ticks of recording: total, and means for the begin and the end of an operator
     uint64_t events = 0, burst = BETWEEN, random = 88172645463325252ull;
-    std::unique_ptr<std::atomic<uint64_t>[]> links;  // by sequence number: its lower half, and the node
+    std::unique_ptr<std::atomic<uint64_t>[]> links;  // by sequence number: its lower half and the node
     PyThreadState* state = nullptr;
-    Thread* forward = nullptr;  // where the last backward function came from
+    Thread* forward = nullptr;  // thread of the last backward function's forward operator
     std::atomic<uint64_t> torch_thread{0};
     uint64_t lost = 0, ident = 0;
-    uint32_t index = 0, level = 0;  // `level`: size of `stack`
-    uint32_t profile = 0;  // the one that what runs began in; what an earlier one left open is forgotten
+    uint32_t index = 0, level = 0;  // `level`: frames in `stack`
+    uint32_t profile = 0;  // number of the profile that `open` belongs to; operators of an earlier profile are discarded
     bool lasting = false, fresh = false;
-    void* timer = nullptr;  // of samples of its native frames
+    void* timer = nullptr;  // triggers samples of its native frames
     Open open[OPERATORS];
     Frame stack[DEPTH];
     Place places[PLACES];
     std::vector<Stack> spans;
-    std::vector<std::pair<uint64_t, uint32_t>> table;  // (hash of parent and what the child is, node)
+    std::vector<std::pair<uint64_t, uint32_t>> table;  // hash table: (hash of parent and child, node)
     std::unordered_map<const void*, std::pair<const char*, uint32_t>> pointers;
     std::deque<Arguments> arguments{Arguments()};
 
@@ -385,7 +387,7 @@ struct Thread {
         table.swap(larger);
     }
 
-    // An operator, whose name is looked up only if it is not the one that followed last time.
+    // The node of an operator. Its name is looked up only if it is not the operator that followed here last time.
     uint32_t operation(uint32_t parent, const char* text, Kind kind) {
         Node& above = at(parent);
         uint32_t guess = above.last == NONE ? NONE : at(above.last).next;
@@ -409,16 +411,16 @@ struct Thread {
     }
 
     uint32_t name_of(const char* text) {
-        auto found = pointers.find(text);
-        // The same address may hold another text by now, when it was allocated for a name alone.
-        if (found != pointers.end() && !std::strcmp(found->second.first, text)) return found->second.second;
+        auto entry = pointers.find(text);
+        // An address alone does not identify a name: a freed name's memory may hold another.
+        if (entry != pointers.end() && !std::strcmp(entry->second.first, text)) return entry->second.second;
         if (pointers.size() > 1 << 11) pointers.clear();
         uint32_t name = names().of(text);
         pointers[text] = {names().spelling(name), name};
         return name;
     }
 
-    // The node of the line that a frame runs, below `above`. Finding a line takes long in a long function.
+    // The node of the line that a frame runs, below `above`. Lines are cached: finding one is slow in a long function.
     uint32_t line(uint32_t above, const PyCodeObject* code, const void* instruction) {
         Place& place = places[(uint64_t(instruction) >> 1) * 0x9E3779B97F4A7C15ull >> 54];
         bool same = place.instruction == instruction && place.file == code->co_filename &&
@@ -448,19 +450,19 @@ struct Thread {
     }
 };
 
-// What follows is changed with `changing` held, which a fork waits for: it may not copy a lock that is held.
+// Guards the state below. A fork waits for it, so that a child never inherits it locked.
 std::mutex changing;
 std::atomic<bool> forked{false};
 std::atomic<uint32_t> known{0};
 Thread* everybody[THREADS];
 std::vector<Thread*>& idle() {
-    static auto* kept = new std::vector<Thread*>;
-    return *kept;
+    static auto* instance = new std::vector<Thread*>;
+    return *instance;
 }
 __attribute__((tls_model("initial-exec"))) thread_local Thread* mine = nullptr;
 
 #if defined(__linux__)
-std::atomic<int64_t> native_every{0};  // nanoseconds of a thread's processor time from one sample to the next; 0: none
+std::atomic<int64_t> native_every{0};  // nanoseconds of a thread's processor time between samples; 0: no samples
 
 void watch(Thread& own) { own.timer = native_frames::watch(native_every); }
 
@@ -469,11 +471,11 @@ void unwatch(Thread& own) {
     own.timer = nullptr;
 }
 
-bool running_operator(native_frames::Running& found) {
+bool running_operator(native_frames::Running& current) {
     if (!mine || !mine->depth || mine->depth > OPERATORS || forked) return false;
     const Open& open = mine->open[mine->depth - 1];
-    found = {mine->index, open.node, reinterpret_cast<uintptr_t>(open.call)};
-    if (open.node >= mine->size) return false;  // it begins just now
+    current = {mine->index, open.node, reinterpret_cast<uintptr_t>(open.call)};
+    if (open.node >= mine->size) return false;  // its node is being created
     return mine->at(open.node).kind == OPERATOR || mine->at(open.node).kind == BACKWARD;
 }
 #else
@@ -505,7 +507,7 @@ Thread* arrive() {
         mine->state = nullptr;
     } else {
         if (known == THREADS) return nullptr;
-        mine = new Thread;  // kept after the thread has ended: its tree is part of the profile
+        mine = new Thread;  // never deleted: its tree is part of the profile
         mine->child(0, 0, 0, OVERFLOWN);
         mine->index = known;
         everybody[known] = mine;
@@ -517,94 +519,137 @@ Thread* arrive() {
 
 // -- Python's frames -------------------------------------------------------------------------------------------------
 
-using Frames = const _PyInterpreterFrame* [DEPTH];
+uint32_t gap_name = 0;  // name of the node for frames left out; `tree.py` knows it
 
-// This thread's frames from the newest to `until`, which is not among them; of a deeper stack the outermost.
-uint32_t collect(Thread& own, const _PyInterpreterFrame* until, Frames& found) {
+// A stack of Python frames; of a deep stack only the outermost and the innermost frames, with a gap between them.
+struct Frames {
+    const _PyInterpreterFrame *inner[INNER], *outer[OUTER];  // newest first; the oldest others in a ring
     uint32_t count = 0;
-    for (auto* frame = newest_frame(own.state); frame && frame != until; frame = frame->previous)
-        if (shown(frame)) found[count++ % DEPTH] = frame;
-    return count;
+    bool reached = true;  // whether the walk ended at the requested frame
+
+    void add(const _PyInterpreterFrame* frame) {
+        (count < INNER ? inner[count] : outer[(count - INNER) % OUTER]) = frame;
+        count++;
+    }
+    bool deep() const { return count > OUTER + INNER; }
+    uint32_t levels() const { return deep() ? DEPTH : count; }
+    // The frame at a level, where 0 is the outermost; null at the gap.
+    const _PyInterpreterFrame* at(uint32_t level) const {
+        uint32_t age = count - 1 - level;
+        if (deep() && level >= OUTER) return level == OUTER ? nullptr : inner[DEPTH - 1 - level];
+        return age < INNER ? inner[age] : outer[(age - INNER) % OUTER];
+    }
+};
+
+// Collect this thread's frames from the newest up to `until`, exclusive.
+void collect(Thread& own, const _PyInterpreterFrame* until, Frames& frames) {
+    auto* frame = newest_frame(own.state);
+    for (; frame && frame != until; frame = frame->previous)
+        if (shown(frame)) frames.add(frame);
+    frames.reached = frame == until;
 }
 
-// The node of the Python line that runs in this thread, with all that called it.
+// Whether a frame is at the instruction where it was; two gaps are equal.
+bool unmoved(const Frame& then, const _PyInterpreterFrame* frame) {
+    if (!frame || !then.code) return !frame && !then.code;
+    return then.instruction == frame->prev_instr && then.code == code_of(frame);
+}
+
+// The node of a frame, or of a gap, below `above`.
+Frame placed(Thread& own, uint32_t above, const _PyInterpreterFrame* frame) {
+    if (!frame) return {nullptr, nullptr, nullptr, own.child(above, gap_name, 0, OVERFLOWN)};
+    uint32_t node = own.line(above, code_of(frame), frame->prev_instr);
+    return {frame, code_of(frame), frame->prev_instr, node};
+}
+
+// The node of the Python line that runs in this thread, below the nodes of all its callers.
 uint32_t whole_path(Thread& own) {
-    Frames found;
-    uint32_t count = collect(own, nullptr, found), depth = std::min(count, DEPTH), node = 0, level = 0;
+    Frames frames;
+    collect(own, nullptr, frames);
+    uint32_t depth = frames.levels(), node = 0, level = 0;
     for (; level < std::min(depth, own.level); level++) {
-        auto* frame = found[(count - 1 - level) % DEPTH];
+        auto* frame = frames.at(level);
         Frame& then = own.stack[level];
-        if (then.instruction != frame->prev_instr || then.code != code_of(frame)) break;
+        if (!unmoved(then, frame)) break;
         then.frame = frame;
         node = then.node;
     }
-    for (; level < depth; level++) {
-        auto* frame = found[(count - 1 - level) % DEPTH];
-        node = own.line(node, code_of(frame), frame->prev_instr);
-        own.stack[level] = {frame, code_of(frame), frame->prev_instr, node};
-    }
+    for (; level < depth; level++) node = (own.stack[level] = placed(own, node, frames.at(level))).node;
     own.level = depth;
     return node;
 }
 
-// The nodes of frames `found` (the newest first) below `node`, where those of `before` are not known already.
-uint32_t follow(Thread& own, uint32_t node, const Frames& found, uint32_t count, std::vector<Frame>& before) {
-    uint32_t depth = std::min(count, DEPTH), level = 0;
+// The node of the innermost of `frames`, below `node`, without the outermost `skipped` frames. `before` has the frames and
+// nodes of the last call, which are reused as far as the frames are unchanged, and is updated.
+uint32_t follow(Thread& own, uint32_t node, const Frames& frames, uint32_t skipped, std::vector<Frame>& before) {
+    uint32_t depth = frames.levels() - skipped, level = 0;
     for (; level < std::min<size_t>(depth, before.size()); level++) {
-        auto* frame = found[(count - 1 - level) % DEPTH];
-        const Frame& then = before[level];
-        if (then.instruction != frame->prev_instr || then.code != code_of(frame)) break;
-        node = then.node;
+        if (!unmoved(before[level], frames.at(skipped + level))) break;
+        node = before[level].node;
     }
     before.resize(level);
     for (; level < depth; level++) {
-        auto* frame = found[(count - 1 - level) % DEPTH];
-        node = own.line(node, code_of(frame), frame->prev_instr);
-        before.push_back({frame, code_of(frame), frame->prev_instr, node});
+        before.push_back(placed(own, node, frames.at(skipped + level)));
+        node = before.back().node;
     }
     return node;
 }
 
-// The same below a span that runs: what was called beyond that which ran when it began.
+// The node of the running line below a span: only frames that were called since it began.
 uint32_t path_in_span(Thread& own, const Open& above) {
     Stack& stack = own.spans.back();
-    Frames found;
     if (stack.same && stack.current.size()) {
-        // The function that began the span runs still, so what called it is where it was.
+        // If the function that began the span still runs, its callers are unchanged.
+        Frames frames;
         auto* until = stack.frames[stack.same - 1].frame;
-        uint32_t count = collect(own, until, found);
-        auto* owner = count && count <= DEPTH ? found[count - 1] : nullptr;
-        if (owner == stack.current[0].frame && owner->previous == until && code_of(owner) == stack.current[0].code)
-            return follow(own, above.node, found, count, stack.current);
-    }
-    uint32_t count = collect(own, nullptr, found);
-    stack.same = 0;
-    for (uint32_t level = 0; level < std::min<size_t>({count, DEPTH, stack.frames.size()}); level++) {
-        auto* frame = found[(count - 1 - level) % DEPTH];
-        const Frame& then = stack.frames[level];
-        if (then.frame != frame || then.code != code_of(frame) || then.instruction != frame->prev_instr) break;
-        stack.same++;
+        collect(own, until, frames);
+        auto* owner = frames.count ? frames.at(0) : nullptr;
+        if (owner && owner == stack.current[0].frame && owner->previous == until &&
+            code_of(owner) == stack.current[0].code)
+            return follow(own, above.node, frames, 0, stack.current);
     }
     stack.current.clear();
-    return count > DEPTH ? above.node : follow(own, above.node, found, count - stack.same, stack.current);
+    Frames whole;
+    collect(own, nullptr, whole);
+    if (!whole.deep()) {
+        stack.same = 0;
+        for (uint32_t level = 0; level < std::min<size_t>(whole.count, stack.frames.size()); level++) {
+            const Frame& then = stack.frames[level];
+            if (then.frame != whole.at(level) || !unmoved(then, whole.at(level))) break;
+            stack.same++;
+        }
+        return follow(own, above.node, whole, stack.same, stack.current);
+    }
+    // Across a gap, levels do not correspond: search for the innermost frame that has not moved since the span began,
+    // usually the caller of the function that began it.
+    stack.same = uint32_t(stack.frames.size());
+    for (uint32_t tried = 0; stack.same && tried < INNER; stack.same--, tried++) {
+        const Frame& then = stack.frames[stack.same - 1];
+        if (!then.code) break;
+        Frames frames;
+        collect(own, then.frame, frames);
+        if (frames.reached && unmoved(then, then.frame)) return follow(own, above.node, frames, 0, stack.current);
+    }
+    stack.same = 0;
+    return above.node;
 }
 
-// The same below an operator that runs: only what it has called.
+// The node of the running line below an operator: only frames that it has called.
 uint32_t path_below(Thread& own, const Open& above) {
-    Frames found;
+    Frames frames;
     std::vector<Frame> nothing;
-    uint32_t count = collect(own, above.frame, found);
-    return follow(own, above.node, found, count, nothing);
+    collect(own, above.frame, frames);
+    return follow(own, above.node, frames, 0, nothing);
 }
 
-// -- what torch calls ------------------------------------------------------------------------------------------------
+// -- callbacks of torch ------------------------------------------------------------------------------------------------
 
 std::atomic<bool> with_frames{true}, looking{false}, at_random{false};
 std::atomic<int64_t> looks{0};
 at::CallbackHandle recorder = 0, looker = 0;
-std::atomic<uint32_t> profiles{0};  // that were begun
+std::atomic<uint32_t> profiles{0};  // number of profiles begun
 bool running = false, paused = false;
-uint64_t torch_cost = 0;  // ticks that torch takes to call us, an operator
+uint64_t torch_cost = 0;  // ticks that torch takes to call the callbacks of an operator
 
 void look_at_next(int64_t calls, bool drawn) {
     at_random = drawn;
@@ -623,7 +668,7 @@ void look_no_more() {
     at::disableCallback(looker);
 }
 
-// Rare; the first of what follows is as likely to be one operator as another.
+// Start a random burst, and draw when the next one starts, so that every operator is as likely to be inspected.
 void draw(Thread& own) {
     own.random ^= own.random << 13;
     own.random ^= own.random >> 7;
@@ -643,19 +688,19 @@ uint32_t forward_link(Thread& own, uint32_t node, uint64_t torch_thread, int64_t
 }
 
 void remember_stack(Thread& own, uint32_t level) {
-    Frames found;
-    uint32_t count = collect(own, nullptr, found);
+    Frames frames;
+    collect(own, nullptr, frames);
     own.spans.push_back({.level = level});
-    for (uint32_t i = 0; i < std::min(count, DEPTH); i++) {
-        auto* each = found[(count - 1 - i) % DEPTH];
-        own.spans.back().frames.push_back({each, code_of(each), each->prev_instr, 0});
+    for (uint32_t i = 0; i < frames.levels(); i++) {
+        auto* frame = frames.at(i);
+        own.spans.back().frames.push_back(frame ? Frame{frame, code_of(frame), frame->prev_instr, 0} : Frame{});
     }
 }
 
-// The moving average of ticks, in 256ths; what took long was interrupted.
+// Update a moving average of ticks, in 256ths; large values are clipped, since the thread was interrupted.
 void average(uint64_t& mean, uint64_t ticks) {
-    uint64_t one = std::min<uint64_t>(ticks, 1 << 14) << 8;
-    mean = mean ? mean + (int64_t(one) - int64_t(mean)) / 16 : one;
+    uint64_t clipped = std::min<uint64_t>(ticks, 1 << 14) << 8;
+    mean = mean ? mean + (int64_t(clipped) - int64_t(mean)) / 16 : clipped;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
@@ -671,7 +716,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
         own.depth++;
         return nullptr;
     }
-    bool measured = !(own.events & 31);  // what it takes to record an operator is measured at some
+    bool measured = !(own.events & 31);  // the cost of recording is measured at every 32nd operator
     if (__builtin_expect(measured && native_every && !own.timer, 0)) watch(own);
     uint64_t entered = measured ? now() : 0;
     const Open* above = own.depth ? &own.open[own.depth - 1] : nullptr;
@@ -679,7 +724,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     uint32_t node = above ? above->node : 0;
     Work work = NESTED;
     if (with_frames.load(std::memory_order_relaxed)) {
-        // A thread that is not Python's own may get another state each time that it runs Python.
+        // A thread that Python did not start may get a new state each time it runs Python.
         if (!own.lasting) own.state = PyGILState_GetThisThreadState();
         frame = own.state ? newest_frame(own.state) : nullptr;
         if (frame && (!above || above->span || frame != above->frame)) work = WALKED;
@@ -707,7 +752,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     open.work = work;
     open.sequence = above ? above->sequence : -1;
     if (kind == OPERATOR && sequence >= 0) {
-        // Of nested operators with one number the outermost is what the program called.
+        // Nested operators share a sequence number; the outermost is the one that the program called.
         if (open.sequence != sequence) own.link(sequence, node);
         open.sequence = sequence;
         open.graphs = true;
@@ -729,11 +774,11 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
     return nullptr;
 }
 
-// What began at `place` has ended, at `entered`, perhaps before what it contains (spans may overlap).
+// Count the operator at `place`, which ended at `entered`, perhaps before operators within it (spans may overlap).
 void finish(Thread& own, uint32_t place, uint64_t entered) {
     Open& done = own.open[place];
     uint64_t ticks = entered - done.begun, paid = own.paid - done.paid;
-    ticks = ticks > paid ? ticks - paid : 0;  // without the time that recording what ran within has taken
+    ticks = ticks > paid ? ticks - paid : 0;  // without the cost of recording the operators within
     if (__builtin_expect(place + 1 < own.depth, 0)) {
         Open& child = own.open[place + 1];
         uint64_t so_far = std::min(entered - child.begun, ticks) - child.counted;
@@ -761,7 +806,7 @@ void finish(Thread& own, uint32_t place, uint64_t entered) {
 
 void end(const at::RecordFunction& fn, at::ObserverContext*) {
     uint64_t entered = now();
-    if (!mine || !mine->depth || mine->profile != profiles) return;  // it began before we did
+    if (!mine || !mine->depth || mine->profile != profiles) return;  // it began before the recording
     Thread& own = *mine;
     if (own.depth > OPERATORS) {
         own.depth--;
@@ -769,10 +814,10 @@ void end(const at::RecordFunction& fn, at::ObserverContext*) {
     }
     uint32_t place = own.depth - 1;
     while (own.open[place].call != &fn)
-        if (!place--) return;  // in another thread
+        if (!place--) return;  // it began in another thread
     bool measured = !(own.events & 31);
     Work work = own.open[place].work;
-    // What an operator began and leaves running (a collective) goes on elsewhere: what follows does not run within it.
+    // What an operator leaves running (a collective) continues elsewhere: later operators do not run within it.
     if (own.at(own.open[place].node).kind == OPERATOR)
         while (place + 1 < own.depth) finish(own, own.depth - 1, entered);
     finish(own, place, entered);
@@ -834,14 +879,14 @@ void looked_at(const at::RecordFunction& fn, at::ObserverContext* context) {
         }
         looked.values(Values(outputs.data(), outputs.size()), true);
         if (looked.viewed) looked.bytes = 0;
-        Arguments& kept = own.arguments[own.at(looked.node).arguments];
-        (looked.drawn ? kept.drawn : kept.looked)++;
-        (looked.drawn ? kept.drawn_bytes : kept.looked_bytes) += looked.bytes;
-        (looked.drawn ? kept.drawn_flops : kept.looked_flops) += looked.flops;
-        if (!kept.text && looked.described) kept.text = names().of(looked.text);
-        auto* end = kept.hashes + kept.variants;
-        if (kept.variants < VARIANTS && std::find(kept.hashes, end, looked.hash) == end)
-            kept.hashes[kept.variants++] = looked.hash;
+        Arguments& totals = own.arguments[own.at(looked.node).arguments];
+        (looked.drawn ? totals.drawn : totals.looked)++;
+        (looked.drawn ? totals.drawn_bytes : totals.looked_bytes) += looked.bytes;
+        (looked.drawn ? totals.drawn_flops : totals.looked_flops) += looked.flops;
+        if (!totals.text && looked.described) totals.text = names().of(looked.text);
+        auto* end = totals.hashes + totals.variants;
+        if (totals.variants < VARIANTS && std::find(totals.hashes, end, looked.hash) == end)
+            totals.hashes[totals.variants++] = looked.hash;
     } catch (...) {  // of a tensor that has no sizes
     }
     own.paid += now() - entered;
@@ -850,7 +895,7 @@ void looked_at(const at::RecordFunction& fn, at::ObserverContext* context) {
 std::unique_ptr<at::ObserverContext> nothing(const at::RecordFunction&) { return nullptr; }
 void nothing_ends(const at::RecordFunction&, at::ObserverContext*) {}
 
-// What torch takes to call somebody: the best of some rounds.
+// Ticks that torch takes to call a callback: the minimum over some rounds.
 uint64_t calling_cost() {
     uint64_t best[2] = {~0ull, ~0ull};
     for (int round = 0; round < 10; round++) {
@@ -877,15 +922,15 @@ void release_in_parent() {
 void forget_in_child() {
     names().lock.unlock();
     changing.unlock();
-    if (running) forked = true;  // until a profile of its own is begun
+    if (running) forked = true;  // until the child starts a profile of its own
     if (mine) mine->depth = 0;
-    for (uint32_t i = 0; i < known; i++) everybody[i]->timer = nullptr;  // which a fork does not have
+    for (uint32_t i = 0; i < known; i++) everybody[i]->timer = nullptr;  // timers are not inherited by a fork
 }
 
 void remove_callbacks() {
-    for (auto* each : {&recorder, &looker}) {
-        if (*each) at::removeCallback(*each);
-        *each = 0;
+    for (auto* callback : {&recorder, &looker}) {
+        if (*callback) at::removeCallback(*callback);
+        *callback = 0;
     }
     looking = running = paused = false;
 }
@@ -895,19 +940,20 @@ std::chrono::steady_clock::time_point time_at_start;
 
 }  // namespace
 
-// -- what Python calls -----------------------------------------------------------------------------------------------
+// -- functions called from Python --------------------------------------------------------------------------------------
 
 extern "C" {
 
-// Begin, or go on, to record. Not 0: a profile is being recorded.
+// Start or continue recording. Returns 0, or 1 if a profile is being recorded.
 int callpaths_start(int frames) {
-    if (forked) {  // of what a parent recorded nothing is of this process
+    if (forked) {  // what the parent recorded does not belong to this process
         std::lock_guard<std::mutex> held(changing);
         remove_callbacks();
         forked = false;
     }
     if (running) return 1;
     if (!ticks_at_start) {
+        gap_name = names().of("\u2026 frames left out \u2026");
         pthread_atfork(hold_over_fork, release_in_parent, forget_in_child);
         ticks_at_start = now();
         time_at_start = std::chrono::steady_clock::now();
@@ -918,7 +964,7 @@ int callpaths_start(int frames) {
     mine->lasting = true;
     if (mine->state) mine->ident = mine->state->thread_id;
     std::lock_guard<std::mutex> held(changing);
-    for (uint32_t i = 0; i < known; i++) {  // nodes stay, but nothing that an earlier profile has seen of their calls
+    for (uint32_t i = 0; i < known; i++) {  // nodes are kept, but not what an earlier profile recorded of their calls
         for (uint32_t node = 0; node < everybody[i]->size; node++) {
             everybody[i]->at(node).least = ~0ull;
             everybody[i]->at(node).most = 0;
@@ -950,8 +996,8 @@ int callpaths_stop() {
     return 0;
 }
 
-// Sample the native frames of operators from now on, each so many nanoseconds of a thread's processor time. 1: this
-// system has no such timers; 2: somebody else has the signal.
+// Start sampling the native frames of operators, at this interval of a thread's processor time. Returns 0, 1 if the
+// system has no such timers, or 2 if another library uses the signal.
 int callpaths_native(int64_t nanoseconds) {
 #if defined(__linux__)
     std::lock_guard<std::mutex> held(changing);
@@ -966,7 +1012,8 @@ int callpaths_native(int64_t nanoseconds) {
 #endif
 }
 
-// The next sample: (thread, node, whether it is whole), and addresses, of which there are as many as is returned less 1.
+// Write the next sample: (thread, node, whether it is complete) and addresses. Returns their number plus 1, or 0 if there
+// is no sample.
 uint32_t callpaths_native_sample(uint32_t* about, uint64_t* frames) {
 #if defined(__linux__)
     return native_frames::take(about, frames);
@@ -993,14 +1040,14 @@ uint64_t callpaths_native_name(uint64_t address, char* room, uint64_t size) {
 #endif
 }
 
-// Have torch call something that does nothing for each operator, which is the least that a recording costs. Of one thread.
+// Have torch call an empty callback for each operator, to measure the minimum cost of a recording. Not thread-safe.
 void callpaths_floor(int on) {
     static at::CallbackHandle idle = 0;
     if (idle) at::removeCallback(idle);
     idle = on ? at::addGlobalCallback(at::RecordFunctionCallback(nothing, nothing_ends)) : 0;
 }
 
-// Record nothing until this is called with 0; what runs is recorded to its end.
+// Pause recording, or resume it with 0; operators that are running are recorded to their end.
 int callpaths_pause(int pause) {
     std::lock_guard<std::mutex> held(changing);
     if (!running || forked || paused == bool(pause)) return 1;
@@ -1011,7 +1058,7 @@ int callpaths_pause(int pause) {
     return 0;
 }
 
-// A span of this name, until it is left in the same thread.
+// Begin a span of this name, to be left in the same thread.
 at::RecordFunction* callpaths_enter(const char* name) {
     auto* span = new at::RecordFunction(at::RecordScope::USER_SCOPE);
     if (span->isActive()) span->before(std::string_view(name));
@@ -1020,7 +1067,7 @@ at::RecordFunction* callpaths_enter(const char* name) {
 
 void callpaths_leave(at::RecordFunction* span) { delete span; }
 
-// Nanoseconds a tick, as measured since the first start.
+// Nanoseconds a tick, measured since the first start.
 double callpaths_nanoseconds() {
     double ticks = double(now() - ticks_at_start);
     std::chrono::duration<double, std::nano> passed = std::chrono::steady_clock::now() - time_at_start;
@@ -1031,8 +1078,8 @@ uint32_t callpaths_threads() { return known; }
 
 uint32_t callpaths_size(uint32_t thread) { return everybody[thread]->size.load(std::memory_order_acquire); }
 
-// The first `size` nodes of a thread: integers (parent, name, line, kind, arguments, variants), (count, inclusive,
-// within, least, most, graphed), and numbers (squares, bytes a call, FLOP a call).
+// Write the first `size` nodes of a thread: integers (parent, name, line, kind, arguments, variants), (count, inclusive,
+// within, least, most, graphed), and floats (sum of squared ticks, bytes a call, FLOP a call).
 void callpaths_read(uint32_t thread, uint32_t size, uint32_t* places, uint64_t* numbers, double* means) {
     Thread& own = *everybody[thread];
     for (uint32_t i = 0; i < size; i++) {
@@ -1054,29 +1101,29 @@ void callpaths_read(uint32_t thread, uint32_t size, uint32_t* places, uint64_t* 
     }
 }
 
-// (ticks spent in recording, paths that found no room, operators) of a thread.
+// Write (ticks spent in recording, paths beyond NODES, operators) of a thread.
 void callpaths_cost(uint32_t thread, uint64_t* cost) {
     cost[0] = everybody[thread]->paid;
     cost[1] = everybody[thread]->lost;
     cost[2] = everybody[thread]->events;
 }
 
-// What the thread that Python knows as `ident`, and that began a profile, is in: the node of the innermost span, ~0 for
-// an operator or a function of the backward pass, or while nothing is recorded, and 0 for neither.
+// What the thread with this Python identifier, which must have begun a profile, is running: the node of its innermost
+// span, ~0 in an operator or a function of the backward pass and while recording is paused, or else 0.
 uint32_t callpaths_inside(uint64_t ident) {
     if (paused) return ~0u;
     for (uint32_t i = 0; i < known; i++) {
-        Thread& one = *everybody[i];
-        if (!one.lasting || one.ident != ident) continue;
-        uint32_t depth = one.depth;
-        if (!depth || one.profile != profiles) return 0;
-        const Open& open = one.open[std::min(depth, OPERATORS) - 1];
-        return depth <= OPERATORS && one.at(open.node).kind == SPAN ? open.node : ~0u;
+        Thread& thread = *everybody[i];
+        if (!thread.lasting || thread.ident != ident) continue;
+        uint32_t depth = thread.depth;
+        if (!depth || thread.profile != profiles) return 0;
+        const Open& open = thread.open[std::min(depth, OPERATORS) - 1];
+        return depth <= OPERATORS && thread.at(open.node).kind == SPAN ? open.node : ~0u;
     }
     return 0;
 }
 
-// Python's ident of a thread that began a profile, and 0 of another.
+// Python's identifier of a thread that began a profile; 0 for other threads.
 uint64_t callpaths_ident(uint32_t thread) { return everybody[thread]->lasting ? everybody[thread]->ident : 0; }
 
 uint32_t callpaths_names() {

@@ -1,4 +1,5 @@
-// Python's frames, read without the GIL: an operator releases it, but its own thread's frames cannot change meanwhile.
+// Reads Python's frames without the GIL: operators release it, but a thread's own frames cannot change while it is
+// inside an operator.
 #pragma once
 
 #define Py_BUILD_CORE
@@ -26,6 +27,7 @@ PyCodeObject* code_of(const _PyInterpreterFrame* frame) {
 #endif
 }
 
+// Whether a frame runs Python code that has begun; others, such as the entry from C, have no line.
 bool shown(const _PyInterpreterFrame* frame) {
 #if PY_VERSION_HEX >= 0x030C0000
     if (frame->owner == FRAME_OWNED_BY_CSTACK) return false;
@@ -34,7 +36,7 @@ bool shown(const _PyInterpreterFrame* frame) {
     return code && frame->prev_instr >= _PyCode_CODE(code);
 }
 
-// Text of a str object, without Python's help: the GIL is not held, and nothing may be allocated in it.
+// UTF-8 text of a str object, without calling Python: the GIL is not held, so Python must not allocate memory.
 std::string text_of(PyObject* object) {
     if (!object || !PyUnicode_Check(object)) return "?";
     auto length = PyUnicode_GET_LENGTH(object);

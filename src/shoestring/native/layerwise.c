@@ -1,16 +1,16 @@
-/* Many tensors at once, in blocks that threads share, and in waves of tensors that fit into a cache: what the norms of a
-   wave have read, its steps read again without asking the memory for it. */
+/* Steps of LARS and LAMB on many tensors at once. Threads share blocks of entries, and tensors are processed in waves that
+   fit the cache, so that the update of a wave reads from the cache what its norms have read from memory. */
 
 #include <math.h>
 #include <stdint.h>
 
 enum {
     BLOCK = 8192,
-    WAVE = 32, /* blocks, at least; 1 MB of fp32 a list of tensors */
-    LANES = 32 /* as many sums at once as hide how long an addition takes */
+    WAVE = 32, /* blocks of a wave, at least: 1 MB of fp32 for each list of tensors */
+    LANES = 32 /* independent sums, enough to hide the latency of an addition */
 };
 
-/* The tensor that block b is of: first[k] <= b < first[k + 1]. */
+/* The tensor that contains block b: first[k] <= b < first[k + 1]; by bisection from k to high. */
 static inline int64_t tensor_of(int64_t b, int64_t k, int64_t high, const int64_t *first) {
     while (high - k > 1) {
         int64_t middle = (k + high) / 2;
@@ -70,15 +70,16 @@ static void step(float *restrict w, const float *restrict g, float *restrict v, 
    where inner, outer are rate * ratio, 1 with the rate in the velocity, and else ratio, rate.
    Norms are sums of blocks in order, so nothing depends on the number of threads.
 
-   first[k] is the number of blocks before tensor k, of n + 1. given: 2 n norms, of weights and of gradients, or null.
-   partial has room for two numbers a block. ratios is written: of each tensor, and of each before bounds. */
+   first[k], n + 1 entries, is the number of blocks before tensor k. norms: 2 n norms, of weights and then of gradients,
+   or null to compute them here. partial has room for two numbers a block. ratios (2 n) is written: the ratio of each
+   tensor, and then that before `bound`. */
 void lars_steps(int64_t n, const int64_t *sizes, const int64_t *first, float *const *weights,
                 const float *const *gradients, float *const *velocities, const float *rates, const float *decays,
-                const float *given, const uint8_t *adapts, double *partial, float *ratios, double trust, double eps,
+                const float *norms, const uint8_t *adapts, double *partial, float *ratios, double trust, double eps,
                 double bound, int larc, int in_velocity, float momentum, int nesterov, int threads) {
     for (int64_t k = 0, end; k < n; k = end) {
         end = wave_end(k, n, first);
-        if (!given) {
+        if (!norms) {
 #pragma omp parallel for schedule(static) num_threads(threads)
             for (int64_t b = first[k]; b < first[end]; b++) {
                 int64_t at = tensor_of(b, k, end, first), begin = (b - first[at]) * BLOCK, left = sizes[at] - begin;
@@ -89,8 +90,8 @@ void lars_steps(int64_t n, const int64_t *sizes, const int64_t *first, float *co
             double ratio = 1, rate = rates[at];
             ratios[n + at] = 1;
             if (adapts[at]) {
-                double w = given ? given[at] : norm_of(partial, first[at], first[at + 1], 0);
-                double g = given ? given[n + at] : norm_of(partial, first[at], first[at + 1], 1);
+                double w = norms ? norms[at] : norm_of(partial, first[at], first[at + 1], 0);
+                double g = norms ? norms[n + at] : norm_of(partial, first[at], first[at + 1], 1);
                 if (w > 0 && g > 0) ratio = trust * w / (g + decays[at] * w + eps);
                 ratios[n + at] = ratio;
                 if (ratio > bound) ratio = bound;
@@ -127,12 +128,12 @@ static void moments(const float *restrict w, const float *restrict g, float *res
     }
 }
 
-/* A step of LAMB on many tensors, for tensor k with the averages m and v of its gradient and of the square
+/* A step of LAMB on many tensors, for tensor k with the moving averages m and v of its gradient and of its square
 
        s = slow m / (root sqrt(v) + eps) + decay w,  ratio = |w| / |s|, at most `bound`,  w = w - rate ratio s
 
-   where slow = 1 / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t) take out what the averages began with.
-   What is not said here is as for LARS. */
+   where slow = 1 / (1 - beta1^t) and root = 1 / sqrt(1 - beta2^t) correct the bias of the
+   averages. All other arguments are as for LARS. */
 void lamb_steps(int64_t n, const int64_t *sizes, const int64_t *first, float *const *weights,
                 const float *const *gradients, float *const *firsts, float *const *seconds, const float *rates,
                 const float *decays, const float *slow, const float *root, const uint8_t *adapts, double *partial,

@@ -1,6 +1,7 @@
-// Samples of the native functions that operators spend their own time in. Each thread has a timer of its processor
-// time; its signal interrupts the thread, which walks its own stack as far as the operator that runs, and leaves the
-// addresses in a ring that Python empties. Nothing here takes a lock or memory: a signal may come inside of malloc.
+// Samples the native functions in which operators spend their own time. Each thread has a timer on its processor time.
+// The timer's signal interrupts the thread, which walks its own stack up to the running operator and writes the
+// addresses into a ring buffer that Python drains. The handler takes no lock and allocates nothing, since the signal
+// may interrupt malloc.
 #pragma once
 
 #include <cxxabi.h>
@@ -24,20 +25,20 @@ namespace native_frames {
 constexpr uint32_t FRAMES = 64, ROOM = 1 << 12;
 
 struct Sample {
-    uint64_t ready = 0;  // its number from 1, once it is whole
-    uint32_t thread, node, size, whole;  // `whole` if the walk came as far as the operator
-    uint64_t frames[FRAMES];  // addresses, the innermost first
+    uint64_t ready = 0;  // number of the sample, from 1, once it is complete
+    uint32_t thread, node, size, whole;  // `whole` if the walk reached the operator
+    uint64_t frames[FRAMES];  // addresses, innermost first
 };
 
-struct Running {  // an operator
+struct Running {  // an operator that is running
     uint32_t thread, node;
-    uintptr_t stack;  // an address in the frame of torch's function that called us
+    uintptr_t stack;  // an address in the stack frame of torch's function that called us
 };
 
 Sample ring[ROOM];
 std::atomic<uint64_t> written{0}, taken{0}, dropped{0};
 std::atomic<bool> on{false};
-bool (*running_in)(Running&) = nullptr;  // of the thread that calls it
+bool (*running_in)(Running&) = nullptr;  // writes the operator that the calling thread runs; false if it runs none
 
 struct Walk {
     Sample* into;
@@ -45,31 +46,32 @@ struct Walk {
     bool inside = false, arrived = false;
 };
 
-_Unwind_Reason_Code step(_Unwind_Context* context, void* given) {
-    auto& walk = *static_cast<Walk*>(given);
+_Unwind_Reason_Code step(_Unwind_Context* context, void* argument) {
+    auto& walk = *static_cast<Walk*>(argument);
     int interrupted = 0;
     uint64_t address = _Unwind_GetIPInfo(context, &interrupted);
-    if (!walk.inside && !interrupted) return _URC_NO_REASON;  // the handler's own frames
-    // The stack pointer when it called the next function; all that was called by the operator is below.
+    if (!walk.inside && !interrupted) return _URC_NO_REASON;  // frames of the signal handler
+    // The CFA is the stack pointer at the call; frames of functions that the operator called lie below it.
     if (walk.inside && _Unwind_GetCFA(context) > walk.until) {
         walk.arrived = true;
         return _URC_END_OF_STACK;
     }
     walk.inside = true;
     if (walk.into->size == FRAMES) return _URC_END_OF_STACK;
+    // A return address may already belong to the next line or function, so step back into the call.
     walk.into->frames[walk.into->size++] = interrupted ? address : address - 1;
     return _URC_NO_REASON;
 }
 
 void sampled(int, siginfo_t*, void*) {
-    int kept = errno;
+    int saved_errno = errno;
     Running running;
     if (on.load(std::memory_order_relaxed) && running_in(running)) {
         uint64_t number = written.load(std::memory_order_relaxed);
         do {
             if (number - taken.load(std::memory_order_acquire) >= ROOM) {
                 dropped.fetch_add(1, std::memory_order_relaxed);
-                errno = kept;
+                errno = saved_errno;
                 return;
             }
         } while (!written.compare_exchange_weak(number, number + 1, std::memory_order_relaxed));
@@ -80,30 +82,30 @@ void sampled(int, siginfo_t*, void*) {
         Walk walk{&sample, running.stack};
         _Unwind_Backtrace(step, &walk);
         sample.whole = walk.arrived;
-        // The last is torch's function that called us, whose own stack the operator's begins in.
+        // The last frame is torch's function that called us, in whose stack frame `until` lies.
         if (walk.arrived && sample.size) sample.size--;
         std::atomic_ref(sample.ready).store(number + 1, std::memory_order_release);
     }
-    errno = kept;
+    errno = saved_errno;
 }
 
 _Unwind_Reason_Code nowhere(_Unwind_Context*, void*) { return _URC_END_OF_STACK; }
 
-// Take SIGPROF; false where somebody else has it.
+// Install the handler of SIGPROF; false if another library has one.
 bool begin() {
     struct sigaction before = {}, ours = {};
     if (sigaction(SIGPROF, nullptr, &before)) return false;
     bool free = !(before.sa_flags & SA_SIGINFO) && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN);
     if (!free && before.sa_sigaction != sampled) return false;
-    _Unwind_Backtrace(nowhere, nullptr);  // the first call of all loads a library, which no signal's handler may
+    _Unwind_Backtrace(nowhere, nullptr);  // the first unwinding loads a library, which a signal handler must not do
     ours.sa_sigaction = sampled;
     ours.sa_flags = SA_SIGINFO | SA_RESTART;
-    // It stays: a signal that is under way when a profile ends would end the program otherwise.
+    // The handler stays installed: a signal pending when a profile ends would otherwise end the program.
     if (!free || sigaction(SIGPROF, &ours, nullptr) == 0) on = true;
     return on;
 }
 
-// A timer of this thread's processor time, or null where it can have none.
+// Start a timer on this thread's processor time; null if the system has none left.
 timer_t watch(int64_t nanoseconds) {
     sigevent event = {};
     event.sigev_notify = SIGEV_THREAD_ID;
@@ -122,7 +124,7 @@ timer_t watch(int64_t nanoseconds) {
     return timer;
 }
 
-// The next sample that is whole; 0 if there is none.
+// Take the next complete sample; returns its number of frames plus 1, or 0 if there is none.
 uint32_t take(uint32_t* about, uint64_t* frames) {
     uint64_t number = taken.load(std::memory_order_relaxed);
     Sample& sample = ring[number % ROOM];
@@ -136,8 +138,8 @@ uint32_t take(uint32_t* about, uint64_t* frames) {
     return size + 1;
 }
 
-// "library<TAB>function" of an instruction. A function that its library does not name is where it starts in it; of
-// code that is in no library both are empty.
+// "library<TAB>function" of an instruction. A function without a name in its library is given as its offset; for code
+// in no library both are empty.
 std::string spelled(uint64_t address) {
     Dl_info about = {};
     if (!dladdr(reinterpret_cast<void*>(address), &about) || !about.dli_fname) return "\t";

@@ -1,19 +1,20 @@
-/* y = W x for weights in the packed 2:4 form: of each four neighbouring inputs two have a weight.
+/* y = x W^T for packed 2:4 weights: of each four neighbouring inputs two have a weight.
 
    values   rows x (inputs / 2), row-major, ascending input within a group
    indices  rows x (inputs / 8) bytes: the place (0 to 3) of value v within its group at bits 2 (v mod 4) of byte v / 4
 
-   A decoder's products are bound by the memory's bandwidth: a weight matrix is read once for a handful of inputs. So
-   packing pays by the bytes it does not read, as long as unpacking takes fewer cycles than the bytes it spares. On AVX2
-   four groups are unpacked by five instructions: a shift puts the places of eight values at the low bits of eight
-   lanes, and two in-lane permutations (whose lanes are two groups each) and a blend pick the inputs.
+   Products in decoding are bandwidth-bound: a weight matrix is read once for a handful of inputs. So packing pays as
+   long as unpacking takes less time than loading the bytes it avoids. On AVX2 four groups are unpacked by five
+   instructions: a shift puts the places of eight values into the low bits of eight lanes, and two in-lane permutations
+   (a 128-bit lane is two groups) and a blend select the inputs.
 
    Inputs are arranged first, so that a 256-bit vector holds groups 0 and 2 of four, and the next one groups 1 and 3. */
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#define MOST_ROWS_OF_X 8 /* inputs taken at once: more are taken in turns, and the weights read again */
+#define MOST_ROWS_OF_X 8 /* rows of x processed at once; the weights are read again for every further eight */
 
 static inline float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
@@ -37,7 +38,7 @@ static inline __m256 eight_values(const void *values, int64_t at, int bf16) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }
 
-/* `rows` rows of W times `columns` inputs; both are constants where this is inlined, so that sums stay in registers. */
+/* `rows` rows of W times `columns` rows of x; inlined with both constant, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void block(
     int rows, int columns, int bf16, int64_t inputs, const void *values, const uint8_t *indices, int64_t row,
     const float *arranged, const float *x, float *y, int64_t outputs, int prefetch) {
@@ -65,7 +66,7 @@ static inline __attribute__((always_inline)) void block(
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float sum = sum_of(sums[r][c]);
-            for (int64_t v = whole / 2; v < of_values; v++) { /* the last eight inputs, where 16 do not divide them */
+            for (int64_t v = whole / 2; v < of_values; v++) { /* the last eight inputs, if their number is not a multiple of 16 */
                 const int64_t at = (row + r) * of_values + v;
                 const int place = indices[(row + r) * of_indices + v / 4] >> 2 * (v % 4) & 3;
                 const float value = bf16 ? from_bf16(((const uint16_t *)values)[at]) : ((const float *)values)[at];
@@ -148,6 +149,14 @@ static void some_rows(int bf16, int columns, int64_t inputs, const void *values,
 
 #endif
 
+/* NaN for a row of x with an entry that is not finite, else 0. In a dense product such an entry spoils all outputs, also
+   where its weight is zero, and the packed product must agree. */
+static float not_finite(int64_t inputs, const float *x) {
+    int wrong = 0;
+    for (int64_t k = 0; k < inputs; k++) wrong |= !(fabsf(x[k]) <= 0x1.fffffep127f);
+    return wrong ? NAN : 0;
+}
+
 /* y (columns x outputs) = x (columns x inputs) W^T. `arranged` is room for columns x inputs floats. */
 void packed24(int bf16, int64_t columns, int64_t outputs, int64_t inputs, const void *values,
                      const uint8_t *indices, const float *x, float *arranged, float *y, int threads) {
@@ -160,6 +169,10 @@ void packed24(int bf16, int64_t columns, int64_t outputs, int64_t inputs, const 
         for (int64_t part = 0; part < (outputs + 63) / 64; part++) {
             const int64_t end = part * 64 + 64 < outputs ? part * 64 + 64 : outputs;
             some_rows(bf16, some, inputs, values, indices, part * 64, end, arranged, here, out, outputs);
+        }
+        for (int c = 0; c < some; c++) {
+            const float wrong = not_finite(inputs, here + c * inputs);
+            for (int64_t row = 0; wrong != 0 && row < outputs; row++) out[c * outputs + row] = wrong;
         }
     }
 }

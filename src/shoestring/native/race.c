@@ -1,7 +1,7 @@
-/* The first token to arrive when token i arrives at the rate p[i]: the argmax of p[i] / E_i, E_i exponential.
+/* Samples tokens by an exponential race: the argmax of p[i] / E_i with E_i exponential has the distribution p.
 
-   The numbers are those of decode/randomness.py: E_i = -log(u_i), u_i the hash of the key and of i. A logarithm costs
-   more than the rest, and few are needed: -log(u) >= 1 - u, so a token that would not win with 1 - u does not win. */
+   The random numbers are those of decode/randomness.py: E_i = -log(u_i), u_i a hash of the key and of i. Logarithms cost
+   more than the rest, and most are avoided: -log(u) >= 1 - u, so a token that does not win with 1 - u does not win. */
 
 #include <math.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@ static inline uint64_t hash(uint64_t x) {
     return x ^ x >> 31;
 }
 
-/* p is (rows, tokens), float or double; keys (rows); first (rows) is written. Of equal ones the first wins; NaN never. */
+/* p is (rows, tokens), float or double; keys (rows); first (rows) is written. Of equal tokens the first wins; NaN never wins. */
 void race(int is_double, int64_t rows, int64_t tokens, const void *p, const uint64_t *keys, int64_t *first) {
     for (int64_t row = 0; row < rows; row++) {
         double best = -1.0;

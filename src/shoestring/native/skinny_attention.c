@@ -1,12 +1,12 @@
-/* Attention of a few new tokens to all that a cache holds, reading keys and values from memory once.
+/* Attention of a few new tokens to a cache, reading keys and values from memory once.
 
    softmax(q k^T / sqrt(D)) v for T queries of each of H heads, which share the keys and values of K heads in groups of
-   H / K; the query at position p sees the positions p - window + 1 to p. Positions are taken in chunks that fit the
-   first-level cache, all queries of a key/value head in turn, with a running maximum and sum (online softmax; Milakov &
-   Gimelshein, 2018).
+   H / K; the query at position p attends to the positions p - window + 1 to p. Positions are processed in chunks that
+   fit the first-level cache, for all queries of a key/value head in turn, with a running maximum and sum (online softmax;
+   Milakov & Gimelshein, 2018).
 
-   Chunks begin at multiples of CHUNK, and a query adds up in the same order whatever else is asked: its result is the
-   same bit by bit alone and beside others. */
+   Chunks begin at multiples of CHUNK, and the order of a query's sums does not depend on the other queries, so its result
+   is the same bit by bit alone and beside others. */
 
 #include <math.h>
 #include <stdint.h>
@@ -30,7 +30,7 @@ typedef struct {
     const void *q, *k, *v;                         /* q: rows x queries x heads x width */
     int64_t row_stride, head_stride, stride;       /* of k and v, in entries */
     const int64_t *positions;                      /* rows x queries */
-    int64_t positions_stride;                      /* 0 where all rows have the same */
+    int64_t positions_stride;                      /* 0 if all rows have the same */
     void *y;                                       /* as q */
 } Problem;
 
@@ -44,7 +44,8 @@ INLINED void store(void *p, int64_t at, floats v, int bf16) {
         *(floats *)((float *)p + at) = v;
         return;
     }
-    const words bits = (words)v, even = bits + 0x7fff + (bits >> 16 & 1);
+    const words bits = (words)v, nan = (words)(v != v); /* rounding could carry a NaN over into its sign */
+    const words even = ((bits + 0x7fff + (bits >> 16 & 1)) & ~nan) | (nan & 0x7fc00000);
     *(halves *)((uint16_t *)p + at) = __builtin_convertvector(even >> 16, halves);
 }
 
@@ -56,7 +57,7 @@ INLINED float total(floats v) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* Half of the lanes of `a` and of `b`, each added to the other half: of 2 x `width` lanes, for every such pair. */
+/* In each group of 2 x `width` lanes of `a` and then of `b`, the sum of its two halves. */
 INLINED floats paired(floats a, floats b, const int width) {
     ints low, high;
     for (int i = 0; i < LANES; i++) {
@@ -88,7 +89,7 @@ INLINED floats larger(floats a, floats b) {
 /* e^x for x <= 0, to two units in the last place: 2^whole times a polynomial in the fraction (of Cephes' exp2f). */
 INLINED floats exponential(floats x) {
     floats t = x * 1.44269504f;
-    t = (floats)(((ints)t & ~(t < -126.0f)) | ((ints)((floats){0} - 126.0f) & (t < -126.0f))); /* NaN stays */
+    t = (floats)(((ints)t & ~(t < -126.0f)) | ((ints)((floats){0} - 126.0f) & (t < -126.0f))); /* clamp; NaN stays */
     const floats rounder = (floats){0} + 12582912.0f, whole = (t + rounder) - rounder, f = t - whole;
     floats y = 1.535336188319500e-4f * f + 1.339887440266574e-3f;
     y = y * f + 9.618437357674640e-3f;
@@ -102,10 +103,10 @@ INLINED floats exponential(floats x) {
 typedef struct {
     floats sums[WIDEST / LANES], q[WIDEST / LANES];
     float largest, sum;
-    int64_t first, end, at; /* the positions that it sees, and its place in q and y */
+    int64_t first, end, at; /* the range of positions it attends to, and its offset in q and y */
 } Query;
 
-/* The part of a query that its positions among `from` to `from` + CHUNK have; `vectors` is width / LANES. */
+/* Add the positions `from` to `from` + CHUNK, as far as the query attends to them; `vectors` is width / LANES. */
 INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t from, int vectors, int bf16) {
     const int64_t first = query->first > from ? query->first - from : 0;
     const int64_t end = query->end - from < CHUNK ? query->end - from : CHUNK;
@@ -134,7 +135,7 @@ INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t 
     for (int i = 1; i < CHUNK / LANES; i++) most = larger(most, scores[i]);
     for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
     const float shrink = query->largest == largest ? 1.0f : expf(query->largest - largest);
-    floats sum = {0}; /* of what is not seen it has 2^-126 each, which no sum can hold */
+    floats sum = {0}; /* masked positions add 2^-126 each, which vanishes in the sum */
     for (int i = 0; i < CHUNK / LANES; i++) sum += scores[i] = exponential(scores[i] - largest);
     const float *weights = (const float *)scores;
     floats sums[WIDEST / LANES];
@@ -146,7 +147,7 @@ INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t 
     query->largest = largest;
 }
 
-/* All queries of a key/value head, up to 64 of them at a time. */
+/* All queries of a key/value head, at most 64 at a time. */
 INLINED void head(Problem p, int64_t row, int64_t kv_head, int vectors, int bf16) {
     const int64_t group = p.heads / p.kv_heads, count = group * p.queries;
     const int64_t start = row * p.row_stride + kv_head * p.head_stride;

@@ -1,13 +1,13 @@
 /* y = x W^T for dense weights (fp32 or bf16, row-major) and few rows of x, reading each weight from memory once.
 
-   A decoder's products have one row of x for each token that it reads: 1, or a few where drafts are verified. They are
-   bound by the memory's bandwidth, so what counts is to have enough loads in flight and to read nothing twice. A block
-   of ROWS rows of W times COLUMNS rows of x keeps its sums in vector registers; W is loaded once for all of them.
+   In decoding, x has one row for each token of the pass: 1, or a few if drafts are verified. Such products are
+   bandwidth-bound, so they need enough loads in flight and must read nothing twice. A block of ROWS rows of W times
+   COLUMNS rows of x keeps its sums in vector registers; W is loaded once for all of them.
 
-   Each sum is added up in the same order whatever the number of rows of x: a row of y is the same bit by bit alone and
-   beside others.
+   The order of each sum does not depend on the number of rows of x, so a row of y is the same bit by bit alone and beside
+   others.
 
-   Vectors are those of GCC and Clang (`vector_size`), which any processor can be given. */
+   Vectors are those of GCC and Clang (`vector_size`), which compile for any processor. */
 
 #include <stdint.h>
 #include <string.h>
@@ -17,10 +17,10 @@
 
 #if defined(__AVX512F__)
 #define LANES 16
-#define MOST_SUMS 24 /* of 32 registers */
+#define MOST_SUMS 24 /* accumulators, of 32 registers */
 #else
 #define LANES 8
-#define MOST_SUMS 12 /* of 16 */
+#define MOST_SUMS 12 /* accumulators, of 16 registers */
 #endif
 
 #if defined(__AVX512BF16__)
@@ -28,8 +28,8 @@
 #endif
 
 #define MOST_COLUMNS 8
-/* Rows are fetched two blocks before they are needed, into the second-level cache: it takes more loads in flight than
-   the first, and the processor's own prefetching begins anew at each row. Beyond the last row it does nothing. */
+/* Rows are prefetched two blocks ahead into the second-level cache, which allows more loads in flight than the first; the
+   hardware prefetcher starts again at each row. Prefetching beyond the last row is harmless. */
 #define PREFETCH(p) __builtin_prefetch(p, 0, 2)
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -49,7 +49,7 @@ INLINED float total(floats v) {
     return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-/* `count` (at most a vector) floats or bf16 from p, with zeros behind them. */
+/* Load `count` floats (at most a vector) from p, followed by zeros; `some_halves` does so for bf16. */
 INLINED floats some_floats(const float *p, int64_t count) {
     floats v = {0};
     memcpy(&v, p, 4 * count);
@@ -75,7 +75,7 @@ INLINED uint16_t rounded(float value) { /* to bf16, to nearest even */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* `rows` rows of W from `row` on times `columns` rows of x; both counts are constants where this is inlined. */
+/* `rows` rows of W from `row` on times `columns` rows of x from `column` on; inlined with both counts constant. */
 INLINED void block(Product p, int rows, int columns, int bf16, int64_t row, int64_t column) {
     floats sums[MOST_SUMS];
     for (int i = 0; i < rows * columns; i++) sums[i] = (floats){0};
@@ -138,7 +138,7 @@ INLINED void block(Product p, int rows, int columns, int bf16, int64_t row, int6
         }
 }
 
-/* As many rows of W at once as there are registers for sums. */
+/* As many rows of W at once as there are registers for accumulators, at most 8. */
 #define ROWS_FOR(columns) (MOST_SUMS / (columns) < 8 ? MOST_SUMS / (columns) : 8)
 #define CASE(n) \
     case n: \
@@ -157,7 +157,7 @@ void skinny_dense(int bf16, int64_t columns, int64_t outputs, int64_t inputs, co
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t part = 0; part < parts; part++) {
         const int64_t row = part * step, end = row + step < outputs ? row + step : outputs;
-        for (int64_t column = 0; column < columns; column += MOST_COLUMNS) { /* the rows of W are in a cache by then */
+        for (int64_t column = 0; column < columns; column += MOST_COLUMNS) { /* W is in the cache after the first pass */
             const int some = columns - column < MOST_COLUMNS ? (int)(columns - column) : MOST_COLUMNS;
             if (bf16)
                 some_rows(p, some, 1, row, end, column);

@@ -1,24 +1,24 @@
-/* y = x W^T for weights of 8 or 4 bits and few rows of x, reading each weight from memory once; and such a weight in
-   fp32 or bf16.
+/* y = x W^T for weights of 8 or 4 bits and few rows of x, reading each weight from memory once; and the conversion of
+   such weights to fp32 or bf16.
 
    The 32 inputs of a group share a scale: w = scale (q - zero), q a byte and zero 128 for 8 bits; q a nibble and zero 8
-   for 4. Rows come in sixteens, one for each lane of a 512-bit vector:
+   for 4. Rows are interleaved in groups of sixteen, one for each lane of a 512-bit vector:
 
    weight   sixteens x groups x chunks x 16 rows x 4 bytes; 8 chunks of four inputs, or, for 4 bits, 4 chunks whose low
             nibbles are inputs 4 chunk + (0 to 3) and whose high nibbles are those 16 further
    scales   sixteens x groups x 16 rows, fp16
 
-   A weight that is 2:4 has numbers of its values alone, 32 of them a group, which then spans 64 inputs:
+   A 2:4 weight stores only its values, 32 a group, which then spans 64 inputs, and their places:
 
    places   sixteens x groups x 2 halves x 16 rows x 4 chunks, a byte each; value i of the four of a chunk is at the
             place of bits 2 i and 2 i + 1 in the first (i < 2) or the second four of the chunk's eight inputs
 
-   The inputs become integers of 16 bits with a scale for each 32 of them, as two bytes each: products and sums are then
-   exact integers (four of them an instruction where there is VNNI), and only two roundings of 2^-16 set y apart from the
-   product in fp32.
+   Inputs are rounded to 16-bit integers with a scale for each 32 of them, and stored as two bytes each. Products and sums
+   are then exact integers (VNNI computes four products in an instruction), and y differs from the fp32 product only by
+   two roundings of 2^-16.
 
-   Each sum is added up in the same order whatever the number of rows of x: a row of y is the same bit by bit alone and
-   beside others. */
+   The order of each sum does not depend on the number of rows of x, so a row of y is the same bit by bit alone and beside
+   others. */
 
 #include <math.h>
 #include <stdint.h>
@@ -36,21 +36,21 @@
 #endif
 
 #define GROUP 32
-#define LANES 16 /* rows that lie side by side */
+#define LANES 16 /* rows that are interleaved */
 #if defined(WIDE)
-#define WIDTH 16 /* of them in a vector */
+#define WIDTH 16 /* rows in a vector */
 #else
 #define WIDTH 8
 #endif
 #define MOST_COLUMNS 8
-#define AHEAD 8192 /* bytes before they are needed, weights are fetched into the second-level cache */
-#define LARGEST (127 * 256) /* of the integers that the inputs become: both bytes are then signed ones */
+#define AHEAD 8192 /* bytes that weights are prefetched ahead, into the second-level cache */
+#define LARGEST (127 * 256) /* largest integer of an input, so that both of its bytes fit a signed byte */
 
 typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint8_t bytes __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
-/* 32 inputs, as integers of 16 bits: scale (256 high + low). Where the weight is 2:4, both bytes have 128 added. */
+/* 32 inputs, as integers of 16 bits: scale (256 high + low). For a 2:4 weight, 128 is added to both bytes. */
 typedef struct {
     int8_t high[GROUP], low[GROUP];
     float scale;
@@ -61,16 +61,17 @@ typedef struct {
     int64_t groups, outputs;
     const uint8_t *weight, *places;
     const uint16_t *scales;
-    const Inputs *x; /* groups x columns, for each MOST_COLUMNS of these: read in the order in which they lie */
+    const Inputs *x; /* groups x columns, for each MOST_COLUMNS columns: stored in the order of reading */
     float *y;
 } Product;
 
-/* Add to each lane the products of its four bytes of `some`, of which `bits` count, with its signed ones of `others`. */
+/* Add to each lane the products of its four unsigned bytes of `some`, of which the low `bits` are used, with its four
+   signed bytes of `others`. */
 INLINED ints dot4(ints sum, bytes some, bytes others, int bits) {
 #if defined(WIDE)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)some, (__m512i)others);
 #elif defined(__AVX2__)
-    /* By nibbles: sums of two products of whole bytes do not fit 16 bits. */
+    /* By nibbles, because the sum of two products of whole bytes does not fit 16 bits. */
     const __m256i nibble = _mm256_set1_epi8(15);
     const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256((__m256i)some, nibble), (__m256i)others);
     sum += (ints)_mm256_madd_epi16(low, _mm256_set1_epi16(1));
@@ -84,14 +85,14 @@ INLINED ints dot4(ints sum, bytes some, bytes others, int bits) {
 #endif
 }
 
-/* Four inputs, the same for each lane. */
+/* Four inputs, repeated in each lane. */
 INLINED bytes four_of(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return (bytes)((ints){0} + four);
 }
 
-/* Which four of eight inputs each lane takes in a chunk, by its four bytes of `places`: for `chosen`. */
+/* The indices of the four of eight inputs that each lane uses in a chunk, from its four bytes of `places`; for `chosen`. */
 INLINED bytes choice_of(ints places, int chunk) {
     const bytes second = (bytes)((ints){0} + 0x04040000);
 #if defined(WIDE) && defined(__AVX512VBMI__)
@@ -126,18 +127,19 @@ INLINED floats from_fp16(const uint16_t *bits) {
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bits));
 #else
     floats wide;
-    for (int lane = 0; lane < WIDTH; lane++) { /* the exponent is moved, and what was subnormal is normal by then */
+    for (int lane = 0; lane < WIDTH; lane++) { /* rebias the exponent by a product, which also normalizes subnormals */
         const uint32_t sign = (uint32_t)(bits[lane] & 0x8000) << 16, rest = (uint32_t)(bits[lane] & 0x7fff) << 13;
         float value;
         memcpy(&value, &rest, sizeof value);
         value *= 0x1p112f;
+        if (rest >= 0x7c00u << 13) value = rest > 0x7c00u << 13 ? NAN : INFINITY;
         wide[lane] = sign ? -value : value;
     }
     return wide;
 #endif
 }
 
-/* What the lanes of a block have added up. */
+/* Write the sums of a block to y, without rows beyond the last. */
 INLINED void write(Product p, int columns, int64_t sixteen, int64_t column, floats (*y)[MOST_COLUMNS]) {
     const int64_t row = sixteen * LANES, left = p.outputs - row;
     for (int c = 0; c < columns; c++) {
@@ -147,7 +149,7 @@ INLINED void write(Product p, int columns, int64_t sixteen, int64_t column, floa
     }
 }
 
-/* Sixteen rows times `columns` rows of x; `columns` and `bits` are constants where this is inlined. */
+/* Sixteen rows of W times `columns` rows of x; inlined with `columns` and `bits` constant. */
 INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
     const int64_t size = LANES * GROUP * bits / 8;
     const uint8_t *weight = p.weight + sixteen * p.groups * size;
@@ -183,8 +185,9 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
     write(p, columns, sixteen, column, y);
 }
 
-/* The same for a 2:4 weight. The numbers of the weight are the signed ones here, for the sums of these, which the 128 in
-   each byte of the inputs ask for, are then those of all columns alike; those of 4 bits are 16 times as large. */
+/* The same for a 2:4 weight. Here the weights are the signed operand and the inputs the unsigned one. The 128 added to each
+   input byte is corrected by the sum of the weights, which is then the same for all columns; the other way round it would
+   need a sum over the inputs that each row selects. 4-bit weights are scaled by 16. */
 INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t column) {
     const int64_t size = LANES * GROUP * bits / 8;
     const uint8_t *weight = p.weight + sixteen * p.groups * size;
@@ -231,10 +234,21 @@ INLINED void any_columns(Product p, int columns, int bits, int sparse, int64_t s
     switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 
+/* Round a group of inputs to integers, with `added` in each byte. A group with an entry that is not finite becomes zeros
+   with a scale of NaN, so every output is NaN, as in a dense product with a NaN; infinity becomes NaN, too. */
 static void to_integers(const float *x, int added, Inputs *to) {
     float largest = 0;
-    for (int k = 0; k < GROUP; k++) largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
-    const float inverse = largest > 0 ? LARGEST / largest : 0;
+    int wrong = 0;
+    for (int k = 0; k < GROUP; k++) {
+        largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
+        wrong |= !(fabsf(x[k]) <= 0x1.fffffep127f);
+    }
+    if (wrong) {
+        memset(to->high, added, GROUP), memset(to->low, added, GROUP);
+        to->scale = NAN, to->sum = 0;
+        return;
+    }
+    const float inverse = largest > 0x1p-100f ? LARGEST / largest : 0; /* the inverse of smaller values may overflow */
     to->sum = 0;
     for (int k = 0; k < GROUP; k++) {
         const int32_t q = (int32_t)rintf(x[k] * inverse);
@@ -246,7 +260,7 @@ static void to_integers(const float *x, int added, Inputs *to) {
     to->scale = largest / LARGEST;
 }
 
-/* y (columns x outputs) = x (columns x inputs) W^T. `places` is NULL where all weights are there. `room` is memory for
+/* y (columns x outputs) = x (columns x inputs) W^T. `places` is NULL for a dense weight. `room` is a workspace of
    columns x inputs / 32 x 72 bytes. */
 void skinny_quantized(int bits, int64_t columns, int64_t outputs, int64_t inputs, const uint8_t *weight,
                       const uint16_t *scales, const uint8_t *places, const float *x, void *room, float *y,
@@ -276,10 +290,11 @@ void skinny_quantized(int bits, int64_t columns, int64_t outputs, int64_t inputs
         }
 }
 
-/* Round to nearest, to even where two are; of what is no NaN. */
+/* Round to nearest, ties to even. */
 static uint16_t to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
+    if (value != value) return 0x7fc0; /* the sum below could overflow the bits of a NaN */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

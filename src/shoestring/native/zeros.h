@@ -1,4 +1,5 @@
-// How much of a matrix is zero, from a sample of its elements, rows and columns: for products that compute with zeros.
+// Estimates which fraction of a matrix is zero, from a sample of its elements, rows and columns, to find products that
+// compute with zeros.
 
 #pragma once
 
@@ -11,27 +12,27 @@
 
 namespace {
 
-struct Zeros {  // of what a product was given each time that it was looked at
-    static constexpr int64_t SMALLEST = 4096, LONGEST = 8192;  // elements of a matrix, and of a row, that are looked at
+struct Zeros {  // of one argument of a product, over all calls whose arguments were inspected
+    static constexpr int64_t SMALLEST = 4096, LONGEST = 8192;  // elements: of the smallest matrix inspected, and inspected of a row
     static constexpr uint32_t PROBES = 64, FEW = 16, LINES = 32, LOOKS = 2;
 
-    uint32_t looks = 0;    // that found some of it to be zero, and some not
-    bool dense = false;    // one look at least found hardly any zeros; there are no others from then on
-    float elements = 0, lines = 0;  // shares of zeros, and of rows or columns that are all zero, over all looks
+    uint32_t looks = 0;    // inspections that found both zeros and other values
+    bool dense = false;    // an inspection found hardly any zeros, which ends all further ones
+    float elements = 0, lines = 0;  // sums over inspections: fraction of zeros, and of rows or columns that are all zero
 
-    void look(const at::Tensor& given) {
-        if (dense || !readable(given)) return;
-        switch (given.scalar_type()) {
-            case at::kFloat: return sample<uint32_t>(given);
-            case at::kDouble: return sample<uint64_t>(given);
+    void look(const at::Tensor& tensor) {
+        if (dense || !readable(tensor)) return;
+        switch (tensor.scalar_type()) {
+            case at::kFloat: return sample<uint32_t>(tensor);
+            case at::kDouble: return sample<uint64_t>(tensor);
             case at::kBFloat16:
-            case at::kHalf: return sample<uint16_t>(given);
+            case at::kHalf: return sample<uint16_t>(tensor);
             default: dense = true;
         }
     }
 
-    // Words on it for the text of a call's arguments; none where most is no zero, or where it was looked at too seldom:
-    // what a training begins with says little.
+    // A note for the text of a call's arguments; empty if less than half is zero, or after too few inspections: the
+    // first steps of training are not typical.
     std::string spelled(int argument) const {
         if (dense || looks < LOOKS || elements / looks < 0.5f) return "";
         char text[96];
@@ -41,37 +42,38 @@ struct Zeros {  // of what a product was given each time that it was looked at
     }
 
   private:
-    static bool readable(const at::Tensor& given) {
-        if (!given.defined()) return false;
-        auto* impl = given.unsafeGetTensorImpl();
+    static bool readable(const at::Tensor& tensor) {
+        if (!tensor.defined()) return false;
+        auto* impl = tensor.unsafeGetTensorImpl();
         using enum c10::DispatchKey;
         constexpr c10::DispatchKeySet others(
             {Python, Fake, ZeroTensor, Conjugate, Negative, Functionalize, FuncTorchBatched, FuncTorchGradWrapper});
-        return impl->layout() == at::kStrided && given.has_storage() && given.device().is_cpu() &&
+        return impl->layout() == at::kStrided && tensor.has_storage() && tensor.device().is_cpu() &&
                !impl->has_symbolic_sizes_strides() && !impl->key_set().has_any(others) &&
-               !impl->is_python_dispatch() && given.storage().data() && (given.dim() == 2 || given.dim() == 3);
+               !impl->is_python_dispatch() && tensor.storage().data() && (tensor.dim() == 2 || tensor.dim() == 3);
     }
 
+    // A pseudorandom index below `of`; the same for each call, so that repeated inspections compare.
     static int64_t somewhere(uint32_t number, uint32_t salt, int64_t of) {
         return int64_t(uint64_t((number + 1) * 2654435761u ^ salt * 2246822519u) * uint64_t(of) >> 32);
     }
 
     template <typename Bits>
-    void sample(const at::Tensor& given) {
-        auto last = size_t(given.dim() - 1);
-        int64_t sizes[] = {given.size(last - 1), given.size(last)}, strides[] = {given.stride(last - 1), given.stride(last)};
-        if (sizes[0] * sizes[1] < SMALLEST || !given.numel()) {
+    void sample(const at::Tensor& tensor) {
+        auto last = size_t(tensor.dim() - 1);
+        int64_t sizes[] = {tensor.size(last - 1), tensor.size(last)}, strides[] = {tensor.stride(last - 1), tensor.stride(last)};
+        if (sizes[0] * sizes[1] < SMALLEST || !tensor.numel()) {
             dense = true;
             return;
         }
-        auto* start = static_cast<const Bits*>(given.storage().data()) + given.storage_offset();
-        if (last == 2) start += given.size(0) / 2 * given.stride(0);
+        auto* start = static_cast<const Bits*>(tensor.storage().data()) + tensor.storage_offset();
+        if (last == 2) start += tensor.size(0) / 2 * tensor.stride(0);
         auto nonzero = [&](int64_t row, int64_t column) {  // whatever its sign
             return Bits(start[row * strides[0] + column * strides[1]] << 1) != 0;
         };
-        uint32_t found = 0;
-        for (uint32_t i = 0; i < PROBES; i++) found += nonzero(somewhere(i, 1, sizes[0]), somewhere(i, 2, sizes[1]));
-        if (found > FEW) {
+        uint32_t nonzeros = 0;
+        for (uint32_t i = 0; i < PROBES; i++) nonzeros += nonzero(somewhere(i, 1, sizes[0]), somewhere(i, 2, sizes[1]));
+        if (nonzeros > FEW) {
             dense = true;
             return;
         }
@@ -85,7 +87,7 @@ struct Zeros {  // of what a product was given each time that it was looked at
                 seen += length;
                 filled += inside;
             }
-        if (!filled) return;  // such as a state before its first step
+        if (!filled) return;  // all zero, such as an optimizer's state before its first step
         looks++;
         elements += 1 - float(filled) / float(seen);
         lines += float(std::max(empty[0], empty[1])) / LINES;

@@ -1,19 +1,22 @@
-"""The gain of a step of a large batch over one of a small batch, from gradients that ranks and micro-batches have.
+"""AdaScale: measures the gain of a step, the number of small-batch steps that make the same progress as this one step.
 
-With c gradients g_i of as many samples each, of which the step takes the mean, and a batch of S small ones
-(arXiv:2007.05105, as fairscale generalises it to c != S):
+A step averages c gradients g_i, one per rank and micro-batch, each computed on the same number of samples. The batch of
+a step is S times the small batch, the one that the learning rate was chosen for. The estimates are (arXiv:2007.05105;
+fairscale generalises the formulas to c != S):
 
     var = S / c / (c - 1) * sum |g_i|^2 - S / (c - 1) * |mean|^2     the variance of a small batch's gradient
     sqr = |mean|^2 - var / S                                          the squared norm of the true gradient
     gain = (var + sqr) / (var / S + sqr)
 
-A step's gain is from the averages of both up to the step before, so nothing waits for an exchange or an accelerator.
+The gain of a step is computed from running averages of var and sqr over the steps before it. So a step waits neither
+for the all-reduce of its own norms nor for their copy to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring._torch import foreach_copy_, foreach_sub, loss_scale
-from shoestring.core.errors import ConfigError
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
 from shoestring.core.kept import fill
 from shoestring.optim.norms import local, norms, part_of
 
@@ -35,7 +37,11 @@ WIDE = torch.float32
 
 
 class Averages:
-    """Running averages of both estimates: plain means at first, exponential ones once these would be younger."""
+    """Running averages of `var` (gradient variance) and `sqr` (squared norm of the true gradient).
+
+    Over the first steps they are plain means, where the newest of n steps has weight 1 / n. They become exponential
+    averages once 1 / n falls below the constant weight that exponential averaging gives the newest step.
+    """
 
     def __init__(self, smoothing: float) -> None:
         self.smoothing = smoothing
@@ -43,8 +49,10 @@ class Averages:
         self.var = self.sqr = 0.0
 
     def add(self, var: float, sqr: float, scale: float) -> None:
-        """The estimates of a step whose batch is `scale` small ones."""
-        if self.scale and scale != self.scale:  # the batch is the same, and so the small one another
+        """Update the averages with the estimates of one step, whose batch is `scale` times the small batch."""
+        if self.scale and scale != self.scale:
+            # A new scale means a new size of the small batch, because the large batch stays the same. The variance of a
+            # small batch's gradient is proportional to 1 / size.
             self.var *= scale / self.scale
         self.scale, self.count = scale, self.count + 1
         theta = self.smoothing if self.smoothing >= 0 else max(1 - scale / 1000, 0.0)
@@ -54,83 +62,92 @@ class Averages:
 
     @property
     def gain(self) -> float:
-        """From 1 to the scale."""
-        sqr = max(self.sqr, 0.0)
-        below = self.var / self.scale + sqr if self.scale else 0.0
-        return min(max((self.var + sqr) / below, 1.0), self.scale) if below > 0 else 1.0
+        """Number of small-batch steps that one step is worth, between 1 and `scale`."""
+        sqr = max(self.sqr, 0.0)  # the estimate is unbiased, and so may be negative
+        denominator = self.var / self.scale + sqr if self.scale else 0.0
+        return min(max((self.var + sqr) / denominator, 1.0), self.scale) if denominator > 0 else 1.0
 
     @property
     def noise_scale(self) -> float:
-        """The batch, in small ones, at which noise and gradient are as large as each other."""
+        """The batch size, as a multiple of the small batch, at which the gradient's noise and the true gradient have
+        equal norms."""
         return self.var / self.sqr if self.sqr > 0 else float("inf")
 
 
 def estimates(squares: float, mean: float, count: int, scale: float) -> tuple[float, float]:
-    """(var, sqr) from the sum of the squared norms of `count` gradients, and that of their mean."""
+    """Estimate (var, sqr) of one step from the norms of its gradients.
+
+    Args:
+        squares: sum of the squared norms of `count` gradients.
+        mean: squared norm of the mean of these gradients.
+        scale: batch size, as a multiple of the small batch.
+    """
     var = scale / (count - 1) * (squares / count - mean)
     return var, mean - var / scale
 
 
 class Gain:
-    """What is measured in each step, and what follows from it."""
+    """Measures the gain, and scales the learning rate and the run's progress by it."""
 
-    def __init__(self, job: Job, settings: AdaScale) -> None:
-        self.job, self.settings = job, settings
-        self.averages = Averages(settings.smoothing)
-        self.norms: list[Tensor] = []  # of this step's gradients on this rank, of one parameter and micro-batch each
-        self.calls: dict[str, int] = {}  # of each parameter in this step
-        self.divisor = 0.0  # what this step's losses are divided by, where that may be corrected
-        self.pending: tuple[list[Tensor], int, dist.Work | None] | None = None  # of the newest step
-        self.before: dict[str, Tensor] = {}  # gradients of the step before
-        self.rates: list[Any] = []
+    def __init__(self, attachments: Attachments, settings: AdaScale) -> None:
+        self.attachments, self.settings = attachments, settings
+        self.averages = Averages(settings.decay)
+        self.norms: list[Tensor] = []  # gradient norms of this step on this rank, one per parameter and micro-batch
+        self.calls: dict[str, int] = {}  # parameter -> number of its gradients in this step, one per micro-batch
+        # Divisor of this step's losses: the count of the previous step, corrected after the backward passes.
+        self.divisor = 0.0
+        self.pending: tuple[list[Tensor], int, dist.Work | None] | None = None  # newest values, count, all-reduce
+        self.before: dict[str, Tensor] = {}  # gradients of the previous step
+        self.rates: list[Any] = []  # learning rates of the parameter groups, as the schedule set them
 
     @property
     def adam(self) -> bool:
-        """Whether gradients count as Adam scales them."""
+        """Whether gradients are divided by the root of Adam's second moments before they are measured."""
         rule = self.settings.rule
-        return rule == "adam" or (rule == "auto" and "betas" in self.job.built_optimizer.param_groups[0])
+        return rule == "adam" or (rule == "auto" and "betas" in self.attachments.optimizer.param_groups[0])
 
     def scaled(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient of `tensor`, as it counts."""
-        state = self.job.built_optimizer.state.get(tensor, {}) if self.adam else {}
+        """This rank's shard of a gradient of `tensor`; with Adam it is divided by the root of the second moment."""
+        state = self.attachments.optimizer.state.get(tensor, {}) if self.adam else {}
         if "exp_avg_sq" not in state:
             return local(gradient)
-        eps = self.job.built_optimizer.param_groups[0].get("eps", 0.0)
+        eps = self.attachments.optimizer.param_groups[0].get("eps", 0.0)
         return local(gradient) / local(state["exp_avg_sq"]).sqrt().add_(eps)
 
     def watch(self, name: str, parameter: Tensor) -> Callable[[Tensor], None]:
-        """A hook for the gradients of a parameter, right before they are added up."""
+        """Build the tensor hook that measures a parameter's gradient in each micro-batch, before it is accumulated."""
 
-        def see(gradient: Tensor) -> None:
+        def measure_norm(gradient: Tensor) -> None:
             self.calls[name] = self.calls.get(name, 0) + 1
-            gradient = self.scaled(self.job.trained.get(name, parameter), gradient)
+            gradient = self.scaled(self.attachments.trained.get(name, parameter), gradient)
             self.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, WIDE)))
 
-        return see
+        return measure_norm
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self.norms, self.calls, self.divisor = [], {}, self.job.progress.count
+        self.norms, self.calls, self.divisor = [], {}, self.attachments.progress.count
 
     def rate(self) -> None:
-        """Set this step's gain from the steps before, and measure this one."""
+        """Set this step's gain from the measurements of earlier steps, and start measuring this step."""
         self.take_in()
-        job = self.job
-        gain = job.progress.gain = self.averages.gain
+        attachments = self.attachments
+        gain = attachments.progress.gain = self.averages.gain
         factor = gain**0.5 if self.adam else gain
-        self.rates = [copy(group["lr"]) for group in job.built_optimizer.param_groups]
-        for group in job.built_optimizer.param_groups:
+        self.rates = [copy(group["lr"]) for group in attachments.optimizer.param_groups]
+        for group in attachments.optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-        job.numbers |= {"gain": gain, "noise_scale": self.averages.noise_scale}
+        attachments.numbers |= {"gain": gain, "noise_scale": self.averages.noise_scale}
         (self.measure_consecutive if self.settings.consecutive else self.measure)()
 
     def restore(self) -> None:
-        """Put back the learning rates that the schedule set."""
-        for group, rate in zip(self.job.built_optimizer.param_groups, self.rates, strict=True):
+        """After the optimizer step, reset the learning rates to those of the schedule, and record facts for the
+        report."""
+        for group, rate in zip(self.attachments.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
-        self.job.trace.facts |= {
-            "adascale_position": self.job.progress.position + self.job.progress.gain,
+        self.attachments.trace.facts |= {
+            "adascale_position": self.attachments.progress.position + self.attachments.progress.gain,
             "adascale_scale": self.averages.scale,
             "noise_scale": self.averages.noise_scale,
         }
@@ -138,64 +155,65 @@ class Gain:
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def take_in(self) -> None:
-        """What is pending, into the averages."""
+        """Wait for the newest step's all-reduce, and add its measurement to the averages."""
         if self.pending is None:
             return
-        (numbers, count, work), self.pending = self.pending, None
+        (values, count, work), self.pending = self.pending, None
         if work is not None:
             work.wait()
-        first, second = torch.stack(numbers).tolist()
+        first, second = torch.stack(values).tolist()
+        if not isfinite(first + second):  # gradients overflowed, and the loss scaler skipped the step
+            return
         scale = self.settings.scale or float(count)
         if self.settings.consecutive:
-            self.averages.add(scale * first / 2, second, scale)
+            self.averages.add(scale * first / 2, second, scale)  # (squared difference, dot product)
         else:
             self.averages.add(*estimates(first, second, count, scale), scale)
 
     def measure(self) -> None:
-        """Of the gradients of ranks and micro-batches, and of their mean; read a step later."""
-        job, micro = self.job, max(self.calls.values(), default=0)
-        count = micro * job.world.ranks_over(job.replicas)
-        if count == 1:
-            raise ConfigError(
-                "`optim.adascale` sees one gradient a step, on one rank and without accumulation, and so no noise",
-                hint="set optim.adascale.consecutive = true, or run.accumulate",
-            )
-        if not self.norms or (job.progress.count and not self.divisor):  # the divisor of the first step is not known
+        """Start the all-reduce of the sum of squared gradient norms; the next step reads the result."""
+        attachments, micro = self.attachments, max(self.calls.values(), default=0)
+        count = micro * attachments.world.ranks_over(attachments.replicas)
+        self.settings.check_gradients(count)
+        divisor_unknown = attachments.progress.count and not self.divisor  # true in the first step
+        if not self.norms or divisor_unknown:
             return
-        squares = torch.stack(self.norms).double().square().sum() * (micro / loss_scale(job.scaler)) ** 2
+        # A hook sees a gradient that is divided by the number of micro-batches and multiplied by the loss scale; undo
+        # both.
+        squares = torch.stack(self.norms).double().square().sum() * (micro / loss_scale(attachments.scaler)) ** 2
         if self.divisor:
-            true = job.progress.count if job.progress.unread is None else job.progress.unread[1]
+            true = attachments.progress.count if attachments.progress.unread is None else attachments.progress.unread[1]
             squares *= (self.divisor / true) ** 2
-        group = job.world.group(job.replicas)
+        group = attachments.world.group(attachments.replicas)
         work = None if group is None else dist.all_reduce(squares, group=group, async_op=True)
         self.pending = [squares, self.squared_mean().double()], count, work
 
     def squared_mean(self) -> Tensor:
-        """The squared norm of the gradient that the step takes, before it is clipped."""
-        job = self.job
-        if not self.adam and any(feature.name == "optim.clip" for feature in job.features):
-            return torch.as_tensor(job.numbers["grad_norm"]).square()
-        return norms(self.gradients()).square().sum()
-
-    def gradients(self) -> list[Tensor]:
-        trained = self.job.trained.values()
-        return [part_of(each, self.scaled(each, each.grad)) for each in trained if each.grad is not None]
+        """Squared norm of the averaged gradient, before clipping."""
+        attachments = self.attachments
+        if not self.adam and any(feature.name == "optim.clip" for feature in attachments.features):
+            return torch.as_tensor(attachments.numbers["grad_norm"]).square()  # the clipping has measured it
+        trained = attachments.trained.values()
+        gradients = [part_of(tensor, self.scaled(tensor, tensor.grad)) for tensor in trained if tensor.grad is not None]
+        return norms(gradients).square().sum()
 
     def measure_consecutive(self) -> None:
-        """Half the squared difference of two steps' gradients is the variance, and their product the squared norm."""
-        now = {name: tensor.grad for name, tensor in self.job.trained.items() if tensor.grad is not None}
+        """Measure the gradients of this step and of the previous step. Half the squared norm of their difference
+        estimates the variance of a step's gradient; their dot product estimates the squared norm of the true
+        gradient."""
+        now = {name: tensor.grad for name, tensor in self.attachments.trained.items() if tensor.grad is not None}
         if now.keys() == self.before.keys():
-            tensors = [self.job.trained[name] for name in now]
-            pairs = [
-                [self.scaled(tensor, each[name]) for name, tensor in zip(now, tensors, strict=True)]
-                for each in (now, self.before)
+            tensors = [self.attachments.trained[name] for name in now]
+            pair = [
+                [self.scaled(tensor, gradients[name]) for name, tensor in zip(now, tensors, strict=True)]
+                for gradients in (now, self.before)
             ]
-            both = [*pairs, foreach_sub(*pairs)]
-            whole = [part_of(tensor, part) for parts in both for tensor, part in zip(tensors, parts, strict=True)]
-            one, other, apart = norms(whole).double().square().view(3, -1).sum(1)
-            self.pending = [apart, (one + other - apart) / 2], 1, None
-            foreach_copy_([local(each) for each in self.before.values()], [local(each) for each in now.values()])
-        else:
+            parts = [*pair, foreach_sub(*pair)]
+            whole = [part_of(tensor, part) for group in parts for tensor, part in zip(tensors, group, strict=True)]
+            newer, older, difference = norms(whole).double().square().view(3, -1).sum(1)
+            self.pending = [difference, (newer + older - difference) / 2], 1, None
+            foreach_copy_(list(map(local, self.before.values())), list(map(local, now.values())))
+        else:  # the first step, or parameters were frozen or unfrozen
             self.before = {name: gradient.clone() for name, gradient in now.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,20 +223,20 @@ class Gain:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.pending = None
         vars(self.averages).update(state_dict["averages"], smoothing=self.averages.smoothing)
-        trained = self.job.trained
+        trained = self.attachments.trained
         self.before = {name: torch.zeros_like(trained[name]) for name in state_dict["before"] if name in trained}
         for name, tensor in self.before.items():
             fill(tensor, state_dict["before"][name])
 
 
-def follow_gain(job: Job, settings: AdaScale) -> None:
-    """Measure each step, and set the learning rate and the progress by its gain."""
-    gain = Gain(job, settings)
+def follow_gain(attachments: Attachments, settings: AdaScale) -> None:
+    """Attach AdaScale: measure each step, and scale the learning rate and the progress by the gain."""
+    gain = Gain(attachments, settings)
     if not settings.consecutive:
-        for name, parameter in job.module.named_parameters():
+        for name, parameter in attachments.module.named_parameters():
             if parameter.requires_grad:
-                job.exits.callback(parameter.register_hook(gain.watch(name, parameter)).remove)
-    job.at(Phase.FORWARD, gain.begin)
-    job.at(Phase.GRAD, gain.rate)
-    job.at(Phase.PROJECT, gain.restore)
-    job.keep(settings.name, gain, across="shard" if settings.consecutive else "same")
+                attachments.exits.callback(parameter.register_hook(gain.watch(name, parameter)).remove)
+    attachments.at(Phase.FORWARD, gain.begin)
+    attachments.at(Phase.GRAD, gain.rate)
+    attachments.at(Phase.PROJECT, gain.restore)
+    attachments.keep(settings.name, gain, across="shard" if settings.consecutive else "same")

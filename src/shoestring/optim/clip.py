@@ -7,14 +7,15 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 
-def clipper(job: Job, max_norm: float) -> Callable[[], None]:
-    """Work for Phase.CLIP; publishes `grad_norm`, the norm before clipping."""
+def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
+    """Build the function for Phase.CLIP: it clips by the global norm, and publishes the norm before clipping as
+    `grad_norm`."""
 
     def clip() -> None:
-        norm = torch.nn.utils.clip_grad_norm_(job.parameters, max_norm, foreach=True)
-        job.numbers["grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = torch.nn.utils.clip_grad_norm_(attachments.parameters, max_norm, foreach=True)
+        attachments.numbers["grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     return clip

@@ -1,10 +1,12 @@
-"""AdamW whose two averages take 8 bits an element, after Dettmers et al., *8-bit optimizers via block-wise
-quantization*, 2022.
+"""AdamW with 8-bit moments, after Dettmers et al., *8-bit optimizers via block-wise quantization*, 2022.
 
-Each block of 256 elements is divided by its largest magnitude, and each quotient becomes the number of the nearest of
-256 values. Those are dense near 0, in seven decades down to 1e-7: small elements beside large ones keep some digits.
-Departing from the paper, the root of the second average is what is rounded, and never to 0: the root has half the
-decades, and an element that came out as 0 below a first average that did not would make a step without bounds.
+Each block of 256 elements is divided by its largest magnitude, and each quotient is rounded to the nearest of 256
+values (a code table). The table is dense near 0 and spans seven decades down to 1e-7, so that small elements keep some
+precision in a block with large ones.
+
+Unlike the paper, this code stores the root of the second moment, and never rounds it to 0. The root spans half as many
+decades as the second moment. A second moment rounded to 0 would make the step unbounded where the first moment is not
+0.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
 from shoestring.optim.standard import parameter_groups
@@ -30,24 +32,25 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 SMALL = 4096
-"""Elements below which a parameter's averages stay in float32: biases and norms, which are little of the memory."""
+"""Parameters with fewer elements keep float32 moments: biases and norms, a negligible part of the memory."""
 
 
 @cache
 def values(signed: bool) -> Tensor:
-    """The 256 values that stand for the quotients, in order, from -1 or 0 to 1; float32.
+    """The code table: 256 float32 values in ascending order, from -1 (signed) or 0 to 1.
 
-    Decade d of seven, from 10^-7 up, has the middles of 2^d equal parts of [0.1, 1] x its power of ten, and twice as
-    many where no bit is spent on a sign; 0 and 1 complete them.
+    Decade d, from 0 to 6, is [0.1, 1] x 10^(d - 6). It is divided into 2^d equal intervals, or twice as many in the
+    unsigned table, which spends no bit on the sign. The table holds the midpoints of all intervals (in the signed table
+    also their negatives), 0 and 1.
     """
     positive = []
     for decade in range(7):
         parts = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
         positive.append((parts[1:] + parts[:-1]) / 2 * 10.0 ** (decade - 6))
-    found = torch.cat(positive)
-    found = torch.cat([-found, found]) if signed else found
+    midpoints = torch.cat(positive)
+    midpoints = torch.cat([-midpoints, midpoints]) if signed else midpoints
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    return torch.cat([found, ends]).sort().values.float()
+    return torch.cat([midpoints, ends]).sort().values.float()
 
 
 @cache
@@ -57,49 +60,57 @@ def _values_on(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _finder(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For the upper 16 bits of a float32 in [-1, 1]: the number of the value nearest to the least float that begins so,
-    and the bound from which on it is the next one. Between two floats that begin alike lies one bound at most.
+    """Build two tables that give the nearest code of a float32 in [-1, 1] by its upper 16 bits, without a search.
+
+    The first table has the code of the smallest float with these upper bits. The second has the threshold above which
+    the next code is nearer. Two tables suffice because at most one threshold lies among floats that share their upper
+    16 bits.
     """
     table = values(signed)
     bounds = (table[1:] + table[:-1]) / 2
     if not signed:
-        bounds[0] = 0
-    begins = torch.arange(1 << 16, dtype=torch.int32) << 16
-    least = torch.where(begins < 0, begins | 0xFFFF, begins).view(torch.float32).nan_to_num()
-    numbers = torch.bucketize(least, bounds)
-    following = torch.cat([bounds, torch.tensor([torch.inf])])[numbers]
-    return numbers.byte().to(device), following.to(device)
+        bounds[0] = 0  # only 0 itself is rounded to 0
+    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
+    # Among negative floats the smallest has the largest magnitude, so its lower bits are all ones.
+    smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num()
+    codes = torch.bucketize(smallest, bounds)
+    next_bounds = torch.cat([bounds, torch.tensor([torch.inf])])[codes]
+    return codes.byte().to(device), next_bounds.to(device)
 
 
 def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Numbers of the nearest values, of the shape of x, and the largest magnitude of each block, float32.
+    """Quantize a tensor.
 
-    Without a sign, nothing but 0 becomes 0.
+    Args:
+        signed: whether to use the signed code table. With the unsigned one, only 0 is encoded as 0.
+
+    Returns:
+        uint8 codes of the shape of `x`, and each block's largest magnitude in float32.
     """
     flat = x.detach().float().flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     largest = padded.abs().amax(1)
     quotients = (padded / torch.where(largest > 0, largest, 1)[:, None]).flatten()
-    numbers, following = _finder(signed, x.device)
-    begins = (quotients.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
-    found = numbers.index_select(0, begins).add_(quotients > following.index_select(0, begins))
-    return found[: len(flat)].view(x.shape), largest
+    first_codes, next_bounds = _finder(signed, x.device)
+    upper = (quotients.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    codes = first_codes.index_select(0, upper).add_(quotients > next_bounds.index_select(0, upper))
+    return codes[: len(flat)].view(x.shape), largest
 
 
 def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
-    """What `encode` returned as float32, of its shape."""
+    """Dequantize the codes and scales that `encode` returned, to float32."""
     flat = _values_on(signed, numbers.device).index_select(0, numbers.flatten().int())
-    whole = len(flat) // BLOCK * BLOCK
+    whole = len(flat) // BLOCK * BLOCK  # elements in complete blocks
     flat[:whole].view(-1, BLOCK).mul_(largest[: whole // BLOCK, None])
     flat[whole:].mul_(largest[-1])
     return flat.view(numbers.shape)
 
 
 class EightBitAdamW(Stepping):
-    """AdamW (Loshchilov and Hutter, 2019) with averages of 8 bits; parameters that are small keep those of 32.
+    """AdamW (Loshchilov and Hutter, 2019) with 8-bit moments; small parameters keep float32 moments.
 
-    State of a parameter: `step`, and `first` and `root` (uint8, of its shape) with `first_scale` and `root_scale`
-    (float32, one for each block); or `exp_avg` and `exp_avg_sq`.
+    State of a large parameter: `step`, `first` and `root` (uint8, of its shape) with `first_scale` and `root_scale`
+    (float32, one per block). State of a small parameter: `step`, `exp_avg` and `exp_avg_sq`, as torch's AdamW has them.
     """
 
     def __init__(
@@ -125,14 +136,18 @@ class EightBitAdamW(Stepping):
         state["step"] += 1
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        self._keep(state, first, second)
+        if "first" in state:  # float32 moments were updated in place
+            for name, moment, signed in (("first", first, True), ("root", second.sqrt(), False)):
+                codes, scales = encode(moment, signed=signed)
+                state[name].copy_(codes)
+                state[f"{name}_scale"].copy_(scales)
         count = float(state["step"])
         root = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-group["lr"] / (1 - beta1**count))
 
     def _averages(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Both averages in float32; of small parameters the state itself."""
+        """Both moments in float32: decoded copies, or the state itself for small parameters."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -146,26 +161,21 @@ class EightBitAdamW(Stepping):
         root = decode(state["root"], state["root_scale"], signed=False)
         return decode(state["first"], state["first_scale"], signed=True), root.square_()
 
-    def _keep(self, state: dict[str, Any], first: Tensor, second: Tensor) -> None:
-        if "first" in state:
-            for name, average, signed in (("first", first, True), ("root", second.sqrt(), False)):
-                numbers, scales = encode(average, signed=signed)
-                state[name].copy_(numbers)
-                state[f"{name}_scale"].copy_(scales)
 
-
-def build(job: Job, settings: AdamW) -> Callable[[Params], Optimizer]:
-    """For `Job.build_with`.
+def build(attachments: Attachments, settings: AdamW) -> Callable[[Params], Optimizer]:
+    """Return the factory of the optimizer, for `Attachments.build_with`.
 
     Raises:
-        ConfigError: an owner of SHARD has given this rank a part of a tensor.
+        ConfigError: raised by the factory if parameters are sharded, because it quantizes blocks of whole tensors.
     """
 
     def make(parameters: Params) -> Optimizer:
-        check_matched(settings.groups, job.trained)
+        check_matched(settings.groups, attachments.trained)
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise ConfigError(f"`{settings.name}` rounds whole tensors, and these are sharded", hint="use optim.adamw")
-        tables = parameter_groups(job.trained, settings.lr, settings.weight_decay, settings.groups)
+            raise ConfigError(
+                f"`{settings.name}` rounds whole tensors, and the parameters are sharded", hint="use optim.adamw"
+            )
+        tables = parameter_groups(attachments.trained, settings.lr, settings.weight_decay, settings.groups)
         return EightBitAdamW(tables, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
     return make

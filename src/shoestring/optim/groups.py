@@ -1,4 +1,4 @@
-"""Groups of parameters by name, with a learning rate and a weight decay of their own."""
+"""Parameter groups by name pattern, which scale the learning rate and the weight decay."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import TYPE_CHECKING
 from shoestring.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from shoestring.core.attachments import Attachments
     from shoestring.core.feature import Feature
-    from shoestring.core.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Settings of the parameters whose names match a pattern."""
+    """Scales the learning rate and weight decay of the parameters whose names match a pattern."""
 
     pattern: str
     """Names of the parameters, with the wildcards `*` and `?`: `*.bias`, `blocks.0.*`."""
     lr_scale: float = 1.0
     """Factor of the learning rate."""
     decay_scale: float = 1.0
-    """Factor of the weight decay of those that decay; 0 turns it off."""
+    """Factor of the weight decay, for parameters that decay at all (matrices); 0 turns it off."""
 
 
 def matching(groups: Sequence[Group], name: str) -> Group | None:
-    """The first group whose pattern matches the name of a parameter."""
+    """The first group whose pattern matches the parameter's name; None if there is none."""
     return next((group for group in groups if fnmatchcase(name, group.pattern)), None)
 
 
 def check_matched(groups: Sequence[Group], names: Iterable[str]) -> None:
-    """Raise ConfigError for a group that none of the trained parameters is in."""
-    listed = list(names)
-    found = [matching(groups, name) for name in listed]
+    """Raise ConfigError if a group contains none of the trained parameters `names`."""
+    trained = list(names)
+    used = [matching(groups, name) for name in trained]
     for group in groups:
-        if group not in found:
-            hit = next((name for name in listed if fnmatchcase(name, group.pattern)), "")
-            hint = f"`{hit}` is in an earlier group" if hit else nearest(group.pattern, listed[:20])
+        if group not in used:
+            hit = next((name for name in trained if fnmatchcase(name, group.pattern)), "")
+            hint = f"`{hit}` is in an earlier group" if hit else nearest(group.pattern, trained[:20])
             raise ConfigError(f"no trained parameter is in the group `{group.pattern}` of the optimizer", hint=hint)
 
 
-def check_groups(feature: Feature, groups: Sequence[Group], job: Job) -> None:
-    """Raise ConfigError where a setting is out of range, or no parameter of the job is in a group."""
+def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachments) -> None:
+    """Raise ConfigError if a scale is out of range, or a group contains no trained parameter."""
     for index, group in enumerate(groups):
         for key, value in (("lr_scale", group.lr_scale), ("decay_scale", group.decay_scale)):
             if not 0 <= value < math.inf:
                 raise ConfigError(f"`{feature.name}.groups[{index}].{key}` must be zero or positive, got {value}")
-    if not any(each.adds_parameters for each in job.features):  # those would not be there yet
-        check_matched(groups, job.trained)
+    if not any(other.adds_parameters for other in attachments.features):  # a group may be for parameters added later
+        check_matched(groups, attachments.trained)

@@ -1,7 +1,8 @@
-"""LARS and LAMB: each tensor's step scaled by its trust ratio, without waiting for an accelerator.
+"""LARS and LAMB: optimizers that scale each tensor's step by its trust ratio, without waiting for the device.
 
-Norms are of whole tensors, in fp32, of gradients as the step finds them: averaged over ranks, unscaled, clipped. On a
-CPU native loops take tensors in waves that fit into a cache, so that what the norms read need not be read again.
+Norms are taken in fp32 over whole tensors, after gradients were averaged over ranks, unscaled and clipped. On a CPU,
+native loops process tensors in groups that fit into the cache, so that a step does not read tensors from memory a
+second time after computing their norms.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from shoestring._torch import (
     foreach_sqrt,
     foreach_sub_,
 )
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import norms, part_of
+from shoestring.optim.norms import norms, part_of, sharers
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.trust import DynamicBound, Layerwise, Now
 
@@ -40,16 +41,17 @@ if TYPE_CHECKING:
 
 
 class Lars(Layerwise):
-    """SGD whose rate each tensor scales by `trust * |w| / (|g| + weight_decay * |w| + eps)` (arXiv:1708.03888).
+    """SGD with a trust ratio for each tensor: `trust * |w| / (|g| + weight_decay * |w| + eps)` (arXiv:1708.03888).
 
-    The ratio is 1 where a norm is 0, and in groups with `adapts` False.
+    The ratio multiplies the learning rate. It is 1 if a norm is 0, and in parameter groups with `adapts` False.
 
     Args:
-        params: parameters or groups of them; a group's `adapts`, `lr` and `weight_decay` are its own.
+        params: parameters or parameter groups, which may set `adapts`, `lr` and `weight_decay`.
         rate_in_velocity: v = momentum v + lr ratio (g + decay w), w = w - v, as in the paper; otherwise
             v = momentum v + ratio (g + decay w), w = w - lr v.
-        clip: "larc" bounds lr ratio by lr; a `DynamicBound` bounds the ratio by its own.
-        sharers: ranks that hold the same tensors and share the norms out among them.
+        clip: "larc" uses the ratio itself as the learning rate, but at most `lr`; a `DynamicBound` bounds the ratio by
+            a running quantile.
+        sharers: group of ranks that hold the same tensors and divide the computation of norms among them.
     """
 
     def __init__(
@@ -72,69 +74,73 @@ class Lars(Layerwise):
 
     def _step(self, now: Now) -> None:
         (velocities,) = self._states(now, "momentum_buffer")
-        bound = self.clip.bound() if isinstance(self.clip, DynamicBound) else None
-        waits = isinstance(self.clip, DynamicBound) and bound is None
+        dynamic = self.clip if isinstance(self.clip, DynamicBound) else None
+        running = dynamic.running if dynamic else None
+        bound = dynamic.bound() if dynamic else None
+        is_first = dynamic is not None and bound is None  # bounded by the quantile of its own ratios
         kernel = _lars() if now.native else None
-        given, free = torch.empty(0), now.rates.new_zeros(0)
-        if kernel is None or now.sharded or self.sharers is not None or waits:
-            given = self._norms(now)
-            free = self._ratios(now, given)
-            if isinstance(self.clip, DynamicBound) and bound is None and len(free):
-                self.clip.see(free)
-                bound = self.clip.bound()
+        # The native loop computes norms itself, unless ranks must exchange the norms or the bound depends on them.
+        lengths, free = torch.empty(0), now.rates.new_zeros(0)
+        if kernel is None or now.sharded or self.sharers is not None or is_first:
+            lengths = self._norms(now)
+            weights, gradients = lengths[:, now.at]
+            free = self.trust * weights / (gradients + now.decays[now.at] * weights + self.eps)
+            free = torch.where((weights > 0) & (gradients > 0), free, torch.ones_like(free))
+            if dynamic is not None and is_first and len(free):
+                dynamic.see(free)
+                bound = dynamic.bound()
         if kernel is not None:
-            most = math.inf if bound is None else float(bound)
+            upper = math.inf if bound is None else float(bound)
             lists = (now.weights, now.gradients, velocities)
-            numbers = (self.trust, self.eps, most, self.clip == "larc", self.rate_in_velocity, self.momentum)
-            bounded, free = now.run(kernel, lists, (given.view(-1),), *numbers, self.nesterov)
+            numbers = (self.trust, self.eps, upper, self.clip == "larc", self.rate_in_velocity, self.momentum)
+            bounded, free = now.run(kernel, lists, (lengths.view(-1),), *numbers, self.nesterov)
         else:
             bounded = free if bound is None else torch.minimum(free, bound)
             if self.clip == "larc":
                 bounded = (bounded / now.rates[now.at]).clamp(max=1.0)
             self._by_torch(now, velocities, now.spread(bounded, 1.0))
-        self._see(bounded, free)
-        if isinstance(self.clip, DynamicBound) and len(free):
-            self.clip.step += 1
-            if not waits:
-                self.clip.see(free)
+        self._record(bounded, free)
+        if dynamic is not None and len(free):
+            if not any(isinstance(group["lr"], Tensor) or group["lr"] for group in self.param_groups):
+                dynamic.running = running  # rates of 0: the step only creates the state, to load a checkpoint into
+                return
+            dynamic.step += 1
+            if not is_first:
+                dynamic.see(free)
 
     def _norms(self, now: Now) -> Tensor:
-        """Of weights and gradients of those that adapt; (2, n), 0 elsewhere."""
-        chosen = [now.tensors[index] for index in now.adapting]
-        if not chosen:
+        """Norms of the n weights, and of their gradients, with 0 for tensors that do not adapt; (2, n)."""
+        adapting = [now.tensors[index] for index in now.adapting]
+        if not adapting:
             return now.rates.new_zeros(2, len(now.tensors))
-        theirs = [each.grad for each in chosen if each.grad is not None]
-        weights, gradients = norms([*chosen, *theirs], self.sharers).chunk(2)
-        return torch.stack([now.spread(weights, 0.0), now.spread(gradients, 0.0)])
-
-    def _ratios(self, now: Now, given: Tensor) -> Tensor:
-        """Of those that adapt, before bounds; (m,)."""
-        weights, gradients = given[:, now.at]
-        found = self.trust * weights / (gradients + now.decays[now.at] * weights + self.eps)
-        return torch.where((weights > 0) & (gradients > 0), found, torch.ones_like(found))
+        gradients = [tensor.grad for tensor in adapting if tensor.grad is not None]
+        of_weights, of_gradients = norms([*adapting, *gradients], self.sharers).chunk(2)
+        return torch.stack([now.spread(of_weights, 0.0), now.spread(of_gradients, 0.0)])
 
     def _by_torch(self, now: Now, velocities: list[Tensor], ratios: Tensor) -> None:
-        """By torch's foreach operators, which take each tensor's numbers from where they are."""
+        """Step by torch's foreach operators, which read rates and ratios on the device: the host does not wait."""
         inner = now.rates * ratios if self.rate_in_velocity else ratios
-        change = foreach_mul(now.weights, _each(now.decays, now.weights))
+        change = foreach_mul(now.weights, _scalars(now.decays, now.weights))
         foreach_add_(change, now.gradients)
-        foreach_mul_(change, _each(inner, now.weights))
+        foreach_mul_(change, _scalars(inner, now.weights))
         foreach_mul_(velocities, self.momentum)
         foreach_add_(velocities, change)
         if self.nesterov:
             foreach_add_(change, velocities, alpha=self.momentum)
         step = change if self.nesterov else velocities
-        foreach_sub_(now.weights, step if self.rate_in_velocity else foreach_mul(step, _each(now.rates, now.weights)))
+        if not self.rate_in_velocity:
+            step = foreach_mul(step, _scalars(now.rates, now.weights))
+        foreach_sub_(now.weights, step)
 
 
 class Lamb(Layerwise):
-    """Adam whose step each tensor scales by |w| over the step's norm, at most `max_ratio` (arXiv:1904.00962).
+    """Adam with a trust ratio for each tensor: |w| / |Adam's step|, at most `max_ratio` (arXiv:1904.00962).
 
-    The ratio is 1 where a norm is 0, and in groups with `adapts` False.
+    The ratio multiplies the learning rate. It is 1 if a norm is 0, and in parameter groups with `adapts` False.
 
     Args:
-        params: parameters or groups of them; a group's `adapts`, `lr` and `weight_decay` are its own.
-        sharers: ranks that hold the same tensors and share the norms out among them.
+        params: parameters or parameter groups, which may set `adapts`, `lr` and `weight_decay`.
+        sharers: group of ranks that hold the same tensors and divide the computation of norms among them.
     """
 
     def __init__(
@@ -153,48 +159,59 @@ class Lamb(Layerwise):
 
     def _step(self, now: Now) -> None:
         first, second = self._states(now, "exp_avg", "exp_avg_sq")
-        counts = [self.state[each].setdefault("step", torch.zeros(())) for each in now.tensors]  # on the host
+        # The step counts are on the host, so that reading them does not wait for the device.
+        counts = [self.state[tensor].setdefault("step", torch.zeros(())) for tensor in now.tensors]
         foreach_add_(counts, 1.0)
         steps = [float(count) for count in counts]
-        slow = [1 / (1 - self.betas[0] ** step) for step in steps]
-        root = [1 / math.sqrt(1 - self.betas[1] ** step) for step in steps]
+        first_corrections = [1 / (1 - self.betas[0] ** step) for step in steps]
+        root_corrections = [1 / math.sqrt(1 - self.betas[1] ** step) for step in steps]
         kernel = _lamb() if now.native and not now.sharded and self.sharers is None else None
         if kernel is not None:
             lists = (now.weights, now.gradients, first, second)
-            corrections = torch.tensor([slow, root])
+            corrections = torch.tensor([first_corrections, root_corrections])
             bounded, free = now.run(kernel, lists, corrections.unbind(), *self.betas, self.eps, self.max_ratio)
         else:
-            bounded, free = self._by_torch(now, first, second, slow, root)
-        self._see(bounded, free)
+            bounded, free = self._by_torch(now, first, second, first_corrections, root_corrections)
+        self._record(bounded, free)
 
     def _by_torch(
-        self, now: Now, first: list[Tensor], second: list[Tensor], slow: list[float], root: list[float]
+        self,
+        now: Now,
+        first: list[Tensor],
+        second: list[Tensor],
+        first_corrections: list[float],
+        root_corrections: list[float],
     ) -> tuple[Tensor, Tensor]:
+        """Step by torch's foreach operators.
+
+        Returns:
+            The ratios of the m tensors that adapt, after and before the upper bound; (m,) each.
+        """
         beta1, beta2 = self.betas
         foreach_lerp_(first, now.gradients, 1 - beta1)
         foreach_mul_(second, beta2)
         foreach_addcmul_(second, now.gradients, now.gradients, 1 - beta2)
         roots = foreach_sqrt(second)
-        foreach_mul_(roots, root)
+        foreach_mul_(roots, root_corrections)
         foreach_add_(roots, self.eps)
-        steps = foreach_mul(now.weights, _each(now.decays, now.weights))
-        steps = foreach_addcdiv(steps, first, roots, slow)
+        steps = foreach_mul(now.weights, _scalars(now.decays, now.weights))
+        steps = foreach_addcdiv(steps, first, roots, first_corrections)
         bounded = free = now.rates.new_zeros(0)
         if now.adapting:
-            chosen = [now.tensors[index] for index in now.adapting]
+            adapting = [now.tensors[index] for index in now.adapting]
             whole = [part_of(now.tensors[index], steps[index]) for index in now.adapting]
-            weights, lengths = norms([*chosen, *whole], self.sharers).chunk(2)
+            weights, lengths = norms([*adapting, *whole], self.sharers).chunk(2)
             free = torch.where((weights > 0) & (lengths > 0), weights / lengths, torch.ones_like(weights))
             bounded = free.clamp(max=self.max_ratio)
-        foreach_sub_(now.weights, foreach_mul(steps, _each(now.rates * now.spread(bounded, 1.0), now.weights)))
+        foreach_sub_(now.weights, foreach_mul(steps, _scalars(now.rates * now.spread(bounded, 1.0), now.weights)))
         return bounded, free
 
 
-def _each(numbers: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """One 0-d tensor for each, of its type."""
-    if len({each.dtype for each in tensors}) == 1:
+def _scalars(numbers: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The entries of `numbers` (n,) as 0-d tensors, each in the type of its tensor, as foreach operators want them."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
         return list(numbers.to(tensors[0].dtype).unbind())
-    return [number.to(each.dtype) for number, each in zip(numbers.unbind(), tensors, strict=True)]
+    return [number.to(tensor.dtype) for number, tensor in zip(numbers.unbind(), tensors, strict=True)]
 
 
 _SLOWER = "steps of LARS and LAMB are torch's operators, which are slower than native loops"
@@ -217,62 +234,67 @@ def _lamb() -> Any:
 # -- as features -------------------------------------------------------------------------------------------------------
 
 
-def build_lars(job: Job, settings: LARS) -> None:
+def build_lars(attachments: Attachments, settings: LARS) -> None:
+    """Attach LARS as the job's optimizer."""
     clip: DynamicBound | Literal["none", "larc"]
-    if settings.clip == "dynamic":
-        clip = DynamicBound(settings.quantile, settings.bound, settings.anneal)
-        job.keep(settings.name, clip)
+    if settings.ratio_clip == "dynamic":
+        clip = DynamicBound(settings.quantile, settings.bound, settings.bound_warmup)
     else:
-        clip = settings.clip
+        clip = settings.ratio_clip
 
     def build(parameters: Params) -> Optimizer:
         return Lars(
-            _tables(job, settings, settings.vector_lr),
+            _tables(attachments, settings, settings.vector_lr),
             momentum=settings.momentum,
             nesterov=settings.nesterov,
-            trust=settings.trust,
+            trust=settings.trust_coefficient,
             eps=settings.eps,
             rate_in_velocity=settings.rate_in_velocity,
             clip=clip,
-            sharers=_sharers(job, settings.share_norms),
+            sharers=sharers(attachments) if settings.share_norms else None,
         )
 
-    job.build_with(build)
+    attachments.build_with(build)
 
 
-def build_lamb(job: Job, settings: LAMB) -> None:
+def build_lamb(attachments: Attachments, settings: LAMB) -> None:
+    """Attach LAMB as the job's optimizer."""
+
     def build(parameters: Params) -> Optimizer:
         return Lamb(
-            _tables(job, settings, settings.lr),
+            _tables(attachments, settings, settings.lr),
             betas=settings.betas,
             eps=settings.eps,
             max_ratio=settings.max_ratio,
-            sharers=_sharers(job, settings.share_norms),
+            sharers=sharers(attachments) if settings.share_norms else None,
         )
 
-    job.build_with(build)
+    attachments.build_with(build)
 
 
-def publish(job: Job, settings: LARS | LAMB) -> None:
-    """The numbers of each step, for the report."""
+def publish(attachments: Attachments, settings: LARS | LAMB) -> None:
+    """Publish the median trust ratio and the share of clipped tensors of each step, and save the dynamic bound.
 
-    def work() -> None:
-        optimizer = job.built_optimizer
+    The bound is saved as a state of its own and restored after the optimizer's state: loading an optimizer's state
+    first runs a step to create the tensors, and that step would change the bound.
+    """
+    if isinstance(clip := getattr(attachments.optimizer, "clip", None), DynamicBound):
+        attachments.keep(settings.name, clip)
+
+    def publish_ratios() -> None:
+        optimizer = attachments.optimizer
         if isinstance(optimizer, Layerwise):
-            job.numbers.update(optimizer.numbers)
+            attachments.numbers.update(optimizer.numbers)
 
-    job.at(Phase.PROJECT, work)
+    attachments.at(Phase.PROJECT, publish_ratios)
 
 
-def _tables(job: Job, settings: LARS | LAMB, vector_lr: float) -> list[dict[str, Any]]:
-    check_matched(settings.groups, job.trained)
-    tables = parameter_groups(job.trained, settings.lr, settings.weight_decay, settings.groups)
+def _tables(attachments: Attachments, settings: LARS | LAMB, vector_lr: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices with `adapts` True, and vectors with False and a learning rate of `vector_lr`."""
+    check_matched(settings.groups, attachments.trained)
+    tables = parameter_groups(attachments.trained, settings.lr, settings.weight_decay, settings.groups)
     for table in tables:
-        table["adapts"] = table["params"][0].ndim >= 2  # a group is of one kind
+        table["adapts"] = table["params"][0].ndim >= 2  # a group has either matrices or vectors
         if not table["adapts"]:
             table["lr"] *= vector_lr / settings.lr
     return tables
-
-
-def _sharers(job: Job, share: bool) -> dist.ProcessGroup | None:
-    return job.world.group(job.replicas) if share else None

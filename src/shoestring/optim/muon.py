@@ -1,7 +1,8 @@
-"""Muon: momentum whose step is the nearest orthogonal matrix, by a Newton-Schulz iteration; AdamW beside it.
+"""Muon: momentum orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for all other parameters.
 
-Matrices of one shape are orthogonalised together. Where ranks hold parts of matrices, each rank gets some matrices
-whole, and sends the parts of their steps back: two all-to-alls of a gradient's bytes, and no work is done twice.
+Matrices of one shape are orthogonalised in one batch. If matrices are sharded, each rank gathers some of them whole,
+orthogonalises these, and scatters the steps back to the shards. This takes two all-to-alls, each of as many bytes as
+the gradient, and orthogonalises no matrix twice.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shoestring._torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
 from shoestring.core.task import Params
 from shoestring.optim.groups import check_matched
-from shoestring.optim.norms import local, local_gradient, shares
+from shoestring.optim.norms import local, local_gradient, sharers, shares
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
     from shoestring.optim.settings.muon import Muon
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X: steepest at 0, so that few iterations do (Jordan)."""
+"""(a, b, c) of the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X. Jordan et al. chose the coefficients for the
+steepest slope at 0: small singular values grow fast, so that few iterations suffice."""
 
 
 def orthogonalized(matrices: Tensor, iterations: int) -> Tensor:
-    """About U V^T of each matrix U S V^T: its singular values come to lie between 0.7 and 1.2.
+    """Approximate U V^T of each matrix U S V^T; the singular values of the result lie between 0.7 and 1.2.
 
     Args:
-        matrices: (B, M, N) with M <= N; computed in bf16 on an accelerator and in its own type on a CPU.
+        matrices: (B, M, N) with M <= N. The products run in bf16 on an accelerator, in the matrices' own type on a CPU.
 
     Returns:
         (B, M, N).
@@ -52,37 +54,41 @@ def orthogonalized(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def orthogonalized_all(tensors: Sequence[Tensor], iterations: int) -> list[Tensor]:
-    """The same of tensors of any shapes with at least two dimensions, of which the first counts as rows."""
-    found: dict[int, Tensor] = {}
-    alike: dict[tuple[int, int], list[int]] = {}
-    flat = [each.flatten(1) for each in tensors]
-    flat = [each if each.shape[0] <= each.shape[1] else each.T for each in flat]
-    for index, each in enumerate(flat):
-        alike.setdefault((each.shape[0], each.shape[1]), []).append(index)
-    for indices in alike.values():
-        for index, each in zip(
-            indices, orthogonalized(torch.stack([flat[i] for i in indices]), iterations), strict=True
-        ):
+    """Orthogonalise tensors of any shapes, in one batch for each shape.
+
+    A tensor with more than two dimensions, such as a convolution's weight, is treated as a matrix whose rows are the
+    first dimension.
+    """
+    steps: dict[int, Tensor] = {}
+    same_shape: dict[tuple[int, int], list[int]] = {}
+    matrices = [tensor.flatten(1) for tensor in tensors]
+    matrices = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in matrices]
+    for index, matrix in enumerate(matrices):
+        same_shape.setdefault((matrix.shape[0], matrix.shape[1]), []).append(index)
+    for indices in same_shape.values():
+        batch = orthogonalized(torch.stack([matrices[index] for index in indices]), iterations)
+        for index, step in zip(indices, batch, strict=True):
             shape = tensors[index].shape
-            turned = shape[0] > tensors[index].numel() // shape[0]
-            found[index] = (each.T if turned else each).reshape(shape)
-    return [found[index] for index in range(len(tensors))]
+            transposed = shape[0] > tensors[index].numel() // shape[0]
+            steps[index] = (step.T if transposed else step).reshape(shape)
+    return [steps[index] for index in range(len(tensors))]
 
 
 def _work(shape: torch.Size) -> int:
-    """Multiplications of an iteration, as a measure."""
+    """Multiplications in one iteration, up to a constant factor; matrices are divided among ranks by this cost."""
     rows, columns = shape[0], shape.numel() // shape[0]
     return min(rows, columns) ** 2 * max(rows, columns)
 
 
 class MuonAdamW(Stepping):
-    """Muon for groups with `muon`, AdamW for the others.
+    """Muon for parameter groups whose `muon` is True, AdamW for the other groups.
 
     Args:
-        params: groups of parameters, each with `muon`, `lr` and `weight_decay`; those of Muon have two dimensions or
-            more.
-        match_adamw: steps of 0.2 sqrt(max(rows, columns)); otherwise of sqrt(max(1, rows / columns)).
-        sharers: ranks that hold the same tensors, divide the matrices among them, and exchange the steps.
+        params: parameter groups, each with `muon`, `lr` and `weight_decay`. Parameters of a group whose `muon` is True
+            have at least two dimensions.
+        match_adamw: scale orthogonal steps by 0.2 sqrt(max(rows, columns)), so that they are as large as AdamW's steps;
+            if false, scale by sqrt(max(1, rows / columns)).
+        sharers: group of ranks that hold the same tensors, divide the matrices among them, and exchange the steps.
     """
 
     def __init__(
@@ -104,108 +110,116 @@ class MuonAdamW(Stepping):
     def _update(self) -> None:
         matrices: list[tuple[dict[str, Any], Tensor]] = []
         for group in self.param_groups:
-            tensors = [each for each in group["params"] if each.grad is not None]
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
             if group["muon"]:
-                matrices += [(group, each) for each in tensors]
+                matrices += [(group, tensor) for tensor in tensors]
             elif tensors:
                 self._adamw(group, tensors)
         if matrices:
             self._muon(matrices)
 
     def _muon(self, matrices: list[tuple[dict[str, Any], Tensor]]) -> None:
-        tensors = [each for _, each in matrices]
-        for each in tensors:
-            if not self.state[each]:
-                self.state[each]["momentum_buffer"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-        gradients = [local_gradient(each) for each in tensors]
-        velocities = [local(self.state[each]["momentum_buffer"]) for each in tensors]
+        tensors = [tensor for _, tensor in matrices]
+        for tensor in tensors:
+            if not self.state[tensor]:
+                self.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+        gradients = [local_gradient(tensor) for tensor in tensors]
+        velocities = [local(self.state[tensor]["momentum_buffer"]) for tensor in tensors]
         foreach_lerp_(velocities, gradients, 1 - self.momentum)
         ahead = foreach_lerp(gradients, velocities, self.momentum) if self.nesterov else velocities
         steps = self._orthogonalized(tensors, list(ahead))
-        weights = [local(each) for each in tensors]
+        weights = [local(tensor) for tensor in tensors]
         rates = [group["lr"] for group, _ in matrices]
         foreach_mul_(
             weights, [1 - rate * group["weight_decay"] for rate, (group, _) in zip(rates, matrices, strict=True)]
         )
-        foreach_mul_(steps, [-rate * self._length(each.shape) for rate, each in zip(rates, tensors, strict=True)])
+        foreach_mul_(steps, [-rate * self._length(tensor.shape) for rate, tensor in zip(rates, tensors, strict=True)])
         foreach_add_(weights, steps)
 
     def _length(self, shape: torch.Size) -> float:
-        """What an orthogonal step is multiplied by beside the learning rate."""
+        """Factor that scales an orthogonal step, beside the learning rate; it depends on the shape of the matrix."""
         rows, columns = shape[0], shape.numel() // shape[0]
         return 0.2 * max(rows, columns) ** 0.5 if self.match_adamw else max(1.0, rows / columns) ** 0.5
 
-    def _orthogonalized(self, tensors: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """Of this rank's parts, those of the whole tensors' orthogonal steps."""
+    def _orthogonalized(self, tensors: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
+        """Orthogonalise whole matrices of which this rank holds `shards`, and return this rank's shards of the
+        results."""
         groups: dict[Any, list[int]] = {}
-        for index, each in enumerate(tensors):
-            groups.setdefault(_sharders(each), []).append(index)
-        found: dict[int, Tensor] = {}
+        for index, tensor in enumerate(tensors):
+            groups.setdefault(_sharders(tensor), []).append(index)
+        steps: dict[int, Tensor] = {}
         for group, indices in groups.items():
-            own = [parts[index] for index in indices]
+            inputs = [shards[index] for index in indices]
             if group is not None:
-                made = self._by_owners([tensors[index] for index in indices], own, group)
+                outputs = self._by_owners([tensors[index] for index in indices], inputs, group)
             elif self.sharers is not None:
-                made = self._by_sharers(own, self.sharers)
+                outputs = self._by_sharers(inputs, self.sharers)
             else:
-                made = orthogonalized_all(own, self.iterations)
-            found.update(zip(indices, made, strict=True))
-        return [found[index] for index in range(len(tensors))]
+                outputs = orthogonalized_all(inputs, self.iterations)
+            steps.update(zip(indices, outputs, strict=True))
+        return [steps[index] for index in range(len(tensors))]
 
-    def _by_sharers(self, whole: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Each rank makes its share and sends it to all."""
+    def _by_sharers(self, matrices: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        """Orthogonalise replicated matrices: each rank computes its share of the steps, and an all-gather exchanges
+        them."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        shared = shares([_work(each.shape) for each in whole], ranks)
-        sizes = [sum(whole[index].numel() for index in share) for share in shared]
-        mine = orthogonalized_all([whole[index] for index in shared[rank]], self.iterations)
-        sent = torch.cat([each.flatten() for each in mine] or [whole[0].new_zeros(0)])
-        all_of = whole[0].new_empty(ranks * max(sizes))
-        dist.all_gather_into_tensor(all_of, nn.functional.pad(sent, (0, max(sizes) - len(sent))), group=group)
-        found: dict[int, Tensor] = {}
-        for share, size, row in zip(shared, sizes, all_of.view(ranks, -1), strict=True):
-            pieces = row[:size].split([whole[index].numel() for index in share])
-            for index, piece in zip(share, pieces, strict=True):
-                found[index] = piece.view(whole[index].shape)
-        return [found[index] for index in range(len(whole))]
+        shared = shares([_work(matrix.shape) for matrix in matrices], ranks)
+        sizes = [sum(matrices[index].numel() for index in share) for share in shared]
+        own = orthogonalized_all([matrices[index] for index in shared[rank]], self.iterations)
+        sent = torch.cat([step.flatten() for step in own] or [matrices[0].new_zeros(0)])
+        received = matrices[0].new_empty(ranks * max(sizes))
+        dist.all_gather_into_tensor(received, nn.functional.pad(sent, (0, max(sizes) - len(sent))), group=group)
+        steps: dict[int, Tensor] = {}
+        for share, size, row in zip(shared, sizes, received.view(ranks, -1), strict=True):
+            flat_steps = row[:size].split([matrices[index].numel() for index in share])
+            for index, step in zip(share, flat_steps, strict=True):
+                steps[index] = step.view(matrices[index].shape)
+        return [steps[index] for index in range(len(matrices))]
 
-    def _by_owners(self, tensors: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Each matrix goes whole to one rank, and its step back to all that hold a part of its rows."""
+    def _by_owners(self, tensors: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        """Orthogonalise sharded matrices: one rank (the owner) gathers each matrix, and scatters its step to all
+        ranks."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        owned = shares([_work(each.shape) for each in tensors], ranks)
-        rows = [[len(chunk) for chunk in torch.arange(each.shape[0]).chunk(ranks)] for each in tensors]
-        rows = [each + [0] * (ranks - len(each)) for each in rows]
-        widths = [each.shape.numel() // each.shape[0] for each in tensors]
-        sends = [sum(parts[index].numel() for index in share) for share in owned]
-        takes = [sum(rows[index][source] * widths[index] for index in owned[rank]) for source in range(ranks)]
-        sent = torch.cat([parts[index].flatten() for share in owned for index in share])
-        taken = sent.new_empty(sum(takes))
-        dist.all_to_all_single(taken, sent, takes, sends, group=group)
-        pieces: dict[int, list[Tensor]] = {index: [] for index in owned[rank]}
-        for source, chunk in enumerate(taken.split(takes)):
+        owned = shares([_work(tensor.shape) for tensor in tensors], ranks)
+        # Number of rows of each tensor on each rank: `chunk` splits as DTensor does, and may leave the last ranks
+        # empty.
+        rows = [[len(chunk) for chunk in torch.arange(tensor.shape[0]).chunk(ranks)] for tensor in tensors]
+        rows = [counts + [0] * (ranks - len(counts)) for counts in rows]
+        widths = [tensor.shape.numel() // tensor.shape[0] for tensor in tensors]
+        # First all-to-all: this rank sends its shards to their owners, and receives all shards of the matrices it owns.
+        to_owners = [sum(shards[index].numel() for index in share) for share in owned]
+        to_me = [sum(rows[index][source] * widths[index] for index in owned[rank]) for source in range(ranks)]
+        sent = torch.cat([shards[index].flatten() for share in owned for index in share])
+        received = sent.new_empty(sum(to_me))
+        dist.all_to_all_single(received, sent, to_me, to_owners, group=group)
+        gathered: dict[int, list[Tensor]] = {index: [] for index in owned[rank]}
+        for source, chunk in enumerate(received.split(to_me)):
             sizes = [rows[index][source] * widths[index] for index in owned[rank]]
-            for index, piece in zip(owned[rank], chunk.split(sizes), strict=True):
-                pieces[index].append(piece.view(rows[index][source], *tensors[index].shape[1:]))
-        made = orthogonalized_all([torch.cat(pieces[index]) for index in owned[rank]], self.iterations)
-        back = [each.split(rows[index]) for index, each in zip(owned[rank], made, strict=True)]
-        sent = torch.cat([taken.new_zeros(0), *(each[to].flatten() for to in range(ranks) for each in back)])
-        taken = sent.new_empty(sum(sends))
-        dist.all_to_all_single(taken, sent, sends, takes, group=group)
-        found: dict[int, Tensor] = {}
-        for share, chunk in zip(owned, taken.split(sends), strict=True):
-            for index, piece in zip(share, chunk.split([parts[index].numel() for index in share]), strict=True):
-                found[index] = piece.view(parts[index].shape)
-        return [found[index] for index in range(len(tensors))]
+            for index, shard in zip(owned[rank], chunk.split(sizes), strict=True):
+                gathered[index].append(shard.view(rows[index][source], *tensors[index].shape[1:]))
+        own = orthogonalized_all([torch.cat(gathered[index]) for index in owned[rank]], self.iterations)
+        # Second all-to-all: steps go back to the shards; the sizes sent and the sizes received are swapped.
+        scattered = [step.split(rows[index]) for index, step in zip(owned[rank], own, strict=True)]
+        flat = [step_shards[target].flatten() for target in range(ranks) for step_shards in scattered]
+        sent = torch.cat([received.new_zeros(0), *flat])  # `cat` needs a tensor, also on a rank that owns no matrix
+        received = sent.new_empty(sum(to_owners))
+        dist.all_to_all_single(received, sent, to_owners, to_me, group=group)
+        steps: dict[int, Tensor] = {}
+        for share, chunk in zip(owned, received.split(to_owners), strict=True):
+            for index, step in zip(share, chunk.split([shards[index].numel() for index in share]), strict=True):
+                steps[index] = step.view(shards[index].shape)
+        return [steps[index] for index in range(len(tensors))]
 
     def _adamw(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        for each in tensors:
-            if not (state := self.state[each]):
-                state["step"] = torch.zeros((), dtype=torch.float32, device=each.device)
-                state["exp_avg"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-        states = [self.state[each] for each in tensors]
+        for tensor in tensors:
+            if not (state := self.state[tensor]):
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+        states = [self.state[tensor] for tensor in tensors]
         adamw(
-            [local(each) for each in tensors],
-            [local_gradient(each) for each in tensors],
+            [local(tensor) for tensor in tensors],
+            [local_gradient(tensor) for tensor in tensors],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
             [],
@@ -222,28 +236,47 @@ class MuonAdamW(Stepping):
 
 
 def _sharders(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold parts of its rows."""
+    """The process group over which a tensor's rows are sharded; None if this rank holds the whole tensor.
+
+    Raises:
+        ConfigError: the tensor's columns are sharded, or its rows are sharded over two mesh axes.
+    """
     if not isinstance(tensor, DTensor):
         return None
-    shards = {at: placement for at, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    shards = {axis: placement for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
     if len(shards) > 1 or any(placement.dim != 0 for placement in shards.values()):
-        raise ConfigError(f"`optim.muon` knows matrices whose rows are split once, not {tensor.placements}")
+        raise ConfigError(
+            f"`optim.muon` needs matrices whose rows are sharded over one mesh axis, not {tensor.placements}"
+        )
     return tensor.device_mesh.get_group(next(iter(shards))) if shards else None
 
 
 # -- as a feature ------------------------------------------------------------------------------------------------------
 
 
-def build_muon(job: Job, settings: Muon) -> None:
+def matrices_of(attachments: Attachments, settings: Muon) -> dict[str, Tensor]:
+    """The parameters whose steps are orthogonalised, by name.
+
+    Raises:
+        ConfigError: there are no such parameters.
+    """
+    trained = attachments.trained
+    excluded = not_matrices(attachments.module) | {
+        name for name in trained if any(fnmatchcase(name, pattern) for pattern in settings.adamw)
+    }
+    matrices = {name: tensor for name, tensor in trained.items() if tensor.ndim >= 2 and name not in excluded}
+    if not matrices:
+        raise ConfigError("`optim.muon` finds no matrix to train", hint="use [optim.adamw]")
+    return matrices
+
+
+def build_muon(attachments: Attachments, settings: Muon) -> None:
+    """Attach Muon as the job's optimizer."""
+
     def build(parameters: Params) -> Optimizer:
-        check_matched(settings.groups, job.trained)
-        aside = not_matrices(job.module) | {
-            name for name in job.trained if any(fnmatchcase(name, pattern) for pattern in settings.adamw)
-        }
-        matrices = {name: each for name, each in job.trained.items() if each.ndim >= 2 and name not in aside}
-        rest = {name: each for name, each in job.trained.items() if name not in matrices}
-        if not matrices:
-            raise ConfigError("`optim.muon` finds no matrix to train", hint="take [optim.adamw]")
+        check_matched(settings.groups, attachments.trained)
+        matrices = matrices_of(attachments, settings)
+        rest = {name: tensor for name, tensor in attachments.trained.items() if name not in matrices}
         lr = settings.adamw_lr or settings.lr
         tables = [
             table | {"muon": muon}
@@ -258,18 +291,21 @@ def build_muon(job: Job, settings: Muon) -> None:
             match_adamw=settings.match_adamw,
             betas=settings.betas,
             eps=settings.eps,
-            sharers=job.world.group(job.replicas) if settings.share else None,
+            sharers=sharers(attachments) if settings.share_steps else None,
         )
 
-    job.build_with(build)
+    attachments.build_with(build)
 
 
 def not_matrices(model: nn.Module) -> set[str]:
-    """Names of the weights that look tokens up: embeddings, and output heads with a row for each token."""
-    modules = dict(model.named_modules())
-    tables = [each for each in modules.values() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    tokens = {each.num_embeddings for each in tables}
-    aside = {id(each.weight) for each in tables} | {
-        id(each.weight) for each in modules.values() if isinstance(each, nn.Linear) and each.out_features in tokens
-    }
-    return {name for name, parameter in model.named_parameters() if id(parameter) in aside}
+    """Names of weights with one row per token: embeddings, and linear layers with an output for each row of an
+    embedding.
+
+    AdamW updates these weights (Jordan et al., 2024), because each row is the vector of one token.
+    """
+    modules = list(model.modules())
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    vocabularies = {module.num_embeddings for module in embeddings}
+    heads = [module for module in modules if isinstance(module, nn.Linear) and module.out_features in vocabularies]
+    excluded = {id(module.weight) for module in (*embeddings, *heads)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in excluded}

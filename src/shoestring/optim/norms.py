@@ -1,9 +1,13 @@
-"""Norms of many whole tensors at once: sharded ones by one small exchange, replicated ones shared out if wanted."""
+"""Norms of many tensors at once, and the division of tensors among ranks.
+
+The norms of tensors sharded over one mesh axis take one small all-reduce. Ranks that hold the same tensors can each
+compute some of the norms and exchange them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,20 +16,24 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shoestring._torch import foreach_norm
 
+if TYPE_CHECKING:
+    from shoestring.core.attachments import Attachments
+
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's shard of a DTensor; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(tensor: Tensor) -> Tensor:
-    """This rank's part of the tensor's gradient, which must not be None."""
+    """This rank's shard of the tensor's gradient, which must not be None."""
     assert tensor.grad is not None
     return local(tensor.grad)
 
 
 def part_of(whole: Tensor, part: Tensor) -> Tensor:
-    """The tensor that has `part` where this rank has its part of `whole`."""
+    """Wrap this rank's shard `part` as a DTensor that is sharded like `whole`; return it unchanged if `whole` is a
+    plain tensor."""
     if not isinstance(whole, DTensor):
         return part
     mesh, placements = whole.device_mesh, whole.placements
@@ -33,32 +41,46 @@ def part_of(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -> Tensor:
-    """Norms of whole tensors.
+    """2-norms of n tensors. The call is a collective if a tensor is a DTensor or `sharers` is not None.
 
     Args:
-        tensors: n of them, on one device; a DTensor stands for the whole tensor of which this rank has a part.
-        sharers: ranks that hold the same plain tensors: each computes the norms of its share, and all add up what
-            they have. A collective then.
+        tensors: tensors on one device. The norm of a DTensor is the norm of the whole tensor, not of the shard.
+        sharers: process group whose ranks hold the same plain tensors (from the function `sharers`). Each rank computes
+            the norms of its share of these tensors, and an all-reduce exchanges the norms.
 
     Returns:
-        (n,) of float32 on the tensors' device; float64 for those of float64.
+        (n,) on the tensors' device, in float64 if the first tensor is, else in float32.
     """
-    parts = [local(each) for each in tensors]
+    parts = [local(tensor) for tensor in tensors]
     wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
-    found = torch.zeros(len(parts), dtype=wide, device=parts[0].device)
-    mine = list(range(len(parts)))
-    if sharers is not None:
-        mine = shares([each.numel() for each in parts], dist.get_world_size(sharers))[dist.get_rank(sharers)]
-    if mine:
-        squares = torch.stack(foreach_norm([parts[index] for index in mine], 2, dtype=wide)).square()
-        found[_at(mine, found)] = squares
-    if sharers is not None:
-        dist.all_reduce(found, group=sharers)
+    squares = torch.zeros(len(parts), dtype=wide, device=parts[0].device)
+    own = list(range(len(parts)))
+    plain = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, DTensor)]
+    if sharers is not None and plain:
+        sizes = [parts[index].numel() for index in plain]
+        share = {plain[index] for index in shares(sizes, sharers.size())[dist.get_rank(sharers)]}
+        own = [index for index in own if index in share or isinstance(tensors[index], DTensor)]
+    if own:
+        squares[_at(own, squares)] = torch.stack(foreach_norm([parts[index] for index in own], 2, dtype=wide)).square()
+    if sharers is not None and plain:  # squares that other ranks compute are zero here
+        shared = squares[_at(plain, squares)]
+        dist.all_reduce(shared, group=sharers)
+        squares[_at(plain, squares)] = shared
     for (mesh, dim), indices in _sharded(tensors).items():
-        partial = found[_at(indices, found)]
+        partial = squares[_at(indices, squares)]
         dist.all_reduce(partial, group=mesh.get_group(dim))
-        found[_at(indices, found)] = partial
-    return found.sqrt()
+        squares[_at(indices, squares)] = partial
+    return squares.sqrt()
+
+
+def sharers(attachments: Attachments) -> dist.ProcessGroup | None:
+    """The process group over which gradients are averaged, whose ranks hold the same plain tensors; None if it has one
+    rank or all tensors are DTensors.
+
+    The group is not used for DTensors: the mesh of a DTensor says which rank holds which shard.
+    """
+    plain = any(not isinstance(tensor, DTensor) for tensor in attachments.trained.values())
+    return attachments.world.group(attachments.replicas) if plain else None
 
 
 def _at(indices: list[int], like: Tensor) -> Tensor:
@@ -66,22 +88,27 @@ def _at(indices: list[int], like: Tensor) -> Tensor:
 
 
 def _sharded(tensors: Sequence[Tensor]) -> dict[tuple[Any, int], list[int]]:
-    """(mesh, its dimension) -> the tensors that are split along it."""
-    found: dict[tuple[Any, int], list[int]] = {}
-    for index, each in enumerate(tensors):
-        if isinstance(each, DTensor):
-            for dim, placement in enumerate(each.placements):
+    """Maps (mesh, mesh dimension) to the indices of the tensors that are sharded along it."""
+    axes: dict[tuple[Any, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            for dim, placement in enumerate(tensor.placements):
                 if isinstance(placement, Shard):
-                    found.setdefault((each.device_mesh, dim), []).append(index)
-    return found
+                    axes.setdefault((tensor.device_mesh, dim), []).append(index)
+    return axes
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The tensors of each rank: the largest first, each to the rank with the fewest elements so far."""
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    """Divide tensors among ranks: from the largest to the smallest, each goes to the rank with the smallest load so
+    far.
+
+    Returns:
+        For each rank, the indices of its tensors, in ascending order.
+    """
+    indices: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         rank = loads.index(min(loads))
-        found[rank].append(index)
+        indices[rank].append(index)
         loads[rank] += sizes[index]
-    return [sorted(share) for share in found]
+    return [sorted(share) for share in indices]

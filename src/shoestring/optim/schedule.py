@@ -1,4 +1,5 @@
-"""Learning-rate schedules as pure functions of the progress: there is nothing to save."""
+"""Learning-rate schedules. They are pure functions of the run's progress, so checkpoints hold no state of a
+schedule."""
 
 from __future__ import annotations
 
@@ -6,23 +7,23 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 
-def follow(job: Job, factor: Callable[[float, int], float]) -> Callable[[], None]:
-    """Work for Phase.RATE: set every group's learning rate for the step that is about to be made.
+def follow(attachments: Attachments, factor: Callable[[float, int], float]) -> Callable[[], None]:
+    """Build the function for Phase.RATE: it sets each parameter group's learning rate for the next step.
 
     Args:
-        factor: (position, total) -> what the learning rate of each group is multiplied by.
+        factor: function of (position, total steps) that returns the factor of the groups' configured learning rates.
     """
-    bases = [float(group["lr"]) for group in job.built_optimizer.param_groups]
+    base_rates = [float(group["lr"]) for group in attachments.optimizer.param_groups]
 
     def set_lr() -> None:
-        now = factor(job.progress.position, job.progress.total)
-        for group, base in zip(job.built_optimizer.param_groups, bases, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * now)
+        current = factor(attachments.progress.position, attachments.progress.total)
+        for group, base in zip(attachments.optimizer.param_groups, base_rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # in place: a compiled step reads this tensor
+                group["lr"].fill_(base * current)
             else:
-                group["lr"] = base * now
+                group["lr"] = base * current
 
     return set_lr

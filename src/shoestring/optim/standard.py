@@ -1,28 +1,43 @@
-"""Torch's own optimizers over groups of parameters: weight decay on matrices only, and groups by name."""
+"""Builds torch's optimizers, with parameter groups by name and weight decay on matrices only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 from shoestring.core.task import Params
 from shoestring.optim.groups import Group, check_matched, matching
 
 
 def factory(
-    kind: Callable[..., Optimizer], job: Job, weight_decay: float, groups: Sequence[Group], settings: dict[str, Any]
+    kind: Callable[..., Optimizer],
+    attachments: Attachments,
+    weight_decay: float,
+    groups: Sequence[Group],
+    settings: dict[str, Any],
 ) -> Callable[[Params], Optimizer]:
-    """For `Job.build_with`: an optimizer of torch with these settings, one of which is `lr`, over what is trained."""
+    """Return a factory for `Attachments.build_with`, which builds torch's optimizer `kind` over the trained parameters.
+
+    Args:
+        settings: keyword arguments of `kind`, `lr` among them.
+    """
 
     def build(parameters: Params) -> Optimizer:
-        check_matched(groups, job.trained)
-        tables = parameter_groups(job.trained, settings["lr"], weight_decay, groups)
-        return kind(tables, fused=_can_fuse(kind, parameters), **settings)
+        check_matched(groups, attachments.trained)
+        tables = parameter_groups(attachments.trained, settings["lr"], weight_decay, groups)
+        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+        if kind is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):
+            fused = False  # torch up to 2.13 has no fused SGD of DTensors
+        optimizer = kind(tables, fused=fused, **settings)
+        if fused and settings.get("momentum"):
+            optimizer.register_step_pre_hook(_lay_out_momentum)
+        return optimizer
 
     return build
 
@@ -30,7 +45,10 @@ def factory(
 def parameter_groups(
     trained: Mapping[str, Tensor], lr: float, weight_decay: float, groups: Sequence[Group] = ()
 ) -> list[dict[str, Any]]:
-    """Torch's parameter groups: in each of `groups` and among the rest, what decays as a matrix and what does not."""
+    """Build torch's parameter groups: matrices with weight decay and vectors without are in separate groups.
+
+    Parameters that match none of `groups` come first, then the parameters of each of `groups`, in order.
+    """
     tables: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
         group, is_vector = matching(groups, name), parameter.ndim < 2
@@ -43,7 +61,14 @@ def parameter_groups(
     return [tables[key] for key in sorted(tables)]
 
 
-def _can_fuse(kind: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> bool:
-    if kind is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):  # not in torch up to 2.13
-        return False
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+def _lay_out_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Create a zero momentum for parameters at their first step, if others of their group have a momentum already.
+
+    This is a step pre-hook. Torch's fused SGD requires that all parameters of a group have a momentum, or none has.
+    """
+    for group in optimizer.param_groups:
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        lacking = [parameter for parameter in stepped if optimizer.state[parameter].get("momentum_buffer") is None]
+        if len(lacking) < len(stepped):  # at a group's first step torch creates all momenta
+            for parameter in lacking:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""What optimizers of our own share: a step as torch has it, with a closure or without."""
+"""The base class of shoestring's own optimizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from torch.optim import Optimizer
 
 
 class Stepping(Optimizer, ABC):
-    """An optimizer that says what happens between the closure and the end of a step."""
+    """An optimizer with torch's `step`, which accepts a closure; subclasses define the update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if there is one, with gradients; update the parameters; return the closure's loss."""
+        """Call the closure, if there is one, with gradients enabled; then update the parameters.
+
+        Returns:
+            The closure's loss, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -25,4 +29,4 @@ class Stepping(Optimizer, ABC):
 
     @abstractmethod
     def _update(self) -> None:
-        """Change the parameters that have a gradient; gradients are not recorded."""
+        """Update the parameters that have a gradient, in place; autograd is off."""

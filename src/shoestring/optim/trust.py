@@ -1,4 +1,5 @@
-"""Trust ratios: what optimizers share that scale each tensor's step by the norms of its weights and gradient."""
+"""Trust ratios, as used by LARS and LAMB: a tensor's step is scaled by the ratio of its weights' norm to its step's
+norm."""
 
 from __future__ import annotations
 
@@ -19,35 +20,36 @@ from shoestring.optim.norms import local, local_gradient
 from shoestring.optim.stepping import Stepping
 
 BLOCK = 8192
-"""Elements that one thread takes at a time; `native/layerwise.c` has the same number."""
+"""Elements that one thread processes at a time; must equal BLOCK in `native/layerwise.c`."""
 
 
 @dataclass(eq=False)
 class DynamicBound:
-    """An upper bound of trust ratios: a running quantile over the tensors, times a factor that grows from 1 to `most`.
+    """An upper bound of trust ratios: their running quantile over all tensors, times a factor that grows from 1.
 
-    It is our own; the publication that names dynamic clipping does not define it. Early in training single tensors
-    have ratios far above the others, and later they may. The quantile is of the steps before, so that a tensor's step
-    need not wait for the norms of the others; before the first step, it is of that step itself.
+    The definition is our own: the publication that names dynamic clipping gives none. Early in training, a few tensors
+    have ratios far above the others; such ratios are harmful at first and normal later, hence the factor grows. The
+    quantile is computed from previous steps, so that no tensor waits for the norms of the others; only the first step
+    uses the quantile of its own ratios.
     """
 
     quantile: float
     most: float
     anneal: int
-    """Steps until the factor is `most`."""
+    """Number of steps over which the factor grows to `most`."""
     step: int = 0
     running: Tensor | None = None
     """The quantile, averaged over about ten steps; 0-d."""
 
     def bound(self) -> Tensor | None:
-        """Of the step that comes; 0-d, None before any ratios were seen."""
+        """The bound of the next step's ratios; 0-d, None before the first step."""
         factor = 1 + (self.most - 1) * min(self.step / self.anneal, 1.0) if self.anneal else self.most
         return None if self.running is None else self.running * factor
 
     def see(self, ratios: Tensor) -> None:
-        """The ratios of a step before they were bounded."""
-        now = torch.quantile(ratios, self.quantile)
-        self.running = now if self.running is None else torch.lerp(self.running.to(now), now, 0.1)
+        """Update the running quantile with one step's ratios, taken before they were bounded."""
+        newest = torch.quantile(ratios, self.quantile)
+        self.running = newest if self.running is None else torch.lerp(self.running.to(newest), newest, 0.1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "running": torch.tensor(math.nan) if self.running is None else self.running}
@@ -58,10 +60,10 @@ class DynamicBound:
 
 
 class Layerwise(Stepping):
-    """An optimizer of which groups with `adapts` have trust ratios.
+    """Base class of optimizers with trust ratios. Tensors of parameter groups whose `adapts` is False have no ratio.
 
     Attributes:
-        numbers: of the newest step: the median trust ratio and the share of tensors whose ratio was clipped, 0-d.
+        numbers: metrics of the newest step, 0-d: the median trust ratio, and the fraction of ratios that were clipped.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any], sharers: dist.ProcessGroup | None) -> None:
@@ -70,75 +72,91 @@ class Layerwise(Stepping):
         super().__init__(params, defaults | {"adapts": True})
 
     def _update(self) -> None:
-        ready = [(group, each) for group in self.param_groups for each in group["params"] if each.grad is not None]
-        if ready:
-            self._step(Now.of(ready))
+        steps = [
+            (group, tensor) for group in self.param_groups for tensor in group["params"] if tensor.grad is not None
+        ]
+        if steps:
+            self._step(Now.of(steps))
 
     @abstractmethod
     def _step(self, now: Now) -> None:
-        """Change the tensors that the step is about."""
+        """Update the tensors of the step in place."""
 
     def _states(self, now: Now, *names: str) -> list[list[Tensor]]:
-        """This rank's parts of what is kept of each tensor, zero at first; by name."""
-        for each in now.tensors:
-            if not (state := self.state[each]):
-                state.update({name: torch.zeros_like(each, memory_format=torch.preserve_format) for name in names})
-        return [[local(self.state[each][name]) for each in now.tensors] for name in names]
+        """This rank's shards of the optimizer state, one list per name; zero at a tensor's first step."""
+        for tensor in now.tensors:
+            if not (state := self.state[tensor]):
+                state.update({name: torch.zeros_like(tensor, memory_format=torch.preserve_format) for name in names})
+        return [[local(self.state[tensor][name]) for tensor in now.tensors] for name in names]
 
-    def _see(self, bounded: Tensor, free: Tensor) -> None:
-        """The ratios of tensors that adapt, and what they were before bounds; (m,)."""
+    def _record(self, bounded: Tensor, free: Tensor) -> None:
+        """Set `numbers` from the ratios of the m tensors that adapt, after (`bounded`) and before (`free`) the upper
+        bound; (m,)."""
         if len(free):
             self.numbers = {"trust_ratio": bounded.median(), "clipped_tensors": (bounded < free).float().mean()}
 
 
 @dataclass(frozen=True)
 class Now:
-    """What a step is about: n tensors with a gradient, and this rank's parts of them."""
+    """The inputs of one optimizer step: n tensors with a gradient, of which m have trust ratios (they adapt)."""
 
     tensors: list[Tensor]
     weights: list[Tensor]
+    """This rank's shards of `tensors`."""
     gradients: list[Tensor]
+    """This rank's shards of their gradients."""
     adapting: list[int]
+    """Indices of the tensors that adapt."""
     rates: Tensor
+    """Learning rates; (n,) on the weights' device, in fp64 if they are, else in fp32."""
     decays: Tensor
-    """(n,) of fp32 or fp64 where the weights are, and so the rates."""
+    """Weight decays; shape, device and type as for `rates`."""
     sharded: bool
-    """Whether norms need an exchange."""
+    """Whether a tensor is sharded, so that norms need an all-reduce."""
     native: bool
-    """Whether native loops can read it: fp32 on a CPU, without gaps."""
+    """Whether native loops can run: all weights and gradients are contiguous fp32 tensors on the CPU."""
 
     @classmethod
-    def of(cls, ready: Sequence[tuple[dict[str, Any], Tensor]]) -> Now:
-        tensors = [each for _, each in ready]
-        weights = [local(each) for each in tensors]
-        gradients = [local_gradient(each) for each in tensors]
-        rates, decays = ([group[key] for group, _ in ready] for key in ("lr", "weight_decay"))
+    def of(cls, steps: Sequence[tuple[dict[str, Any], Tensor]]) -> Now:
+        """Gather the inputs from (parameter group, tensor with a gradient) pairs."""
+        tensors = [tensor for _, tensor in steps]
+        weights = [local(tensor) for tensor in tensors]
+        gradients = [local_gradient(tensor) for tensor in tensors]
+        rates, decays = ([group[key] for group, _ in steps] for key in ("lr", "weight_decay"))
         return cls(
             tensors,
             weights,
             gradients,
-            [index for index, (group, _) in enumerate(ready) if group["adapts"]],
+            [index for index, (group, _) in enumerate(steps) if group["adapts"]],
             _on(weights[0], rates),
             _on(weights[0], decays),
-            any(isinstance(each, DTensor) for each in tensors),
+            any(isinstance(tensor, DTensor) for tensor in tensors),
             all(
-                each.device.type == "cpu" and each.dtype is torch.float32 and each.is_contiguous()
-                for each in (*weights, *gradients)
+                part.device.type == "cpu" and part.dtype is torch.float32 and part.is_contiguous()
+                for part in (*weights, *gradients)
             ),
         )
 
     @property
     def at(self) -> Tensor:
-        """Indices of those that adapt."""
+        """Indices of the tensors that adapt, on the device; (m,)."""
         return torch.tensor(self.adapting, dtype=torch.long, device=self.rates.device)
 
     def spread(self, adapting: Tensor, otherwise: float) -> Tensor:
-        """(n,) of numbers of those that adapt."""
+        """Scatter the values (m,) of tensors that adapt to all n tensors; the others get `otherwise`."""
         return torch.full_like(self.rates, otherwise).index_copy_(0, self.at, adapting.to(self.rates))
 
     def run(self, kernel: Any, lists: Sequence[Sequence[Tensor]], arrays: Sequence[Tensor], *numbers: float) -> Tensor:
-        """Call a native loop; the ratios of those that adapt, bounded and before that, (2, m)."""
-        sizes = [each.numel() for each in self.weights]
+        """Call a native loop of `native/layerwise.c`, which updates the tensors of `lists` in place.
+
+        Args:
+            lists: n tensors each. arrays: one entry per tensor. numbers: the kernel's scalars, in its order.
+
+        Returns:
+            The ratios of the m tensors that adapt, after and before the upper bound; (2, m).
+        """
+        sizes = [weight.numel() for weight in self.weights]
+        # Index of each tensor's first block, then the number of blocks.
         first = [0, *accumulate(-(-size // BLOCK) for size in sizes)]
         partial = torch.empty(first[-1], 2, dtype=torch.float64)
         ratios = torch.empty(2, len(sizes))
@@ -149,8 +167,8 @@ class Now:
             count,
             (long * count)(*sizes),
             (long * (count + 1))(*first),
-            *((ctypes.c_void_p * count)(*[each.data_ptr() for each in tensors]) for tensors in lists),
-            *(each.data_ptr() if len(each) else None for each in (self.rates, self.decays, *arrays)),
+            *((ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors]) for tensors in lists),
+            *(array.data_ptr() if len(array) else None for array in (self.rates, self.decays, *arrays)),
             flags.data_ptr(),
             partial.data_ptr(),
             ratios.data_ptr(),
@@ -161,7 +179,7 @@ class Now:
 
 
 def _on(like: Tensor, numbers: list[Any]) -> Tensor:
-    """(n,) of the numbers, some of which may be 0-d tensors on the device."""
+    """Put n numbers, some of which may be 0-d tensors, into one tensor on the device of `like`; (n,)."""
     wide = torch.float64 if like.dtype is torch.float64 else torch.float32
     if any(isinstance(number, Tensor) for number in numbers):
         return torch.stack([torch.as_tensor(number, dtype=wide, device=like.device) for number in numbers])

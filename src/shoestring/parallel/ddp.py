@@ -1,47 +1,65 @@
-"""Replication by torch's DistributedDataParallel."""
+"""Data parallelism by torch's DistributedDataParallel (DDP)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoestring._torch import ignore_in_ddp
+from shoestring.collectives import GLOO, broadcast_tensors
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.frozen import Reference
-from shoestring.core.job import Job
-from shoestring.core.step import no_sync
+from shoestring.wrapped import last_only
 
 
-def replicate(job: Job, over: Sequence[str], bucket_mb: float, find_unused: bool) -> None:
-    """Wrap the model in DDP over these mesh axes; nothing where this rank is alone along them."""
-    group = job.world.group(over)
+def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, find_unused: bool) -> None:
+    """Wrap the model in DDP over the mesh axes `over`; does nothing if only one rank lies along them."""
+    group = attachments.world.group(over)
     if group is None:
         return
-    frozen = [kept.state.within_model for kept in job.kept.values() if isinstance(kept.state, Reference)]
-    if names := [name for each in frozen for name in each]:  # equal on all ranks already, and of types Gloo cannot send
-        ignore_in_ddp(job.model, names)
-        job.exits.callback(ignore_in_ddp, job.model, ())
+    references = [record.state for record in attachments.kept.values() if isinstance(record.state, Reference)]
+    # DDP need not broadcast frozen modules, because their hashes were compared across ranks. It cannot broadcast
+    # tensors of data types that Gloo lacks.
+    frozen = [name for reference in references for name in reference.within_model]
+    unsupported = {name for name, tensor in _tensors(attachments.model) if tensor.dtype not in GLOO} - {*frozen}
+    if frozen or unsupported:
+        ignore_in_ddp(attachments.model, [*frozen, *unsupported])
+        attachments.exits.callback(ignore_in_ddp, attachments.model, ())
     model = DistributedDataParallel(
-        job.model,
-        device_ids=[job.world.device.index] if job.world.device.type == "cuda" else None,
+        attachments.model,
+        device_ids=[attachments.world.device.index] if attachments.world.device.type == "cuda" else None,
         process_group=group,
         bucket_cap_mb=bucket_mb,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
-    job.shard(model, over=over, sync=no_sync(model))
+    attachments.shard(model, over=over, sync=last_only(model))
+    if unsupported:  # broadcast them at the start and before each step, as DDP does with the other buffers
+
+        def broadcast() -> None:
+            broadcast_tensors([tensor for name, tensor in _tensors(attachments.module) if name in unsupported], group)
+
+        broadcast()
+        attachments.at(Phase.FORWARD, broadcast)
     if not find_unused:
-        job.at(Phase.CLIP, lambda: _check_used(job))
+        attachments.at(Phase.CLIP, lambda: _check_used(attachments))
 
 
-def _check_used(job: Job) -> None:
-    """Refuse a step in which a parameter got no gradient: DDP did not average the bucket that it lies in."""
-    unused = [name for name, parameter in job.trained.items() if parameter.grad is None]
-    if unused and len(unused) < len(job.trained):  # of a step that was refused, none is left
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_used(attachments: Attachments) -> None:
+    """Raise ConfigError if a parameter got no gradient: DDP waits for the gradient, so its bucket was not averaged."""
+    unused = [name for name, parameter in attachments.trained.items() if parameter.grad is None]
+    if unused and len(unused) < len(attachments.trained):  # a refused step leaves no gradients at all
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ConfigError(
-            f"`{unused[0]}`{more} got no gradient in step {job.progress.step + 1}, and DDP waits for them",
-            hint="set parallel.ddp.find_unused = true, or freeze what is not used: requires_grad_(False)",
+            f"`{unused[0]}`{more} got no gradient in step {attachments.progress.step + 1}, and DDP waits for one",
+            hint="set parallel.ddp.find_unused = true, or freeze unused parameters: requires_grad_(False)",
         )

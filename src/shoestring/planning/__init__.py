@@ -1,1 +1,1 @@
-"""The hardware as measured (Cluster), and the predicted cost of a choice on it (the simulator, Decision)."""
+"""The measured hardware (`Cluster`), and predictions of step time on it (`simulate`, `choose`)."""

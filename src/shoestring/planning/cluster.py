@@ -1,4 +1,4 @@
-"""The hardware of a run: devices, disks, links and collectives, with the rates measured on them."""
+"""The hardware of a run: devices, disks, links and collectives, with their measured speeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One rank's device; rates in FLOP/s and bytes/s, memory in bytes."""
+    """One rank's device: its matmul rates in FLOP/s, its copy rate in bytes/s, and its memory in bytes."""
 
     rank: int
     host: str
@@ -31,7 +31,7 @@ class DiskSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The way from one rank to another: latency in seconds (alpha) and bandwidth in bytes/s (1/beta)."""
+    """The connection from rank `source` to rank `target`: latency in seconds (alpha), bandwidth in bytes/s (1/beta)."""
 
     source: int
     target: int
@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective over the mesh axes `over`: latency in seconds, bandwidth in bytes/s that each rank sends."""
+    """Speed of a kind of collective over the mesh axes `over`: latency in seconds, and bytes/s that each rank sends."""
 
     kind: str  # all-reduce, all-gather, all-to-all
     over: tuple[str, ...]
@@ -52,15 +52,16 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All measurements of a cluster, from which plans are priced."""
+    """All measurements of a cluster, from which step times are predicted."""
 
     devices: tuple[Device, ...] = ()
     stores: tuple[DiskSpeed, ...] = ()
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
     slowdown: dict[str, float] = field(default_factory=dict)
-    """Factors by which kinds of work slow each other down, as `simulate` takes them."""
+    """Factors by which one kind of work is slower while another kind runs; see `simulate` for the keys."""
 
     def collective(self, kind: str, over: Sequence[str]) -> Collective:
-        """Look up a kind of collective over these mesh axes; KeyError if it was not measured."""
-        return {(each.kind, each.over): each for each in self.collectives}[kind, tuple(over)]
+        """Look up a kind of collective over the mesh axes `over`; raises KeyError if it was not measured."""
+        measured = {(collective.kind, collective.over): collective for collective in self.collectives}
+        return measured[kind, tuple(over)]

@@ -1,8 +1,9 @@
-"""Predicts the time of a step, and chooses among candidates by it.
+"""Predicts the time of a training step by simulation, and chooses among candidates by their predicted times.
 
-A step is a set of tasks on resources. Each resource does its tasks in a fixed order, because every rank must issue the
-same collectives. So without `slowdown` the makespan is the longest path through the tasks and the resources' orders:
-never shorter than the critical path or any resource's load, and never longer when a task becomes shorter.
+A step is a set of tasks on resources. Each resource runs its tasks in a fixed order, because all ranks must call the
+same collectives in the same order. So without `slowdown` the makespan is the longest path through the graph whose edges
+are the dependencies between tasks and the order of each resource. The makespan is at least the critical path and at
+least the total time of any resource's tasks, and making a task shorter never makes it longer.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoestring import figures
 from shoestring.core.trace import Kind, Trace
 from shoestring.planning.cluster import Cluster
 
 
 @dataclass(frozen=True)
 class Task:
-    """Work that takes `seconds` when nothing runs beside it, and starts after the tasks with the indices `after`."""
+    """Work that takes `seconds` if nothing else runs, and starts when the tasks with the indices `after` have ended."""
 
     name: str
     kind: Kind
@@ -29,23 +31,28 @@ class Task:
 
 
 def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None) -> Trace:
-    """Simulate `tasks` from second 0 and return their trace, one span each; a resource does its tasks in this order.
+    """Simulate `tasks` from second 0; returns a trace with one span for each task.
 
     Args:
-        slowdown: "wire beside compute" -> factor by which the first slows down while the second runs; 1 without an
-            entry. Several add up: beside two others with a factor of 2 each, work takes 3 times as long.
+        tasks: the tasks of a step; each resource runs its own in this order.
+        slowdown: maps a pair of kinds, such as "wire beside compute", to the factor by which the first kind is slower
+            while the second runs; pairs without an entry have the factor 1. The excesses over 1
+            add up: beside two tasks with a factor of 2 each, a task takes 3 times as long.
     """
     beside, trace, left, now = slowdown or {}, Trace(origin=0.0, keep=max(len(tasks), 1)), {}, 0.0
     queues: dict[str, deque[int]] = {}
     for index, task in enumerate(tasks):
-        if any(not 0 <= other < index for other in task.after):
+        if any(not 0 <= earlier < index for earlier in task.after):
             raise ValueError(f"task {index} ({task.name}) must come after earlier tasks, not {task.after}")
         queues.setdefault(task.resource, deque()).append(index)
         left[index] = task.seconds
     began: dict[int, float] = {}
     while heads := [queue[0] for queue in queues.values() if queue]:
-        running = [head for head in heads if not any(other in left for other in tasks[head].after)]
-        needs = {head: left[head] * _stretch(head, running, tasks, beside) for head in running}
+        running = [head for head in heads if not any(earlier in left for earlier in tasks[head].after)]
+        needs: dict[int, float] = {}  # seconds until each running task ends if the set of running tasks stays the same
+        for head in running:
+            pairs = [f"{tasks[head].kind} beside {tasks[task].kind}" for task in running if task != head]
+            needs[head] = left[head] * (1.0 + sum(beside.get(pair, 1.0) - 1.0 for pair in pairs))
         passed = min(needs.values())
         for head, need in needs.items():
             began.setdefault(head, now)
@@ -58,33 +65,31 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
     return trace
 
 
-def _stretch(head: int, running: Sequence[int], tasks: Sequence[Task], slowdown: Mapping[str, float]) -> float:
-    pairs = [f"{tasks[head].kind} beside {tasks[other].kind}" for other in running if other != head]
-    return 1.0 + sum(slowdown.get(pair, 1.0) - 1.0 for pair in pairs)
-
-
 def makespan(trace: Trace) -> float:
-    """Return the end of the last span, in seconds since the trace's origin."""
+    """Return the time at which the last span ends, in seconds since the trace's origin."""
     return max((span.stop for span in trace.spans), default=0.0)
 
 
 class Priced(Protocol):
-    """A candidate whose effect on a step can be computed."""
+    """A candidate whose effect on a step can be predicted."""
 
     def predict(self, trace: Trace, cluster: Cluster) -> Trace:
-        """Predict one step from the `trace` of a step without the candidate; work of every n-th step counts 1/n."""
+        """Predict the trace of a step with this candidate from the `trace` of a step without it.
+
+        Work that is done only in every n-th step counts as 1/n of its time.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision; `predicted` has every candidate's seconds a step, preferred candidates first."""
+    """The chosen candidate and why; `predicted` maps all candidates, preferred ones first, to seconds per step."""
 
     choice: str
     reason: str
     predicted: dict[str, float]
     worth: dict[str, float] = field(default_factory=dict)
-    """Steps of the first candidate that a step of a candidate is worth, where that is known."""
+    """Training progress of one step with each candidate, relative to one step with the first candidate."""
 
     @property
     def seconds(self) -> float:
@@ -99,18 +104,20 @@ def choose(
     margin: float,
     worth: Mapping[str, float] | None = None,
 ) -> Decision:
-    """Choose the first candidate, unless another is faster by more than `margin` of its time. Then choose the fastest,
-    or the first candidate that is within half of the margin of the fastest.
+    """Choose the first candidate, or a faster one if the fastest saves more than the fraction `margin` of its time.
+
+    In the second case, choose the first candidate whose time exceeds the fastest one's by at most half the margin.
 
     Args:
-        worth: steps that a step of a candidate is worth, 1 where there is none; fast is who makes most of them.
+        worth: training progress of one step with a candidate, relative to one step with the first candidate; 1 for
+            candidates without an entry. Candidates are compared by their time for the same progress.
     """
-    predicted = {name: makespan(each.predict(trace, cluster)) for name, each in candidates.items()}
+    predicted = {name: makespan(candidate.predict(trace, cluster)) for name, candidate in candidates.items()}
     worths = {name: (worth or {}).get(name, 1.0) for name in predicted}
     times = {name: seconds / worths[name] for name, seconds in predicted.items()}
     first, best = next(iter(times)), min(times, key=times.__getitem__)
     if times[best] >= times[first] * (1 - margin):
-        return Decision(first, f"no candidate is more than {margin:.0%} faster", predicted, worths)
+        return Decision(first, f"no candidate is more than {figures.percent(margin)} faster", predicted, worths)
     close = next(name for name, seconds in times.items() if seconds <= times[best] * (1 + margin / 2))
     gain = times[first] / times[close]
     return Decision(close, f"{gain:.2f}x as fast as {first}", predicted, worths)

@@ -1,57 +1,52 @@
-"""What the system reports of this host and process: cores, free memory, peak memory, pressure, and out-of-memory
-kills."""
+"""Reads free memory, peak memory, memory pressure and out-of-memory kills from the operating system."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")
+from shoestring.processors import ROOT, cgroups
+
 _KIB = 1024
 
 
 class _Group(NamedTuple):
-    """The files of a cgroup that report its memory: limit, use, droppable cache, and kills."""
+    """Names of a cgroup's files that report its memory limit, its memory use and its out-of-memory kills."""
 
     limit: str
     used: str
     cache: str
-    """A line of `memory.stat`."""
+    """Key of the line in `memory.stat` that reports the reclaimable file cache in bytes."""
     kills: str
 
 
-_GROUPS = {
-    "": _Group("memory.max", "memory.current", "inactive_file", "memory.events"),  # version 2
-    "memory": _Group("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
+_GROUPS: dict[tuple[str, ...], _Group] = {
+    (): _Group("memory.max", "memory.current", "inactive_file", "memory.events"),  # version 2
+    ("memory",): _Group("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
 }
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Maps the controllers of a cgroup (none in version 2) to the names of its files."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What bounds the memory of some processes: their host, or a cgroup (v1 or v2)."""
+    """A limit on the memory of processes, set by their host's memory or by a cgroup (v1 or v2)."""
 
     key: str
-    """The same in every process that it bounds: "host", or the device and inode of the cgroup's folder."""
+    """Identifier of the limit, the same in all processes: "host", or device and inode of the cgroup's folder."""
     folder: Path
     total: int
-    """Bytes."""
+    """The limit in bytes."""
     _files: _Group | None = None
 
     def free(self) -> int:
-        """Bytes that are free now; file caches count as free.
+        """Return the free memory below this limit in bytes; file caches count as free.
 
         Raises:
-            OSError, ValueError, KeyError: the system does not report it, or no longer.
+            OSError, ValueError, KeyError: the system does not report free memory, or the cgroup no longer exists.
         """
         if self._files is None:
             return int(_table(self.folder / "proc/meminfo")["MemAvailable:"]) * _KIB
@@ -59,7 +54,7 @@ class Bound:
         return self.total - int((self.folder / self._files.used).read_text()) + cache
 
     def pressure(self) -> float:
-        """Percent of the last ten seconds in which a process waited for memory; 0 where nothing reports it."""
+        """Percentage of the last ten seconds in which some process waited for memory; 0 if the system does not say."""
         with suppress(OSError, ValueError, KeyError):
             path = "memory.pressure" if self._files else "proc/pressure/memory"
             return float(_table(self.folder / path)["some"].removeprefix("avg10="))
@@ -67,19 +62,19 @@ class Bound:
 
 
 def memory_bounds(root: Path = ROOT) -> Iterator[Bound]:
-    """Yield what bounds the memory of this process: its host, then its cgroups that have a limit."""
+    """Yield the limits on this process's memory: its host's memory first, then the limits of its cgroups."""
     with suppress(OSError, KeyError, ValueError):
         yield Bound("host", root, int(_table(root / "proc/meminfo")["MemTotal:"]) * _KIB)
     for folder, group in _groups(root):
-        with suppress(OSError, ValueError):  # "max" is no number: no limit
-            found = folder.stat()
-            yield Bound(f"{found.st_dev}:{found.st_ino}", folder, int((folder / group.limit).read_text()), group)
+        with suppress(OSError, ValueError):  # "max" means no limit
+            status = folder.stat()
+            yield Bound(f"{status.st_dev}:{status.st_ino}", folder, int((folder / group.limit).read_text()), group)
 
 
 def free_memory(root: Path = ROOT) -> float:
-    """Return the free bytes of this host and of this process's cgroups (v1 or v2), whichever is less; inf if unknown.
+    """Return the memory that this process can still use, in bytes; infinite if unknown.
 
-    File caches count as free.
+    This is the least free memory of this host and of the process's cgroups (v1 or v2). File caches count as free.
     """
     left = []
     for bound in memory_bounds(root):
@@ -89,7 +84,10 @@ def free_memory(root: Path = ROOT) -> float:
 
 
 def peak_above_now(root: Path = ROOT) -> int:
-    """Return by how many bytes the peak exceeds present use: activations are freed between steps, and will return."""
+    """Return the bytes by which this process's peak memory exceeds its current use.
+
+    Between steps, the difference is mostly activations, which the next step needs again.
+    """
     with suppress(OSError, KeyError, ValueError):
         status = _table(root / "proc/self/status")
         return max(0, int(status["VmHWM:"]) - int(status["VmRSS:"])) * _KIB
@@ -97,13 +95,13 @@ def peak_above_now(root: Path = ROOT) -> int:
 
 
 def forget_peak(root: Path = ROOT) -> None:
-    """Restart the count of the peak from now, if the system allows that."""
+    """Reset this process's peak memory to its current use, if the system allows it."""
     with suppress(OSError):
         (root / "proc/self/clear_refs").write_text("5")
 
 
 def kills_for_memory(root: Path = ROOT) -> int:
-    """Count the processes killed so far because memory ran out: in this process's cgroups, or else on its host."""
+    """Count the out-of-memory kills so far in this process's cgroups; on its host if cgroups do not report them."""
     kills = []
     for folder, group in _groups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -114,16 +112,12 @@ def kills_for_memory(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Group]]:
-    """Yield the folder of each cgroup that limits this process, from its own to the root; some may not be mounted."""
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kind, path = line.split(":", 2)
-            if group := _GROUPS.get(kind):
-                folder = root / "sys/fs/cgroup" / kind / path.strip("/")
-                for each in (folder, *folder.parents[: len(Path(path.strip("/")).parts)]):
-                    yield each, group
+    """Yield the folders of the cgroups that may limit this process, from its own to the root; not all need exist."""
+    for folder, controllers in cgroups(root):
+        if group := _GROUPS.get(controllers):
+            yield folder, group
 
 
 def _table(path: Path) -> Mapping[str, str]:
-    """Map the first word of each line to the second."""
+    """Read a file as a table: maps the first word of each line to the second one."""
     return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}

@@ -8,14 +8,18 @@ from typing import Any, Literal
 import torch
 
 from shoestring._torch import has_bf16_units, tree_map_only
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose(device: torch.device) -> tuple[Dtype, str]:
-    """The 16-bit type the device is good at (or fp32), and why."""
+    """Choose the data type for `auto`: a 16-bit type if the device computes it fast, else fp32.
+
+    Returns:
+        The data type, and the reason for the choice.
+    """
     if device.type == "cuda":
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         if major >= 8:
@@ -26,22 +30,22 @@ def choose(device: torch.device) -> tuple[Dtype, str]:
     return "fp32", "this CPU has no bf16 units (AMX or AVX512-BF16), where bf16 would be slower"
 
 
-def cast(job: Job, dtype: str) -> None:
-    """Cast inside the model's forward pass and around pass and loss together; with fp16, scale the loss.
+def cast(attachments: Attachments, dtype: str) -> None:
+    """Run the model's forward pass and the job's loss under autocast; with fp16, scale the loss.
 
-    The model's output is fp32 again, so that the loss of a foreign loop, which lies outside, is computed in that.
+    The model's output is cast back to fp32, because a user's own training loop computes its loss outside of autocast.
     """
     if dtype == "fp32":
         return
-    device, to = job.world.device.type, _TORCH[dtype]
-    forward = job.module.forward
+    device, to = attachments.world.device.type, _TORCH[dtype]
+    forward = attachments.module.forward
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, dtype=to):
             output = forward(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype == to else each, output)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype == to else tensor, output)
 
-    job.patch(job.module, cast_forward)  # for a foreign loop, which calls the model itself
-    job.surround(partial(torch.autocast, device, dtype=to))
+    attachments.patch(attachments.module, cast_forward)  # for users' own loops, which call the model directly
+    attachments.surround(partial(torch.autocast, device, dtype=to))
     if dtype == "fp16":
-        job.scale_with(torch.amp.GradScaler(device))
+        attachments.scale_with(torch.amp.GradScaler(device))

@@ -1,92 +1,27 @@
-"""Where the time of a program goes, by its own lines: call paths from Python through operators."""
+"""A profiler that attributes a program's time to its own lines, through call paths from Python into operators."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Reduction, Seam, Table
-from shoestring.report.recordings import RecordsSteps
+from shoestring.profile.settings import CallPaths
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
-    from shoestring.core.trace import Trace
     from shoestring.profile.recording import Profile
+
+log = logging.getLogger("shoestring")
 
 __all__ = ["CallPaths", "ProfileResult", "load", "profiled"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallPaths(RecordsSteps):
-    """Profile some steps of training: where their time goes, line by line, as a file and a page in the run's folder."""
-
-    after: int = 10
-    """Number of steps before the first one that is profiled; the first steps of a run are slower than those after."""
-    steps: int = 50
-    """Number of steps to profile; 0 profiles all until training ends. More steps give truer means, and cost time, but
-    no memory."""
-    share: float = 1.0
-    """Part of the time in which operators are recorded, above 0 and up to 1. Below 1, counts and times are estimates,
-    scaled up; a smaller share costs less time and is less certain."""
-    budget: float = 0.0
-    """Processor time that profiling may add while it records, as a part of the run's: 0.03 is 3%. The share of the time
-    that is recorded follows from it; 0 leaves it at `share`."""
-    native_frames: bool = False
-    """Sample the native functions that operators spend their time in, every 10 ms of a thread's processor time. Linux
-    only; takes the signal SIGPROF."""
-    inside: tuple[str, ...] = ("shoestring",)
-    """Names of installed packages whose lines count as the program's own, so that their time is shown line by line."""
-    folder: str = "."
-    """Folder for profile.npz and profile.html; in a run it lies in the run's folder."""
-
-    def check(self, job: Job) -> None:
-        super().check(job)
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"`{self.name}.share` must be above 0 and at most 1, got {self.share}")
-        if not 0 <= self.budget <= 1:
-            raise ConfigError(f"`{self.name}.budget` must be from 0 to 1, got {self.budget}")
-
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.profile.during_training import watch
-
-        watch(job, self)
-
-    def reduction(self, trace: Trace) -> Reduction | None:
-        if not trace.facts.get("profiled_seconds"):
-            return None
-        seconds, steps = trace.facts["profiled_seconds"], int(trace.facts["profiled_steps"])
-        cost = f"{trace.facts['profile_overhead'] / seconds:.1%} of the time of {steps} steps"
-        return Reduction(
-            unit="seconds that no line accounts for",
-            used=trace.facts["profile_unknown"],
-            without=seconds,
-            measured=True,
-            cost=cost,
-        )
-
-    def report_items(self, trace: Trace) -> Sequence[Table]:
-        lines = [
-            (key.removeprefix(LINE_FACT), seconds) for key, seconds in trace.facts.items() if key.startswith(LINE_FACT)
-        ]
-        total = trace.facts.get("profiled_seconds", 0.0)
-        rows = tuple((line, f"{seconds / total:.1%}", seconds) for line, seconds in lines)
-        note = f"Of {trace.facts.get('profiled_steps', 0):.0f} steps on all ranks; profile.html has all of it."
-        head = ("Line", "Share", "Seconds")
-        return [Table(title="Lines that take the time", head=head, rows=rows, note=note)] if rows else []
-
-
-CallPaths.neutral = CallPaths(after=1, steps=3)  # any is
-LINE_FACT = "line "
-"""Before the place of a line, in the trace's facts: its seconds."""
-
-
 class ProfileResult:
-    """What `profiled` hands out: its profile once the block has ended."""
+    """The result of `profiled`; its `profile` is set when the `with` block has ended."""
 
     profile: Profile
 
@@ -105,26 +40,27 @@ def profiled(
     budget: float | None = None,
     native_frames: bool = False,
 ) -> Iterator[ProfileResult]:
-    """Profile what runs within; the profile is saved also where that raises.
+    """Profile the code in a `with` block; the profile is saved even if that code raises.
 
-    Without a C++ compiler single steps are recorded by torch.profiler, at its cost; a line of the log says so.
+    Without a C++ compiler, torch.profiler records single steps at a higher cost, and a warning is logged.
 
     Args:
-        path: of a file to write.
+        path: file to write the profile to; None writes none.
         inside: installed packages whose lines count as the program's own.
-        share: part of the time in which operators are recorded, of (0, 1]. Below 1, counts and times are estimates,
-            scaled up from one window in each block of steps (or of seconds, in a program without an optimizer), and
-            the tree's variances say how certain they are. Of JAX programs windows are recorded in any case.
-        budget: processor time that the profile may add, as a part of the program's (0.03 is 3%); the share follows
-            from what recording is measured to cost.
-        native_frames: whether to sample the native functions that operators spend their own time in.
+        share: fraction of the time in which operators are recorded, in (0, 1]. Below 1, counts and times are estimates
+            with variances, scaled up from one window in each block of steps (or of seconds, in a program without an
+            optimizer). JAX programs are always recorded in windows.
+        budget: processor time that profiling may add, as a fraction of the program's processor time (0.03 is 3%); the
+            share is adjusted to the measured cost of recording.
+        native_frames: whether to sample the native functions in which operators spend their own time.
 
     Raises:
-        ConfigError: a share or budget outside of (0, 1]; native frames without Linux or a compiler, or beside another
-            program that takes SIGPROF.
+        ConfigError: the share is outside (0, 1] or the budget outside (0, 1); or native frames are requested on a
+            system other than Linux, without a compiler, or while another profiler uses SIGPROF.
         RuntimeError: a profile is being recorded already.
         OSError: the file cannot be written.
     """
+    from shoestring.profile.endings import before_leaving
     from shoestring.profile.fallback import started
     from shoestring.profile.jax_collector import JaxCollector
     from shoestring.profile.lines import sources_of
@@ -133,21 +69,43 @@ def profiled(
     collector = started(share, budget, native_frames)
     jax = JaxCollector(share, budget)
     jax.begin()
-    try:
-        yield result
-    finally:
-        if os.getpid() == process:  # a fork that ends in here has nothing to say
-            recorded = collector.stop().profile()  # first, so that it does not see what follows
-            jax.finish()
-            profile = jax.added_to(recorded)
-            facts = replace(profile.facts, inside=list(inside))
-            result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
-            if path is not None:
-                result.profile.save(Path(path))
+
+    def finish(by: str = "") -> None:
+        recorded = collector.stop().profile()  # before anything else, so that the rest of this function is not recorded
+        jax.finish()
+        profile = jax.added_to(recorded)
+        ended = [f"The program ended by {by}, which nothing can follow."] if by else []
+        facts = replace(profile.facts, inside=list(inside), unseen=[*profile.facts.unseen, *ended])
+        result.profile = replace(profile, facts=facts, sources=sources_of(profile.tree, inside))
+        if path is not None:
+            result.profile.save(Path(path))
+
+    left: list[str] = []
+
+    def leave(by: str) -> None:
+        left.append(by)
+        try:
+            finish(by)
+        except Exception as error:  # must not prevent the program from ending
+            log.warning("the program ends through %s, and its profile cannot be saved: %s", by, error)
+        else:
+            where = f"; its profile until then: shoestring profile view {path}" if path is not None else ""
+            log.warning("the program ends through %s%s", by, where)
+
+    with before_leaving(leave):
+        try:
+            yield result
+        finally:
+            if os.getpid() == process and not left:  # a forked process that ends within the block writes nothing
+                finish()
 
 
 def load(path: Path | str) -> Profile:
-    """The profile in a file; DataError where there is none, or it is damaged."""
+    """Load a profile from a file.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
     from shoestring.profile.recording import FORMAT
 
     return FORMAT.load(Path(path))

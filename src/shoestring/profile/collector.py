@@ -1,4 +1,4 @@
-"""Records a program while it runs: operators natively (`native/callpaths.cpp`), Python's own time by sampling."""
+"""Records a running program: operators by native hooks (`native/callpaths.cpp`), Python's own time by sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.trace import listening
-from shoestring.planning.system import cores
+from shoestring.processors import processors
 from shoestring.profile import native_tree
 from shoestring.profile.happenings import Happenings, StepClock, Surroundings, unseen, versions, watched
 from shoestring.profile.kineto import EventFold, TorchWindows, device_name
@@ -27,40 +27,40 @@ from shoestring.profile.windows import Spent, Windows
 
 @dataclass
 class Recorded:
-    """What was recorded."""
+    """The call tree and facts of a finished recording."""
 
     tree: CallTree
     facts: Facts
 
     def profile(self) -> Profile:
-        """As it is saved."""
+        """Convert the recording to a profile, which can be saved."""
         return Profile(self.tree, self.facts)
 
 
 @dataclass
 class Collector:
-    """Records all threads from `start` to `stop`; there is one at a time in a process.
+    """Records all threads from `start` to `stop`; a process has at most one active collector.
 
     Raises:
         CompileError: there is no compiler, or Python's headers are missing.
     """
 
     frames: bool = True
-    """Whether Python's lines are recorded, too."""
+    """Whether lines of Python are recorded in addition to operators."""
     share: float = 1.0
-    """Part of the time in which operators are recorded; what they took is scaled up to all of it."""
+    """Fraction of the time in which operators are recorded; their times are scaled up to the whole run."""
     budget: float | None = None
-    """What recording may add to the program's processor time (0.03 is 3%); sets the share as the program runs."""
+    """Fraction of the program's processor time that recording may add (0.03 is 3%); adjusts the share at run time."""
     native_frames: bool = False
-    """Whether operators' own time is shared out to the native functions below them."""
+    """Whether the own time of operators is split among the native functions that they call."""
     before: list[ThreadData] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
             RuntimeError: a profile is being recorded already.
-            ConfigError: a share or budget that is none, or native frames where they cannot be recorded.
+            ConfigError: the share or budget is invalid, or native frames cannot be recorded here.
         """
         self.library = native_tree.library()
         self.windows = None
@@ -83,14 +83,14 @@ class Collector:
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.hooks.enter_context(listening(SpanListener(self.library)))
-        self.surroundings.look(0.0)  # a short program may end before the thread that looks has run
+        self.surroundings.look(0.0)  # a short program may end before the sampling thread has run
         self.began, self.began_processor = time.perf_counter(), time.process_time()
         if self.windows is not None:
             self.windows.begin()
         self.sampler.start()
 
     def stop(self) -> Recorded:
-        """End the recording; what was recorded since `start`."""
+        """Stop recording; returns everything recorded since `start`."""
         library, seconds = self.library, time.perf_counter() - self.began
         self.sampler.end()
         self.surroundings.look(seconds)
@@ -102,26 +102,29 @@ class Collector:
         self.sampler.join()
         self.hooks.close()
         tick = library.callpaths_nanoseconds()
-        after = self._read()  # which may spell out what the names before do not say
+        after = self._read()  # must precede reading the names, because it may add names
         names = [native_tree.spelled(library, number) for number in range(library.callpaths_names())]
         for data, earlier in zip(after, self.before, strict=False):
-            data.subtract(earlier)
+            data.subtract(earlier)  # the native trees keep data of earlier recordings
         for data, (totals, variances) in zip(after, estimates, strict=False):
             data.replace(totals, variances)
         builder = TreeBuilder()
+        # links may point into the tree of any thread, so all trees are grafted before the first link is resolved
         places = [data.graft(builder, names, tick) for data in after]
         for data, own in zip(after, places, strict=True):
             data.link(builder, own, places, names, tick)
         if self.native is not None:
             self.native.share_out(builder, places)
-        mine = next((data for data in after if data.ident == self.ident), None)
-        overhead = int(mine.cost[0]) * tick / 1e9 if mine else 0.0
+        caller = next((data for data in after if data.ident == self.ident), None)
+        overhead = int(caller.cost[0]) * tick / 1e9 if caller else 0.0
         if self.frames:
-            outside = seconds * 1e9 - overhead * 1e9 - (mine.outermost * tick if mine else 0.0)
-            own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is mine), {})
-            for span, seen in self.sampler.seen.items():
+            # Python's own time is the wall-clock time outside operators, spans and recording; samples divide it among
+            # lines
+            outside = seconds * 1e9 - overhead * 1e9 - (caller.outermost * tick if caller else 0.0)
+            own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is caller), {})
+            for span, samples in self.sampler.seen.items():
                 if span in own and builder.rows[own[span]][1] == NodeKind.SPAN:
-                    seen.share_out(builder, builder.numbers[own[span]]["own"], own[span])
+                    samples.share_out(builder, builder.numbers[own[span]]["own"], own[span])
             self.sampler.seen[0].share_out(builder, max(outside, 0.0))
         if self.kernels is not None:
             builder.graft(self.kernels.fold.builder.build())
@@ -143,7 +146,7 @@ class Collector:
                 versions=versions(),
                 processor=processor,
                 beside=self.sampler.seconds,
-                cores=cores(),
+                cores=processors(),
                 threads=self.surroundings.threads,
                 memory=self.surroundings.memory,
             ),

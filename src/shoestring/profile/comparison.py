@@ -1,7 +1,7 @@
-"""Two profiles compared, and several merged: trees are laid over each other by their call paths.
+"""Compares two profiles and merges several: nodes with equal call paths are matched.
 
-The program may have been edited between two profiles. Lines of the former source are those of the later one that a
-diff of the texts puts in their place; a line that is gone keeps its number, negative.
+The program may have been edited between two profiles, so lines of the older source are mapped to lines of the newer
+source by a diff of the texts. A removed line keeps its number, negated.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoestring.profile.recording import Facts, Profile, RankTimes
 from shoestring.profile.tree import CallTree, Integers, NodeKind, TreeBuilder
 
 _LONGEST = 4000
-"""Lines of a source beyond which its lines are only compared by number."""
+"""Maximum number of lines of a source that is diffed; in longer sources, lines are matched by their numbers."""
 
 
 def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
-    """One profile of those of several ranks or runs, which keeps the times of each.
+    """Merge the profiles of several ranks or runs into one; the own times of each rank or run are kept.
 
     Args:
-        labels: names for the times of each; those that were merged before keep theirs.
+        labels: a name for each profile; ranks or runs inside an already merged profile keep their names.
     """
     if not profiles:
         raise ConfigError("there are no profiles to merge")
@@ -36,7 +36,7 @@ def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
         label = labels[number] if labels else f"rank {number}"
         own = profile.ranks.own if profile.ranks else profile.tree.own[None]
         names += profile.ranks.labels if profile.ranks else [label]
-        rows += [(places, each) for each in own]
+        rows += [(places, times) for times in own]
     tree = builder.build()
     times = np.zeros((len(rows), len(tree)), np.int64)
     for row, (places, own) in enumerate(rows):
@@ -49,57 +49,58 @@ def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
         lost=sum(profile.facts.lost for profile in profiles),
         processor=sum(profile.facts.processor for profile in profiles),
         beside=sum(profile.facts.beside for profile in profiles),
-        unseen=list(dict.fromkeys(said for profile in profiles for said in profile.facts.unseen)),
+        unseen=list(dict.fromkeys(sentence for profile in profiles for sentence in profile.facts.unseen)),
         steps=max(profile.facts.steps for profile in profiles),
     )
     sources: dict[str, str] = {}
     for profile in profiles:
         sources = dict(profile.sources) | sources
-    return Profile(tree, facts, sources, RankTimes(_unlike(names), times))
+    return Profile(tree, facts, sources, RankTimes(_unique(names), times))
 
 
-def _unlike(names: Sequence[str]) -> list[str]:
-    """The names, each of which stands once."""
-    given: dict[str, int] = {}
-    unlike = []
+def _unique(names: Sequence[str]) -> list[str]:
+    """Make names unique: a repeated name gets a number appended."""
+    counts: dict[str, int] = {}
+    unique = []
     for name in names:
-        given[name] = given.get(name, 0) + 1
-        unlike.append(name if given[name] == 1 else f"{name} ({given[name]})")
-    return unlike
+        counts[name] = counts.get(name, 0) + 1
+        unique.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return unique
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two profiles laid over each other."""
+    """Two profiles in one tree: nodes with equal call paths are the same node."""
 
     tree: CallTree
-    """The call paths of both; its times are those of both together."""
+    """The call paths of both profiles; times are sums over both."""
     before: Integers
-    """Own nanoseconds of each node: of one step where both profiles know their steps, else of all."""
+    """Own nanoseconds of each node in the older profile: per step if both profiles have step counts, otherwise in
+    total."""
     after: Integers
     by_step: bool
     facts: tuple[Facts, Facts]
     sources: Mapping[str, str]
-    """The later ones."""
+    """Source files of the newer profile."""
 
     @property
     def total(self) -> tuple[int, int]:
-        """Nanoseconds before and after."""
+        """Total nanoseconds of the older and of the newer profile."""
         return int(self.before.sum()), int(self.after.sum())
 
     def by_line(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Nanoseconds before and after of each line of the program, the largest change first; gone lines negative."""
+        """Nanoseconds (before, after) by file and line, the largest change first; removed lines are negative."""
         inside = self.facts[1].inside
         sides = [
             {place: line.total for place, line in by_line(replace(self.tree, own=own), inside).items()}
             for own in (self.before, self.after)
         ]
-        found = {place: (sides[0].get(place, 0), sides[1].get(place, 0)) for place in {**sides[0], **sides[1]}}
-        return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
+        lines = {place: (sides[0].get(place, 0), sides[1].get(place, 0)) for place in {**sides[0], **sides[1]}}
+        return dict(sorted(lines.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
-    """Lay two profiles over each other."""
+    """Match the nodes of two profiles."""
     builder = TreeBuilder()
     later = np.array(builder.graft(after.tree))
     former = np.array(builder.graft(_moved(before, after)))
@@ -116,7 +117,7 @@ def compare(before: Profile, after: Profile) -> Comparison:
 
 
 def _moved(before: Profile, after: Profile) -> CallTree:
-    """The former tree with the files and lines of the later source."""
+    """The older profile's tree, with its files and lines mapped to the newer source."""
     tree, line, names = before.tree, before.tree.line.copy(), []
     files = {file: _same_file(file, before, after) for file in before.sources}
     lines = {
@@ -128,13 +129,13 @@ def _moved(before: Profile, after: Profile) -> CallTree:
         file, tab, function = name.partition("\t")
         names.append(f"{files.get(file, file)}{tab}{function}")
         if tab and file in lines:
-            those = (tree.name == index) & (tree.kind == NodeKind.PYTHON) & (line > 0) & (line < len(lines[file]))
-            line[those] = lines[file][line[those]]
+            nodes = (tree.name == index) & (tree.kind == NodeKind.PYTHON) & (line > 0) & (line < len(lines[file]))
+            line[nodes] = lines[file][line[nodes]]
     return replace(tree, names=names, line=line)
 
 
 def _same_file(file: str, before: Profile, after: Profile) -> str:
-    """The later name of a file: its own, else that of the one with its name elsewhere, else the later program's."""
+    """A file's path in the newer profile: the same path, the only file with this name, or the program that ran."""
     if file in after.sources:
         return file
     name = PurePath(file).name
@@ -149,7 +150,7 @@ def _program(profile: Profile) -> str:
 
 
 def _counterparts(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    """Of each former line, from 1, the later line in its place; -line where it is gone."""
+    """Map older line numbers, from 1, to newer ones; a removed line maps to its negated number."""
     if max(len(before), len(after)) > _LONGEST:
         return list(range(len(before) + 1))
     lines = [0, *(-line for line in range(1, len(before) + 1))]

@@ -1,9 +1,9 @@
-"""Profiles in the formats of other tools. What a format has no place for, such as the links, is left out.
+"""Exports profiles to the formats of other tools. Data that a format cannot represent, such as links, is left out.
 
 - speedscope: https://www.speedscope.app/file-format-schema.json
 - pprof: profile.proto of https://github.com/google/pprof, compressed with gzip
-- collapsed stacks: lines of `outer;inner nanoseconds`, as https://github.com/brendangregg/FlameGraph reads them
-- Hatchet: the literal that `hatchet.GraphFrame.from_literal` takes, as JSON
+- collapsed stacks: lines of `outer;inner nanoseconds`, which https://github.com/brendangregg/FlameGraph reads
+- Hatchet: the argument of `hatchet.GraphFrame.from_literal`, as JSON
 - Perfetto: TrackEvents of https://perfetto.dev/docs/reference/trace-packet-proto
 """
 
@@ -24,7 +24,7 @@ _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def _parts(profile: Profile) -> Iterator[tuple[str, Integers]]:
-    """The own times of each rank by its name; of a profile that was not merged, one without a name."""
+    """Label and own times of each rank; a profile that was not merged has one part, without a label."""
     if profile.ranks is None:
         yield "", profile.tree.own
     else:
@@ -32,7 +32,7 @@ def _parts(profile: Profile) -> Iterator[tuple[str, Integers]]:
 
 
 def _stacks(tree: CallTree) -> list[tuple[int, ...]]:
-    """The nodes above each node and itself, from the outside in, without the root."""
+    """The call path of each node: all nodes from its outermost caller to the node itself, without the root."""
     stacks: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree)):
         stacks.append((*stacks[tree.parent[node]], node))
@@ -40,7 +40,7 @@ def _stacks(tree: CallTree) -> list[tuple[int, ...]]:
 
 
 class _Frames:
-    """Numbers of the different frames: nodes of one label, file and line are one frame."""
+    """Assigns numbers to distinct frames: nodes with equal label, file and line share a number."""
 
     def __init__(self, tree: CallTree) -> None:
         self.known: dict[tuple[str, str, int], int] = {}
@@ -54,7 +54,7 @@ class _Frames:
 
 
 def speedscope(profile: Profile) -> bytes:
-    """JSON with one profile for each rank."""
+    """Export as speedscope's JSON, with one profile for each rank."""
     frames, stacks = _Frames(profile.tree), _stacks(profile.tree)
     profiles = []
     for label, own in _parts(profile):
@@ -73,24 +73,24 @@ def speedscope(profile: Profile) -> bytes:
         )
     listed = [
         {"name": f"{name}:{line}", "file": file, "line": line} if file and line > 0 else {"name": name}
-        for name, file, line in frames.known  # a frame of speedscope is known by its name
+        for name, file, line in frames.known  # speedscope distinguishes frames by name only
     ]
     document = {"$schema": _SCHEMA, "shared": {"frames": listed}, "profiles": profiles, "exporter": "shoestring"}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def pprof(profile: Profile) -> bytes:
-    """A gzipped profile.proto with time, calls and time on an accelerator; samples of ranks are labelled `rank`."""
+    """Export as a gzipped profile.proto with time, calls and accelerator time, and labels `rank` if merged."""
     tree, frames, stacks = profile.tree, _Frames(profile.tree), _stacks(profile.tree)
     texts: dict[str, int] = {"": 0}
 
     def text(value: str) -> int:
         return texts.setdefault(value, len(texts))
 
-    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))  # the last is shown first
+    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))  # pprof shows the last kind
     fields: list[Field] = [(1, [(1, text(kind)), (2, text(unit))]) for kind, unit in kinds]
     for number, (label, own) in enumerate(_parts(profile)):
-        once = number == 0  # calls are known of all ranks together
+        once = number == 0  # call counts are not known per rank, so the first rank gets the total
         for node in np.flatnonzero((own > 0) | (once & ((tree.count > 0) | (tree.device > 0)))):
             values = [int(tree.count[node]) * once, int(tree.device[node]) * once, max(int(own[node]), 0)]
             places = packed(frames.of_node[above] + 1 for above in reversed(stacks[node]))
@@ -105,7 +105,7 @@ def pprof(profile: Profile) -> bytes:
 
 
 def collapsed(profile: Profile) -> bytes:
-    """A line for each call path; the time is nanoseconds. Paths of several ranks begin with the rank."""
+    """Export as collapsed stacks: nanoseconds of each call path; in a merged profile, paths begin with the rank."""
     tree, stacks = profile.tree, _stacks(profile.tree)
     labels = [tree.label(node).translate(_LINE) for node in range(len(tree))]
     lines = []
@@ -120,7 +120,7 @@ _LINE = str.maketrans({";": ":", "\n": " ", "\r": " "})
 
 
 def hatchet(profile: Profile) -> bytes:
-    """Nested frames with metrics, times in seconds; those of several ranks are summed."""
+    """Export as Hatchet's nested frames with metrics, summed over ranks; times are in seconds."""
     tree = profile.tree
     texts: list[str] = []
     inside: list[list[str]] = [[] for _ in range(len(tree))]
@@ -133,17 +133,17 @@ def hatchet(profile: Profile) -> bytes:
             metrics[name] = int(getattr(tree, name)[node])
         metrics["accelerator"] = tree.device[node] / 1e9
         texts.append(f'{{"frame":{json.dumps(frame)},"metrics":{json.dumps(metrics)},"children":[')
-    for node in range(len(tree) - 1, 0, -1):  # from within: paths may be deeper than a recursion may be
+    for node in range(len(tree) - 1, 0, -1):  # a loop, because paths may exceed the recursion limit
         inside[tree.parent[node]].append(f"{texts[node]}{','.join(reversed(inside[node]))}]}}")
         inside[node] = []
     return f"[{texts[0]}{','.join(reversed(inside[0]))}]}}]".encode()
 
 
 def perfetto(profile: Profile) -> bytes:
-    """A trace with the optimizer steps when they were, and the call paths of each rank laid end to end.
+    """Export as a Perfetto trace: the optimizer steps at their times, and the call paths of each rank laid end to end.
 
-    A profile keeps sums and no events. So a call path is one slice as long as all its calls together, and slices stand
-    in the order in which the paths were first seen, not when they ran.
+    A profile holds sums, not events. All calls of one call path become a single slice with their total duration, and
+    slices are ordered by when their call paths were first recorded.
     """
     tree, packets, names = profile.tree, [], {}
     children: list[list[int]] = [[] for _ in range(len(tree))]
@@ -165,12 +165,12 @@ def perfetto(profile: Profile) -> bytes:
 def _slices(
     tree: CallTree, children: list[list[int]], inclusive: Integers, track: int, names: dict[str, int]
 ) -> Iterator[list[Field]]:
-    """Packets that begin and end a slice for each node, one after the other below the one that calls them."""
+    """Packets that begin and end a slice for each node; the callees of a node follow one another inside its slice."""
     begin, end = 1, 2  # TrackEvent.Type
     start, open_nodes = 0, [(0, 0, iter(children[0]))]  # (node, when its next child starts, children)
     while open_nodes:
         node, start, left = open_nodes[-1]
-        child = next((each for each in left if inclusive[each] > 0), None)
+        child = next((callee for callee in left if inclusive[callee] > 0), None)
         if child is None:
             open_nodes.pop()
             if open_nodes:
@@ -186,7 +186,7 @@ def _slices(
 
 
 def _steps(profile: Profile) -> Iterator[list[Field]]:
-    """Packets of a track with the optimizer steps, and of one with the memory of the process after them."""
+    """Packets of a track with the optimizer steps, and of a track with the process's memory after each step."""
     begin, end, counter, track, memory = 1, 2, 4, 1 << 32, 1 << 33
     if not profile.facts.clock:
         return
@@ -209,4 +209,4 @@ FORMATS: dict[str, tuple[str, Callable[[Profile], bytes]]] = {
     "hatchet": (".hatchet.json", hatchet),
     "perfetto": (".perfetto-trace", perfetto),
 }
-"""Ending of the file and function of each format."""
+"""Maps each format to its file extension and export function."""

@@ -1,4 +1,4 @@
-"""Without a compiler: windows of torch.profiler with Python's stacks, folded into the same tree as they end."""
+"""The collector for hosts without a compiler: records windows of torch.profiler with stacks into a call tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from shoestring.core.errors import ConfigError
 from shoestring.native import CompileError
-from shoestring.planning.system import cores
+from shoestring.processors import processors
 from shoestring.profile.collector import Collector, Recorded
 from shoestring.profile.happenings import Happenings, StepClock, versions, watched
 from shoestring.profile.kineto import EVERY, EventFold, TorchWindows, device_name
@@ -21,11 +21,11 @@ log = logging.getLogger("shoestring")
 
 
 def started(share: float, budget: float | None, native_frames: bool) -> Collector | TorchCollector:
-    """The native collector where it can be compiled, and otherwise this one; recording.
+    """Start and return the native collector, or a `TorchCollector` if the native collector cannot be compiled.
 
     Raises:
         RuntimeError: a profile is being recorded already.
-        ConfigError: a share or budget that is none, or native frames where they cannot be recorded.
+        ConfigError: the share or budget is invalid, or native frames cannot be recorded here.
     """
     collector = Collector(share=share, budget=budget, native_frames=native_frames)
     try:
@@ -39,26 +39,27 @@ def started(share: float, budget: float | None, native_frames: bool) -> Collecto
 
 
 class TorchCollector:
-    """Does what `Collector` does, at the cost of torch.profiler with stacks in the steps that it records."""
+    """Stands in for `Collector`; recorded steps are slower, because torch.profiler records stacks."""
 
     def __init__(self, reason: str) -> None:
         log.warning(
-            "no native collector: %s. Profiling by torch.profiler with stacks, which can double the time of a step, so"
-            " of each %d steps one is recorded",
+            "no native collector: %s. torch.profiler records stacks instead, which can double the time of a step, so"
+            " only one step in %d is recorded",
             reason,
             EVERY,
         )
 
     def start(self) -> None:
-        """Begin to record."""
-        self.windows, self.happenings, self.clock = TorchWindows(EventFold()), Happenings(), StepClock(self._stepped)
+        """Start recording."""
+        self.windows, self.happenings = TorchWindows(EventFold()), Happenings()
+        self.clock = StepClock(lambda: self.windows.stepped(self.clock.steps))
         self.hooks = ExitStack()
         self.hooks.enter_context(watched(self.happenings, self.clock))
         self.began, self.began_processor = time.perf_counter(), time.process_time()
         self.windows.open()
 
     def stop(self) -> Recorded:
-        """End the recording; what was recorded since `start`."""
+        """Stop recording; returns everything recorded since `start`."""
         seconds, processor = time.perf_counter() - self.began, time.process_time() - self.began_processor
         self.windows.finish(self.clock.steps)
         self.hooks.close()
@@ -73,12 +74,9 @@ class TorchCollector:
             share=min(self.windows.recorded / seconds, 1.0),
             versions=versions(),
             processor=processor,
-            cores=cores(),
+            cores=processors(),
             threads=torch.get_num_threads(),
             collector="torch.profiler",
             device=device_name(),
         )
         return Recorded(self.windows.fold.builder.build(), facts)
-
-    def _stepped(self) -> None:
-        self.windows.stepped(self.clock.steps)

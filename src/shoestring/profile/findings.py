@@ -1,4 +1,4 @@
-"""What an analysis finds in a profile: what is wrong, at which line, how that is known, and what to change."""
+"""The result of an analysis of a profile: a problem, its line, the evidence for it, and what to change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shoestring.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One finding. Pages and summaries show them before all else, the one with the largest gain first."""
+    """A problem that an analysis found. Pages and summaries show findings first, ordered by gain."""
 
     title: str
-    """What is wrong, as a short phrase: "the optimizer updates each parameter by itself"."""
+    """What is wrong, as a short phrase such as "the optimizer updates each parameter by itself"."""
     file: str
-    """Path of the file with the line, as the tree has it; empty if it is no single line's doing."""
+    """Path of the source file, as in the tree; empty if no single line causes the problem."""
     line: int
     """Line to change, from 1; 0 if `file` is empty."""
     evidence: str
@@ -23,21 +23,24 @@ class Finding:
     advice: str
     """What to change, as a sentence."""
     gain: tuple[float, float] | None = None
-    """Least and most of the profiled time that the change saves, as fractions of it; None where it has no figure."""
+    """Smallest and largest likely fraction of the profiled time that the change saves; None if it cannot be
+    estimated."""
     expected: float = 0.0
-    """Part of the profiled time that the change is expected to save, where it is too uncertain to be told, too."""
+    """Expected saving as a fraction of the profiled time, by which findings are ordered; also set where `gain` is
+    None."""
     limit: bool = False
-    """Whether that is only a limit, because what else there is to do decides how much of a wait can be hidden."""
+    """Whether the saving is an upper limit, because other work of the program decides how much waiting can be
+    overlapped."""
     nodes: tuple[int, ...] = ()
-    """Nodes of the tree that show it; the page marks them in the flame graph."""
+    """Nodes of the tree that show the problem; the page marks them in the flame graph."""
 
     def __post_init__(self) -> None:
         if self.gain is not None and not 0 <= self.gain[0] <= self.gain[1] < 1:
-            raise ConfigError(f"a finding that saves {self.gain} of the time", hint="0 <= least <= most < 1")
+            raise ConfigError(f"the gain of a finding is {self.gain}", hint="give fractions: 0 <= least <= most < 1")
 
     @property
     def saving(self) -> str:
-        """What the change saves, in words; empty where it has no figure."""
+        """What the change saves, in words; empty if `gain` is None."""
         if self.gain is None:
             return ""
         least, most = (f"{100 * share:.{2 if share < 0.995 else 3}g}%" for share in self.gain)
@@ -47,7 +50,7 @@ class Finding:
 
 
 def by_gain(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings that are expected to save most first."""
+    """Sort findings by expected saving, the largest first."""
 
     def saved(finding: Finding) -> float:
         return finding.expected or (finding.gain[0] if finding.gain else 0.0)

@@ -1,4 +1,4 @@
-"""What is beside the operators: optimizer steps, garbage collection, and what torch.compile compiled, and why again."""
+"""Records events other than operators: optimizer steps, garbage collection, and compilations of torch.compile."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from shoestring.profile.recording import Events, MemoryAt, StepTimes, WorkAt
 MOST_STEPS, MOST_LOOKS, MOST_EVENTS = 64, 32, 64
 LONGEST_NAME = 200
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
-"""How names of operators begin that run what torch.compile made."""
+"""Prefixes of the names of operators that run compiled code."""
 LOOK_EVERY = 0.02
-"""Seconds between two looks at how much memory and processor time the process has, at first."""
+"""Initial seconds between two measurements of the process's memory and processor time."""
 
 
 class StepClock:
-    """Times of the steps of the optimizer that steps first; those of many steps are joined.
+    """Measures the time of each step of the first optimizer that steps; in a long run, one entry covers several steps.
 
     Args:
-        heard: is called at the end of each step.
+        heard: function called at the end of each step.
     """
 
     def __init__(self, heard: Callable[[], None] | None = None) -> None:
@@ -39,18 +39,18 @@ class StepClock:
         self.times: list[StepTimes] = []
         self.open: list[float] = []
         self.last: float | None = None
-        self.resident = 0  # which others keep up to date
+        self.resident = 0  # resident bytes; `Surroundings.look` updates it
         self.optimizer: weakref.ref[Any] | None = None
 
     def step(self, optimizer: Any, *_: object) -> None:
-        """torch's hook: an optimizer has stepped."""
+        """Hook that torch calls after an optimizer step."""
         known = self.optimizer and self.optimizer()
         if known is None:
             self.optimizer = weakref.ref(optimizer)
         elif known is not optimizer:
             return
         now = time.perf_counter()
-        if self.last is not None:  # when the first step began is not known
+        if self.last is not None:  # the beginning of the first step is unknown
             self.open.append(now - self.last)
             if len(self.open) >= self.width:
                 self._add(now)
@@ -65,7 +65,7 @@ class StepClock:
             StepTimes(first, len(self.open), round(sum(self.open), 6), round(max(self.open), 6), self.resident)
         )
         self.open = []
-        if len(self.times) >= MOST_STEPS:
+        if len(self.times) >= MOST_STEPS:  # merge neighbouring entries, which bounds the memory
             self.width *= 2
             pairs = zip(self.times[::2], self.times[1::2], strict=True)
             self.times = [
@@ -77,13 +77,13 @@ class StepClock:
 
 
 class Surroundings:
-    """What the process has as time goes by: memory, threads for an operator, and how far the thread that steps is.
+    """Samples the process: allocated memory, number of threads per operator, processor time of the thread that trains.
 
-    Another thread asks the system: on a busy machine one that asks may have to wait while somebody else runs, and the
-    lines of the program would seem to take that long.
+    The sampling thread calls `look`, not a thread of the program: on a busy machine, a thread may be descheduled in a
+    system call, and the profile would attribute that time to a line of the program.
 
-    The C library says what is allocated; where it does not, memory is not known: pages of the process do not tell, for
-    what was freed is used again before there are more.
+    The C library counts the allocated bytes; if it cannot, memory is unknown. Resident pages are no substitute: the
+    allocator reuses freed memory before it requests pages, so their number does not show what grows.
     """
 
     def __init__(self, clock: StepClock, ident: int) -> None:
@@ -95,11 +95,14 @@ class Surroundings:
         self.looked, self.interval = -1.0, LOOK_EVERY
 
     def look(self, seconds: float) -> None:
-        """Note what there is so many seconds after the beginning."""
+        """Take a measurement, if one is due; `seconds` is the time since the start of the recording."""
         self.look_at_threads()
         if seconds - self.looked < self.interval:
             return
-        self.looked, self.clock.resident = seconds, _resident()
+        resident = 0
+        with suppress(OSError, ValueError, IndexError):  # only Linux has this file
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self.looked, self.clock.resident = seconds, resident
         with suppress(OSError, AttributeError):  # the thread has ended, or its clock cannot be read
             processor = time.clock_gettime(time.pthread_getcpuclockid(self.ident))
             self.work.append(WorkAt(self.clock.steps, round(processor, 4)))
@@ -111,12 +114,12 @@ class Surroundings:
             del self.memory[1::2], self.work[1::2]
 
     def look_at_threads(self) -> None:
-        """A thread that computes knows best, for each may have its own number."""
+        """Update the number of threads per operator; the training thread calls this too, because threads may differ."""
         self.threads = max(self.threads, torch.get_num_threads())
 
 
 class Happenings:
-    """Counts events by name, with their times."""
+    """Counts events by name, and sums their times."""
 
     def __init__(self) -> None:
         self.events: dict[str, Events] = {}
@@ -124,7 +127,7 @@ class Happenings:
         self.began_at = time.time()
 
     def add(self, name: str, seconds: float, where: str = "") -> None:
-        """One more of this name; beyond 64 names they are all `others`."""
+        """Count an event; when 64 names are in use, events with new names are counted as `others`."""
         name = name[:LONGEST_NAME]
         if name not in self.events and len(self.events) >= MOST_EVENTS - 1:
             name, where = "others", ""
@@ -132,21 +135,21 @@ class Happenings:
         self.events[name] = Events(old.count + 1, old.seconds + seconds, max(old.longest, seconds), old.where)
 
     def collected(self, phase: str, _: dict[str, int]) -> None:
-        """Python's hook: garbage collection begins or ends."""
+        """Hook that Python calls when garbage collection begins or ends."""
         if phase == "start":
             self.collecting = time.perf_counter()
         elif self.collecting:
             seconds, self.collecting = time.perf_counter() - self.collecting, 0.0
-            caller = sys._getframe().f_back  # None while Python ends
+            caller = sys._getframe().f_back  # None while Python shuts down
             where = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else ""
             if not imports_package(path_of(caller)):
                 self.add("garbage collection", seconds, where)
 
     def compiled(self) -> None:
-        """Add what torch.compile has compiled; it keeps the last 64."""
+        """Count compilations, recompilations and graph breaks of torch.compile, which remembers 64 compilations."""
         if "torch._dynamo" not in sys.modules:
             return
-        with suppress(ImportError, AttributeError):  # these names are not promised
+        with suppress(ImportError, AttributeError):  # not torch's public interface
             from torch._dynamo.utils import get_compilation_metrics
 
             for metrics in get_compilation_metrics():
@@ -163,7 +166,7 @@ class Happenings:
 
 @contextmanager
 def watched(happenings: Happenings, clock: StepClock) -> Iterator[None]:
-    """Within, both hear what happens."""
+    """Inside this context, torch and Python report events to `happenings` and steps to `clock`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     hook = register_optimizer_step_post_hook(clock.step)
@@ -197,22 +200,16 @@ class _Allocations(ctypes.Structure):
 
 
 def _allocation_counter() -> Callable[[], int] | None:
-    """Counts bytes that are allocated; None where the C library cannot."""
+    """A function that returns the number of allocated bytes; None without `mallinfo2` of glibc 2.33 or newer."""
     with suppress(OSError, AttributeError, TypeError):
-        count = ctypes.CDLL(None).mallinfo2
-        count.restype = _Allocations
-        return lambda: (found := count()).uordblks + found.hblkhd
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = _Allocations
+        return lambda: (info := mallinfo2()).uordblks + info.hblkhd  # bytes in arenas, and in mapped regions
     return None
 
 
-def _resident() -> int:
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
 def unseen(names: Iterable[str]) -> list[str]:
-    """Sentences on what operators of these names hide."""
+    """Sentences about work that the profile cannot show, because operators with these names hide it."""
     if not any(name.startswith(COMPILED) for name in names):
         return []
     return [
@@ -222,5 +219,5 @@ def unseen(names: Iterable[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what ran the program."""
+    """Versions of torch and Python."""
     return {"torch": str(torch.__version__), "python": sys.version.split()[0]}

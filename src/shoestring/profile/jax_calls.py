@@ -1,4 +1,4 @@
-"""Where jitted functions are called, and how long tracing and compiling them takes."""
+"""Records the call sites of jitted JAX functions, and the time spent on tracing and compiling them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shoestring.profile.lines import package_of
 from shoestring.profile.recording import Events
 
 ANNOTATION = "shoestring call"
-"""Name of the spans that tell JAX's profiler where a call comes from; `site` is their number."""
+"""Name of the spans around calls in JAX's profiler; their argument `site` is the number of the call site."""
 
-_HAS_VECTORCALL, _FLAGS_WORD = 1 << 11, 21  # Py_TPFLAGS_HAVE_VECTORCALL, and where PyTypeObject has tp_flags (64 bit)
+_HAS_VECTORCALL, _FLAGS_WORD = 1 << 11, 21  # Py_TPFLAGS_HAVE_VECTORCALL; index of tp_flags in PyTypeObject (64 bit)
 
 _DURATIONS = {
     "/jax/core/compile/jaxpr_trace_duration": "jax trace",
@@ -30,7 +30,7 @@ _INTERNAL = frozenset({"jax", "jaxlib", "shoestring", "python"})
 
 
 def _frames_of(frame: FrameType | None) -> Frames:
-    """The call path of a frame, without JAX's own frames at its inner end."""
+    """The call path of a frame, without the innermost frames if they belong to JAX."""
     path: list[tuple[str, int]] = []
     while frame is not None:
         code = frame.f_code
@@ -42,13 +42,13 @@ def _frames_of(frame: FrameType | None) -> Frames:
 
 @dataclass
 class CallSites:
-    """Numbers for the places that jitted functions are called from, while `recorded`."""
+    """Assigns numbers to the call sites of jitted functions while the context `recorded` is active."""
 
     paths: list[Frames] = field(default_factory=list)
     numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def number(self, frame: FrameType | None) -> int:
-        """The number of the call path of a frame."""
+        """The number of a frame's call path; -1 if 4096 call paths have numbers already."""
         key: list[Any] = []
         innermost = frame
         while frame is not None:
@@ -56,7 +56,7 @@ class CallSites:
             frame = frame.f_back
         exact = tuple(key)
         if exact not in self.numbers:
-            if len(self.numbers) >= 4096:  # a program that makes its code as it goes
+            if len(self.numbers) >= 4096:  # the program generates code at run time
                 return -1
             self.numbers[exact] = len(self.paths)
             self.paths.append(_frames_of(innermost))
@@ -64,10 +64,10 @@ class CallSites:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within, each call of any jitted function is in a span that has the number of its place.
+        """Inside this context, put each call of a jitted function in a span with the number of its call site.
 
-        The type of jitted functions gets another `__call__`, and goes without its fast way of being called. Where
-        types look otherwise than in CPython 3.11 to 3.14, nothing is done, and calls have no places.
+        This replaces `__call__` of the type of jitted functions and disables its vectorcall. If types do not have the
+        memory layout of CPython 3.11 to 3.14, nothing is replaced, and call sites are unknown.
         """
         import jax
 
@@ -81,7 +81,7 @@ class CallSites:
         annotation, number, inside = jax.profiler.TraceAnnotation, self.number, threading.local()
 
         def __call__(jitted: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if getattr(inside, "call", False):  # the outermost call says where; what it traces calls others
+            if getattr(inside, "call", False):  # an inner call, such as while tracing the outer one
                 return original(jitted, *args, **kwargs)
             inside.call = True
             try:
@@ -105,21 +105,21 @@ class CallSites:
 
 @dataclass
 class Compilations:
-    """Counts what JAX traces and compiles, by function."""
+    """Counts JAX's traces and compilations by function, and sums their times."""
 
-    found: dict[str, Events] = field(default_factory=dict)
+    events: dict[str, Events] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Listen."""
+        """Start listening to JAX's monitoring events."""
         import jax.monitoring
 
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         import jax.monitoring
 
-        with suppress(AttributeError, ValueError):  # other listeners may have been cleared by the program
+        with suppress(AttributeError, ValueError):  # the program may have cleared all listeners
             forget: Callable[[Any], None] = jax.monitoring.unregister_event_duration_listener
             forget(self._add)
 
@@ -127,16 +127,16 @@ class Compilations:
         if event not in _DURATIONS:
             return
         name = f"{_DURATIONS[event]}: {kwargs.get('fun_name', '')}"
-        earlier = self.found.get(name)
+        earlier = self.events.get(name)
         if earlier is not None:
             longest = max(earlier.longest, duration_secs)
-            self.found[name] = Events(earlier.count + 1, earlier.seconds + duration_secs, longest, earlier.where)
-        elif len(self.found) < 4096:
+            self.events[name] = Events(earlier.count + 1, earlier.seconds + duration_secs, longest, earlier.where)
+        elif len(self.events) < 4096:
             path = _frames_of(sys._getframe(1))
             own = [place for place in path if package_of(place[0].partition("\t")[0]) == ""] or path
             where = f"{own[-1][0].partition(chr(9))[0]}:{own[-1][1]}" if own else ""
-            self.found[name] = Events(1, duration_secs, duration_secs, where)
+            self.events[name] = Events(1, duration_secs, duration_secs, where)
 
     def largest(self, most: int = 32) -> dict[str, Events]:
-        """Those that took longest."""
-        return dict(sorted(self.found.items(), key=lambda item: -item[1].seconds)[:most])
+        """The `most` events with the longest total time."""
+        return dict(sorted(self.events.items(), key=lambda item: -item[1].seconds)[:most])

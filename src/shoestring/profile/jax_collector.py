@@ -1,8 +1,8 @@
-"""Records JAX programs: short windows of JAX's own profiler, folded into the call tree as they come.
+"""Records JAX programs in short windows of JAX's own profiler, and adds each window to the call tree.
 
-Nothing is done before the program imports jax, and little between windows. What is kept is one row of numbers for
-each operation of each line, however long the run. What a window costs grows with the operations that run in it, so
-their number decides how long windows are, and what they have cost so far when the next may come.
+The collector does nothing before the program imports jax, and little between windows. It stores one row of numbers per
+operation and call site, however long the run is. The cost of a window grows with the number of operations in it, so
+this number determines the length of windows, and the total cost so far determines when the next window may begin.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from shoestring.profile.jax_calls import CallSites, Compilations
 from shoestring.profile.jax_programs import Frames, Operation
 from shoestring.profile.jax_windows import Programs, Window, read_window
 from shoestring.profile.recording import Profile
-from shoestring.profile.tree import NodeKind, TreeBuilder
+from shoestring.profile.tree import NodeKind, TreeBuilder, both_ends
 
 log = logging.getLogger("shoestring")
 
 SHORTEST, LONGEST = 0.02, 4.0
-"""Seconds of a window: of the first, and at most. Windows double where nothing was seen to begin and end."""
+"""Length of the first and of the longest window, in seconds. After a window without a complete operation, the next
+window is twice as long."""
 
 OPERATIONS = 1000
-"""Operations that run in a window, as it is meant to be."""
+"""Target number of operations in a window."""
 
 FITS = 20.0
-"""Seconds of a window for each second of a usual operation: one that is cut off by an end of it is not seen."""
+"""Minimum length of a window, in durations of a typical operation: operations cut off by the ends of a window are
+lost."""
 
 PAUSE = 0.1
-"""Seconds between windows at least, as a part of the time since the first: many at first, ever fewer later."""
+"""Minimum pause between windows, as a fraction of the time since the first window: windows get rarer over the run."""
 
 LONGEST_PAUSE = 10.0
 
 BUDGET = 0.03
-"""What recording may add to a program's processor time, where nobody says; reading what was compiled, once, counts
-not."""
+"""Default fraction of the program's processor time that recording may add, without parsing each compiled program
+once."""
 
 EVENT = 2e-6
-"""Processor seconds that the program itself takes for an operation that is recorded, with the events beside it."""
+"""Assumed processor seconds that the program's threads spend on recording an operation and the events around it."""
 
 _COMPILES = re.compile(r"/jax/_src/(pjit|stages|compiler|compilation_cache)\.py\t|/jax/_src/interpreters/")
 
 Key = tuple[int, Operation, bool]
-"""Number of the call's place, what was done, and whether on an accelerator."""
+"""Number of the call site, the operation, and whether it ran on an accelerator."""
 
 
 @dataclass
 class Numbers:
-    """What an operation took in all windows; times are nanoseconds."""
+    """Number of runs and times (nanoseconds) of an operation, over all windows."""
 
     count: int = 0
     own: float = 0.0
@@ -63,20 +65,20 @@ class Numbers:
     most: float = 0.0
     squares: float = 0.0
     square_of_windows: float = 0.0
-    """Sum over windows of the square of what it took in each."""
+    """Sum of squares of the operation's time per window."""
 
 
 class JaxCollector(threading.Thread):
-    """Records from `start` to `finish` what compiled JAX programs do.
+    """Records the operations of compiled JAX programs from `begin` to `finish`.
 
     Args:
-        share: part of the time that windows may take.
-        budget: part of the program's processor time that recording may add.
+        share: fraction of the time that windows may take.
+        budget: fraction of the program's processor time that recording may add.
     """
 
     def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
         super().__init__(name="shoestring-profile-jax", daemon=True)
-        self.gap = 1 / min(share, 1.0) - 1  # seconds without a window for each second of one
+        self.gap = 1 / min(share, 1.0) - 1  # seconds of pause per second of a window
         self.budget = BUDGET if budget is None else budget
         self.ending, self.hurry = threading.Event(), threading.Event()
         self.sites, self.programs = CallSites(), Programs()
@@ -85,28 +87,32 @@ class JaxCollector(threading.Thread):
         self.usual: dict[str, list[int]] = {}
         self.windows, self.covered, self.first, self.last = 0, 0.0, 0.0, 0.0
         self.operations, self.learning = 0, 0.0
-        """Operations seen in all windows, and processor seconds in which compiled programs were read."""
+        """Number of operations in all windows, and processor seconds spent on parsing compiled programs."""
         self.spent = 0.0
-        """Processor seconds of all that recording took, but for that reading."""
+        """Processor seconds spent on recording, without `learning`."""
         self.failure = ""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Whatever fails within becomes `failure`: neither the program nor the profile's other parts suffer from it."""
+        """Store an exception in this context as `failure`, so that neither the program nor the whole profile fails."""
         try:
             yield
         except Exception as error:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def begin(self) -> None:
-        """Start the thread, if there may be one more."""
+        """Start the thread; if the system allows no more threads, store the error as `failure`."""
         with self.guarded():
             self.start()
 
     def run(self) -> None:
-        """Wait for jax, then take windows until the end."""
+        """Wait until jax is initialized, then record windows until `finish`."""
         with self.guarded():
-            while not _ready():
+            while True:
+                # wait for the program to initialize jax's backends, because initializing them here might choose others
+                bridge: Any = sys.modules.get("jax._src.xla_bridge")
+                if bridge is not None and "jax.profiler" in sys.modules and bridge.backends_are_initialized():
+                    break
                 self._listen()
                 if self.ending.wait(0.05):
                     return
@@ -122,12 +128,14 @@ class JaxCollector(threading.Thread):
         while not self.ending.is_set():
             try:
                 seen = self._take_window(length)
-            except jax.errors.JaxRuntimeError:  # the program's own profiler came in between
+            except jax.errors.JaxRuntimeError:  # the program started jax's profiler itself
                 seen = False
             pause = 0.01
             if seen:
                 pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE)
                 own = sum(numbers.own for numbers in self.totals.values())
+                # mean duration of operations, weighted by duration, so that a few long operations outweigh many short
+                # ones
                 usual = sum(numbers.squares for numbers in self.totals.values()) / max(own, 1.0) / 1e9
                 fitting = max(OPERATIONS * self.covered / self.operations, FITS * usual)
                 length = min(max(fitting, length / 2, SHORTEST), 2 * length, LONGEST)
@@ -139,17 +147,20 @@ class JaxCollector(threading.Thread):
                     return
 
     def _affordable(self, here: float, everywhere: float) -> bool:
-        """Whether what was spent is within the budget.
+        """Whether the cost of recording is within the budget.
 
         Args:
             here: processor seconds of this thread.
-            everywhere: of the process, which has waited if they are fewer than have passed, and many threads if more.
+            everywhere: processor seconds of the process. The budget is a fraction of these, or of the elapsed time if
+                that is less, as in a program with many threads.
         """
-        self.spent = here - self.learning + self.operations * EVENT
-        return self.spent <= self.budget * min(everywhere - self.spent, time.perf_counter() - self.first)
+        recording, on_events = here - self.learning, self.operations * EVENT
+        self.spent = recording + on_events
+        passed = time.perf_counter() - self.first
+        return self.spent <= self.budget * min(everywhere - self.spent, passed)
 
     def finish(self) -> None:
-        """End; the window that is open counts."""
+        """Stop recording; an open window ends now and is kept."""
         self.ending.set()
         self.hurry.set()
         with self.guarded():
@@ -164,16 +175,16 @@ class JaxCollector(threading.Thread):
             self.compilations.start()
 
     def _take_window(self, seconds: float) -> bool:
-        """Record for some time, and fold what was seen; whether there was anything."""
+        """Record a window of `seconds` seconds and add its operations; returns False if there were none."""
         import jax
-        from jax._src import profiler  # the public functions write files, and a second form of all events
+        from jax._src import profiler  # jax's public functions write files, and every event twice
 
-        if profiler._profile_state.profile_session is not None:  # the program's own
+        if profiler._profile_state.profile_session is not None:  # the program is using jax's profiler
             self.ending.wait(0.25)
             return False
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        options.enable_hlo_proto = False  # every program there is, in each window
+        options.enable_hlo_proto = False  # each window would contain every compiled program
         with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:
             session = new_session(options)
             began = time.perf_counter()
@@ -189,7 +200,8 @@ class JaxCollector(threading.Thread):
             return False
         clients = {device.client for device in jax.devices()}
         began_learning = time.thread_time()
-        self.programs.learn(window.executed, [each for client in clients for each in client.live_executables()])
+        executables = [executable for client in clients for executable in client.live_executables()]
+        self.programs.learn(window.executed, executables)
         self.learning += time.thread_time() - began_learning
         self._add(window)
         self.windows += 1
@@ -199,7 +211,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def _giving_way(self, module: Any) -> Iterator[Any]:
-        """Within, a program that starts jax's profiler ends this window first: there can be only one at a time."""
+        """Inside this context, the window ends if the program starts jax's profiler, which allows only one session."""
         original, closed = module.ProfilerSession, threading.Event()
         self.hurry.clear()
         if self.ending.is_set():
@@ -220,25 +232,26 @@ class JaxCollector(threading.Thread):
     def _add(self, window: Window) -> None:
         sites = window.sites(self.usual)
         took: dict[Key, float] = defaultdict(float)
-        for each in window.executed:
-            key = (sites.get((each.program, each.run), -1), self.programs.operation(each), each.device)
+        for executed in window.executed:
+            site = sites.get((executed.program, executed.run), -1)
+            key = (site, self.programs.operation(executed), executed.device)
             numbers = self.totals[key]
             numbers.count += 1
-            numbers.own += each.own
-            numbers.least, numbers.most = min(numbers.least, each.duration), max(numbers.most, each.duration)
-            numbers.squares += each.duration**2
-            took[key] += each.own
+            numbers.own += executed.own
+            numbers.least, numbers.most = min(numbers.least, executed.duration), max(numbers.most, executed.duration)
+            numbers.squares += executed.duration**2
+            took[key] += executed.own
         for key, nanoseconds in took.items():
             self.totals[key].square_of_windows += nanoseconds**2
 
     def added_to(self, profile: Profile) -> Profile:
-        """The profile with what was recorded of JAX; where not all of that could be, it says so, and has the rest."""
+        """The profile with JAX's operations added; if recording failed, only earlier operations, and a note."""
         with self.guarded():
             profile = self._folded(profile)
         if self.failure:
-            said = f"JAX could not be profiled to the end: {self.failure}."
-            log.warning("%s", said)
-            profile = replace(profile, facts=replace(profile.facts, unseen=[*profile.facts.unseen, said]))
+            message = f"JAX could not be profiled to the end: {self.failure}."
+            log.warning("%s", message)
+            profile = replace(profile, facts=replace(profile.facts, unseen=[*profile.facts.unseen, message]))
         return profile
 
     def _folded(self, profile: Profile) -> Profile:
@@ -264,15 +277,9 @@ class JaxCollector(threading.Thread):
         return replace(profile, tree=builder.build(), facts=facts)
 
 
-def _ready() -> bool:
-    """Whether the program uses jax: starting its backends is left to the program."""
-    bridge: Any = sys.modules.get("jax._src.xla_bridge")
-    return bridge is not None and "jax.profiler" in sys.modules and bridge.backends_are_initialized()
-
-
 @dataclass
 class _Fold:
-    """Adds operations to a tree, scaled from the windows to the whole run."""
+    """Adds operations to a tree; their counts and times are scaled from the windows to the whole run."""
 
     builder: TreeBuilder
     sites: list[Frames]
@@ -282,7 +289,7 @@ class _Fold:
     places: dict[tuple[int, Operation], int] = field(default_factory=dict)
 
     def add(self, key: Key, numbers: Numbers) -> None:
-        """Add an operation where it was called, behind a link if it computes a gradient."""
+        """Add an operation at its call site; if it computes a gradient, below a link to its forward operation."""
         site, operation, device = key
         path = self._path(site, operation)
         node = self._python(path)
@@ -310,14 +317,14 @@ class _Fold:
         )
 
     def _variance(self, numbers: Numbers) -> float:
-        """Of what an operation took in all, from how its windows differ."""
+        """Variance of the estimate of an operation's total time, from the differences between windows."""
         if self.windows < 2:
             return 0.0
         between = (numbers.square_of_windows - numbers.own**2 / self.windows) / (self.windows - 1)
         return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
 
     def _path(self, site: int, operation: Operation) -> Frames:
-        """From the place of the call into the jitted function; without such a place, as it was traced first."""
+        """The call path through the call site into the jitted function; that of its first trace without a site."""
         if site < 0:
             return operation.frames
         inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()
@@ -325,15 +332,15 @@ class _Fold:
 
     def _python(self, path: Frames) -> int:
         node = 0
-        for name, line in path:
-            node = self.builder.node(node, NodeKind.PYTHON, name, line)
+        for frame in both_ends(path):
+            node = self.builder.line(node, frame)
         return node
 
     def discount_waiting(self) -> None:
-        """Take from the time that Python waited for compiled programs what they ran, which is there already.
+        """Subtract the run time of operations from lines in which Python waited for them, so that it counts once.
 
-        It waits in functions of jax that neither trace nor compile, and then, where too many calls are under way, in
-        calls of jitted functions.
+        Python waits in functions of jax that neither trace nor compile and, if too many calls are in flight, in calls
+        of jitted functions.
         """
         names = list(self.builder.names)
         compiles, waiting = [False], []
@@ -346,9 +353,9 @@ class _Fold:
         self._discount([self._python(path) for path in dict.fromkeys(self.sites)], left)
 
     def _discount(self, nodes: list[int], nanoseconds: float) -> float:
-        """Take time from these nodes, from each its part; returns what they had too little for."""
+        """Subtract time from these nodes in proportion to their own times; returns the time in excess of their sum."""
         own = {node: self.builder.numbers[node]["own"] for node in nodes if self.builder.numbers[node]["own"] > 0}
         part = min(1.0, nanoseconds / max(sum(own.values()), 1.0))
-        for node, had in own.items():
-            self.builder.add(node, own=-round(had * part))
+        for node, before in own.items():
+            self.builder.add(node, own=-round(before * part))
         return nanoseconds - part * sum(own.values())

@@ -1,14 +1,15 @@
-"""What XLA compiled, by the program's lines: the tables that a compiled module carries in its text.
+"""Maps the instructions of a compiled XLA module to the program's lines, using tables in the module's text.
 
 The text of a module has the tables FileNames, FunctionNames, FileLocations and StackFrames; an instruction names the
 operation it came from and a frame: `metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=15}`.
-Frames are those of whoever had the function traced first, so what is above the function itself is cut off here.
+The frames are the call path of the first call that traced the function. `Operation.inside` tells where the function
+itself begins: the frames above it hold for that first call only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$", re.MULTILINE)
@@ -24,31 +25,32 @@ _CALLS = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _JITTED = re.compile(r"\bp?jit\(([^()]*)\)")
 
 _NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
-"""Opcodes of instructions that only say where something is."""
+"""Opcodes of instructions that compute nothing."""
 
-_FARTHEST = 64  # instructions that are looked at for one that says nothing
+_FARTHEST = 64  # maximum number of instructions searched for the origin of an instruction without a frame
 
 Frames = tuple[tuple[str, int], ...]
-"""From the outside in: file<TAB>function, and line."""
+"""A call path, the outermost frame first; a frame is (`file<TAB>function`, line)."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What an instruction of a compiled module does."""
+    """The operation of the program that an instruction of a compiled module carries out."""
 
     name: str
-    """Of the operation in the program, such as `dot_general`; of what XLA added, its own, such as `copy`."""
+    """Name of the operation in the program, such as `dot_general`; for an instruction that XLA added, its opcode, such
+    as `copy`."""
     frames: Frames
-    """Lines from the caller that had it traced first to the operation; empty where the module does not say."""
+    """Call path from the first caller that traced the operation to the operation; empty if the module has none."""
     inside: int
-    """How many of these frames are above the jitted function; -1 where it is not among them."""
+    """Number of `frames` above the jitted function; -1 if the function is not among the frames."""
     backward: bool
-    """Whether it computes a gradient of what these lines do."""
+    """Whether the operation computes a gradient of operations on these lines."""
 
 
 @dataclass
 class CompiledProgram:
-    """The instructions of a compiled module by name."""
+    """The operations of a compiled module, by the name of the instruction."""
 
     name: str
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class CompiledProgram:
 
 @dataclass
 class _Raw:
+    """The fields of a line of a module's text that defines an instruction."""
+
     opcode: str
     path: str
     frame: int
@@ -64,36 +68,36 @@ class _Raw:
 
 
 class _Module:
-    """Instructions by name, in the computations that they are in; their lines are read as far as somebody asks."""
+    """The text of a module; computations and instructions are parsed when they are first requested."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         heads = list(_COMPUTATION.finditer(text))
         ends = [*(head.start() for head in heads[1:]), len(text)] if heads else []
         self.blocks = {head[1]: (head.end(), end) for head, end in zip(heads, ends, strict=True)}
-        """Where the lines of each computation are."""
+        """Start and end offset of each computation's lines in the text."""
         self.lines: dict[str, str] = {}
         self.within: dict[str, str] = {}
-        """The computation of each instruction."""
+        """Maps an instruction to the computation that contains it."""
         self._members: dict[str, list[str]] = {}
         self._raw: dict[str, _Raw] = {}
-        self._naming: dict[str, dict[str, list[str]]] = {}
-        """By computation and name, the instructions whose lines have the name."""
+        self._mentions: dict[str, dict[str, list[str]]] = {}
+        """Maps computation and instruction to the instructions whose lines mention the instruction."""
 
     def members(self, computation: str) -> list[str]:
-        """The instructions of a computation, in their order."""
+        """The instructions of a computation, in order."""
         if computation not in self._members:
             start, end = self.blocks.get(computation, (0, 0))
-            found = {each[1]: each[0] for each in _INSTRUCTION.finditer(self.text, start, end)}
-            self.lines |= found
-            self.within |= dict.fromkeys(found, computation)
-            self._members[computation] = list(found)
+            lines = {match[1]: match[0] for match in _INSTRUCTION.finditer(self.text, start, end)}
+            self.lines |= lines
+            self.within |= dict.fromkeys(lines, computation)
+            self._members[computation] = list(lines)
         return self._members[computation]
 
     def computation(self, instruction: str) -> str:
-        """The one that an instruction is in; empty if there is no such instruction."""
-        if found := re.search(rf"^ +(?:ROOT )?%?{re.escape(instruction)} = ", self.text, re.MULTILINE):
-            return next(name for name, (start, end) in self.blocks.items() if start <= found.start() < end)
+        """The computation that contains an instruction; empty if there is no such instruction."""
+        if match := re.search(rf"^ +(?:ROOT )?%?{re.escape(instruction)} = ", self.text, re.MULTILINE):
+            return next(name for name, (start, end) in self.blocks.items() if start <= match.start() < end)
         return ""
 
     def raw(self, name: str) -> _Raw:
@@ -111,101 +115,97 @@ class _Module:
         return self._raw[name]
 
     def users(self, name: str) -> list[tuple[str, int]]:
-        """Instructions of the same computation that it is an operand of, and as which."""
+        """Instructions of the same computation that use the result of `name`, each with the operand's index."""
         computation = self.within.get(name, "")
-        if computation not in self._naming:
-            naming = self._naming[computation] = {}
-            for each in self.members(computation):
-                for named in _OPERAND.findall(self.lines[each]):
-                    naming.setdefault(named, []).append(each)
-        users = dict.fromkeys(self._naming[computation].get(name, ()))
-        return [(each, n) for each in users for n, operand in enumerate(self.raw(each).operands) if operand == name]
+        if computation not in self._mentions:
+            mentions = self._mentions[computation] = {}
+            for member in self.members(computation):
+                for operand in _OPERAND.findall(self.lines[member]):
+                    mentions.setdefault(operand, []).append(member)
+        users = dict.fromkeys(self._mentions[computation].get(name, ()))
+        return [(user, n) for user in users for n, operand in enumerate(self.raw(user).operands) if operand == name]
 
     def origin(self, name: str) -> _Raw:
-        """The instruction that says where this one comes from: itself, or if it does not say, the nearest that does.
+        """The nearest instruction with a frame, taken as the origin of `name`; `name` itself if there is none.
 
-        XLA's own instructions say nothing: what is inside of them counts, then what uses their result, which they
-        prepare, then what they were made of.
+        Instructions that XLA adds have no frame. The search is breadth-first: first through the users of the result,
+        because such an instruction usually prepares it for them, then through the operands. In a fusion, the last inner
+        instruction with a frame is used.
         """
-        for nearer in (self._users_of, self._operands_of):
+        for neighbours in (self._users_of, self._operands_of):
             waiting, seen = [name], {name}
             while waiting and len(seen) < _FARTHEST:
-                found = waiting.pop(0)
-                if self.raw(found).frame:
-                    return self.raw(found)
-                if inside := self._inside(found):
-                    return inside
-                new = [each for each in nearer(found) if each not in seen]
+                nearest = waiting.pop(0)
+                if self.raw(nearest).frame:
+                    return self.raw(nearest)
+                for inner in reversed(self._fused(nearest)):
+                    if "stack_frame_id=" in self.lines[inner]:
+                        return self.raw(inner)
+                new = [neighbour for neighbour in neighbours(nearest) if neighbour not in seen]
                 seen.update(new)
                 waiting += new
         return self.raw(name)
 
     def _fused(self, name: str) -> list[str]:
-        """What is in a fusion; of other instructions nothing."""
+        """The inner instructions of a fusion; an empty list for other instructions."""
         own = self.raw(name)
         return self.members(own.calls) if own.opcode == "fusion" else []
 
-    def _inside(self, name: str) -> _Raw | None:
-        telling = (each for each in reversed(self._fused(name)) if "stack_frame_id=" in self.lines[each])
-        return next((self.raw(each) for each in telling), None)
-
     def _users_of(self, name: str) -> list[str]:
-        """What uses a result; of fusions, what uses it in there."""
-        found = []
+        """Instructions that use a result; for a fusion, the inner instructions that use it, then the fusion itself."""
+        users = []
         for user, position in self.users(name):
-            within = [each for each in self._fused(user) if f" parameter({position})" in self.lines[each]]
-            found += [*(inner for each in within for inner, _ in self.users(each)), user]
-        return found
+            parameters = [inner for inner in self._fused(user) if f" parameter({position})" in self.lines[inner]]
+            users += [*(inner for parameter in parameters for inner, _ in self.users(parameter)), user]
+        return users
 
     def _operands_of(self, name: str) -> list[str]:
-        return [each for each in self.raw(name).operands if each in self.lines]
+        return [operand for operand in self.raw(name).operands if operand in self.lines]
 
 
 def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
-    """The operations of a module, from the text that XLA prints of it.
+    """Parse the operations of a module from its text.
 
     Args:
-        ran: instructions that ran, in the same computations as all that may run. Others, which are most of a large
-            module, are what fusions contain, and are not read; if none are named, all are.
+        ran: names of instructions that ran. Only computations that contain them are parsed: most computations of a
+            large module are the contents of fusions. If empty, all computations are parsed.
     """
     name = re.match(r"HloModule ([^\s,]+)", text)
     program = CompiledProgram(name[1] if name else "")
-    module, frames = _Module(text), _frames(_tables(text))
+    module, frames = _Module(text), _frames(text)
     missing, read = set(ran), [] if ran else list(module.blocks)
     while missing:
         computation = module.computation(missing.pop())
         missing.difference_update(module.members(computation))
         read.append(computation)
-    for instruction in (each for computation in read for each in module.members(computation)):
+    for instruction in (member for computation in read for member in module.members(computation)):
         own = module.raw(instruction)
         if own.opcode not in _NOTHING or instruction in ran:
             program.operations[instruction] = _operation(own, module.origin(instruction), frames)
     return program
 
 
-def _tables(text: str) -> dict[str, list[str]]:
-    """The lines of each table."""
-    found = _TABLE.finditer(text)
-    return {each[1]: text[each.end() + 1 : text.find("\n\n", each.end())].split("\n") for each in found}
-
-
-def _frames(tables: Mapping[str, Sequence[str]]) -> dict[int, Frames]:
-    """The stack of each frame. A frame's parent has the number that it names, less one; 0 is none."""
+def _frames(text: str) -> dict[int, Frames]:
+    """The call path of each frame, by the frame's number; number 0 stands for no frame."""
+    tables = {
+        head[1]: text[head.end() + 1 : text.find("\n\n", head.end())].split("\n") for head in _TABLE.finditer(text)
+    }
 
     def named(table: str) -> dict[int, str]:
-        found = (_NAMED.match(line) for line in tables.get(table, ()))
-        return {int(each[1]): each[2] for each in found if each}
+        rows = (_NAMED.match(line) for line in tables.get(table, ()))
+        return {int(row[1]): row[2] for row in rows if row}
 
     files, functions = named("FileNames"), named("FunctionNames")
     locations = {
-        int(each[1]): (f"{files.get(int(each[2]), '')}\t{functions.get(int(each[3]), '')}", int(each[4]))
-        for each in map(_LOCATION.match, tables.get("FileLocations", ()))
-        if each
+        int(row[1]): (f"{files.get(int(row[2]), '')}\t{functions.get(int(row[3]), '')}", int(row[4]))
+        for row in map(_LOCATION.match, tables.get("FileLocations", ()))
+        if row
     }
     stacks: dict[int, Frames] = {0: ()}
-    for each in map(_FRAME.match, tables.get("StackFrames", ())):
-        if each:
-            number, location, parent = int(each[1]), int(each[2]), int(each[3] or 1) - 1
+    for row in map(_FRAME.match, tables.get("StackFrames", ())):
+        if row:
+            # `parent_frame_id` is the parent's number plus one
+            number, location, parent = int(row[1]), int(row[2]), int(row[3] or 1) - 1
             stacks[number] = (*stacks.get(parent, ()), *((locations[location],) if location in locations else ()))
     return stacks
 
@@ -220,7 +220,7 @@ def _operation(own: _Raw, origin: _Raw, stacks: Mapping[int, Frames]) -> Operati
 
 
 def _boundary(frames: Frames, path: str) -> int:
-    """The first frame of a function that the path says is jitted; the outermost such function counts."""
+    """Index in `frames` of the outermost jitted function that an operation's `path` names; -1 if there is none."""
     for name in _JITTED.findall(path)[:1]:
         for depth, (place, _) in enumerate(frames):
             if place.rpartition("\t")[2].rpartition(".")[2] == name:

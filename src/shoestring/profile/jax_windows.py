@@ -1,4 +1,4 @@
-"""What JAX's profiler saw in a window of time: operations of compiled programs, by program and by call."""
+"""Reads a window of JAX's profiler: the instructions of compiled programs that ran, and the calls that started them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXECUTE = re.compile(r"LoadedExecutable::Execute(?:HelperOnSingleDevice|$)")
 _JITTED = re.compile(r"PjitFunction\((.*)\)$")
 
 _UNWANTED = ("end: ", "Threadpool", "ThunkExecutor", "Wait for", "$")
-"""How the names of events begin that tell nothing here."""
+"""Prefixes of the names of events that are not read."""
 
-_RECENT = 64  # calls of a function whose places are remembered
+_RECENT = 64  # number of latest calls of a function whose call sites are remembered
 
 MOST_PROGRAMS = 256
-"""Compiled programs whose tables are kept; a program that compiles without end reads tables again."""
+"""Maximum number of compiled programs whose operations are cached; with more, programs are parsed repeatedly."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Dispatch:
 
     start: float
     name: str
-    """Of the jitted function."""
+    """Name of the jitted function."""
     site: int
-    """Number of its place; -1 is not known."""
+    """Number of the call site; -1 if unknown."""
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Executed:
     start: float
     duration: float
     own: float
-    """Without the instructions that ran within it."""
+    """Duration without the durations of instructions that ran inside this one."""
     name: str
     module: str
     program: int
     run: int
     device: bool
-    """Whether on an accelerator."""
+    """Whether the instruction ran on an accelerator."""
 
 
 @dataclass
@@ -60,51 +60,48 @@ class Window:
     dispatched: list[Dispatch] = field(default_factory=list)
 
     def sites(self, usual: dict[str, list[int]]) -> dict[tuple[int, int], int]:
-        """The place that each run was called from, by its program and number; -1 is not known.
+        """Maps (program, number of the run) to the number of the call site; -1 if unknown.
 
-        Runs of one function are in the order of its calls, but those at first may have been called before the window.
-        As few are taken to be such as let no run begin before its call; they are shared out as calls usually are.
+        The runs of a function are in the order of its calls, but the first runs in a window may have been called before
+        the window began. The number of such runs is taken as the smallest number for which no run begins before its
+        call. These runs are assigned the sites of recent calls in turn.
 
         Args:
-            usual: places of the last calls of each function; those of this window are added.
+            usual: call sites of the recent calls of each function; the calls in this window are added.
         """
         first: dict[tuple[int, int], Executed] = {}
-        for each in self.executed:
-            key = each.program, each.run
-            if key not in first or each.start < first[key].start:
-                first[key] = each
+        for executed in self.executed:
+            key = executed.program, executed.run
+            if key not in first or executed.start < first[key].start:
+                first[key] = executed
         calls: dict[str, list[Dispatch]] = defaultdict(list)
         for call in sorted(self.dispatched, key=lambda call: call.start):
             calls[_comparable(f"jit_{call.name}")].append(call)
         runs: dict[str, list[Executed]] = defaultdict(list)
-        for each in sorted(first.values(), key=lambda each: each.start):
-            runs[_comparable(each.module)].append(each)
-        found = {}
-        for module, executed in runs.items():
+        for run in sorted(first.values(), key=lambda run: run.start):
+            runs[_comparable(run.module)].append(run)
+        sites = {}
+        for module, module_runs in runs.items():
             called = calls.get(module, [])
-            earlier = _called_before([each.start for each in executed], [call.start for call in called])
+            starts = [call.start for call in called]
+            before = [bisect.bisect_right(starts, run.start) for run in module_runs]  # calls before each run
+            earlier = max((n + 1 - count for n, count in enumerate(before) if count < len(called)), default=0)
             recent = usual[module] = [*usual.get(module, ()), *(call.site for call in called)][-_RECENT:]
-            for number, each in enumerate(executed):
+            for number, run in enumerate(module_runs):
                 if 0 <= number - earlier < len(called):
-                    found[each.program, each.run] = called[number - earlier].site
+                    sites[run.program, run.run] = called[number - earlier].site
                 else:
-                    found[each.program, each.run] = recent[number % len(recent)] if recent else -1
-        return found
-
-
-def _called_before(runs: Sequence[float], calls: Sequence[float]) -> int:
-    """The fewest of the runs, from the first, that none of these calls can have started."""
-    before = [bisect.bisect_right(calls, start) for start in runs]
-    return max((n - called + 1 for n, called in enumerate(before) if called < len(calls)), default=0)
+                    sites[run.program, run.run] = recent[number % len(recent)] if recent else -1
+        return sites
 
 
 def _comparable(name: str) -> str:
-    """Names of modules are names of functions in which other characters than letters and digits were replaced."""
+    """A function's name as it appears in module names, where XLA replaces all but letters, digits and underscores."""
     return re.sub(r"\W", "_", name)
 
 
 def read_window(planes: Iterable[Any]) -> Window:
-    """The events of a window, from the planes of a `jax.profiler.ProfileData`."""
+    """Read a window from the planes of a `jax.profiler.ProfileData`."""
     window = Window()
     for plane in planes:
         device = plane.name.startswith("/device:")
@@ -114,9 +111,10 @@ def read_window(planes: Iterable[Any]) -> Window:
 
 
 def _read_line(events: Iterable[Any], device: bool, window: Window) -> None:
-    open_calls: list[tuple[float, str, int]] = []  # end, name, place
+    """Add the events of a thread, or of a stream of an accelerator, to a window."""
+    open_calls: list[tuple[float, str, int]] = []  # end, name, call site
     running: list[Executed] = []
-    wanted = [(name, event) for event in events if not (name := event.name).startswith(_UNWANTED)]  # most are not
+    wanted = [(name, event) for event in events if not (name := event.name).startswith(_UNWANTED)]  # few are
     timed = [(event.start_ns, -event.duration_ns, number) for number, (_, event) in enumerate(wanted)]
     for start, negative, number in sorted(timed):
         name, event = wanted[number]
@@ -148,35 +146,37 @@ def _read_line(events: Iterable[Any], device: bool, window: Window) -> None:
 
 @dataclass
 class Programs:
-    """Compiled programs by the number that the profiler gives them."""
+    """Cache of compiled programs by their id in the profiler."""
 
     known: dict[int, CompiledProgram] = field(default_factory=dict)
 
     def learn(self, executed: Sequence[Executed], executables: Iterable[Any]) -> None:
-        """Read the tables of programs that ran and are not known yet, as far as their executables still live."""
+        """Parse programs that ran and have not been parsed yet, if their executables are still alive."""
         wanted: dict[int, tuple[str, set[str]]] = {}
-        for each in executed:
-            if each.program not in self.known or each.name not in self.known[each.program].operations:
-                wanted.setdefault(each.program, (each.module, set()))[1].add(each.name)
+        for instruction in executed:
+            program = self.known.get(instruction.program)
+            if program is None or instruction.name not in program.operations:
+                wanted.setdefault(instruction.program, (instruction.module, set()))[1].add(instruction.name)
         if not wanted:
             return
         modules = [module for executable in executables for module in executable.hlo_modules()]
         for number, (name, ran) in wanted.items():
             named = [module for module in modules if module.name == name]
-            if len(named) > 1:  # such as all that are called lambda
+            if len(named) > 1:  # such as several lambdas; the id needs the serialized module, which costs time
                 own = [module for module in named if _number(module.as_serialized_hlo_module_proto()) == number]
                 named = own or named
             parsed = (parse_program(module.to_string(), ran) for module in reversed(named))
-            found = next((each for each in parsed if ran <= each.operations.keys()), CompiledProgram(name))
-            operations = self.known.setdefault(number, found).operations
-            operations |= {each: _unknown(each) for each in ran} | found.operations
+            compiled = next((candidate for candidate in parsed if ran <= candidate.operations.keys()), None)
+            compiled = compiled or CompiledProgram(name)
+            operations = self.known.setdefault(number, compiled).operations
+            operations |= {instruction: _unknown(instruction) for instruction in ran} | compiled.operations
         while len(self.known) > MOST_PROGRAMS:
             del self.known[next(iter(self.known))]
 
-    def operation(self, each: Executed) -> Operation:
-        """What an instruction does; of a program that is gone, what its name says."""
-        program = self.known.get(each.program)
-        return (program.operations.get(each.name) if program else None) or _unknown(each.name)
+    def operation(self, executed: Executed) -> Operation:
+        """The operation of an instruction that ran; for an unknown program, one with the instruction's name."""
+        program = self.known.get(executed.program)
+        return (program.operations.get(executed.name) if program else None) or _unknown(executed.name)
 
 
 def _unknown(name: str) -> Operation:
@@ -184,7 +184,7 @@ def _unknown(name: str) -> Operation:
 
 
 def _number(module: bytes) -> int:
-    """The id of an HloModuleProto, which is what the profiler calls the program by: its field 5."""
+    """The id by which the profiler refers to a program: field 5 of its serialized HloModuleProto."""
     for number, value in fields(module):
         if number == 5 and isinstance(value, int):
             return value

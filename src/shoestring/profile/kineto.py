@@ -1,13 +1,13 @@
-"""Windows of torch.profiler with Python's stacks, folded into a tree as they end: operators, kernels, or both.
+"""Records windows of torch.profiler with Python stacks, and adds operators and kernels (or only kernels).
 
-torch keeps every event of a window in memory, and takes long to end one, so windows are single optimizer steps, but for
-the first. A program without an optimizer has one window of all that it does. What an accelerator ran has the
-correlation id of the operator that launched it.
+torch holds every event of a window in memory and takes long to end a window, so each window but the first is a single
+optimizer step. A program without an optimizer has one window, which covers the whole run. Kernels and copies carry the
+correlation id of the operator that launched them.
 
-Two faults of torch (seen in 2.13) are kept away from. A named part (`record_function`) that begins in one window and
-ends in another writes to memory of the first, which is freed: so no window opens while there is such a part, and
-`Optimizer.step`, at the end of which windows open and close, is one. And the name of code that is gone when a window
-ends, such as a module's after its import, is read all the same: so it is held until then.
+This avoids two bugs of torch (seen in 2.13). A span (`record_function`) that begins in one window and ends in another
+writes to freed memory of the first, so no window opens while such a span is open; `Optimizer.step`, at the end of which
+windows open and close, is such a span. When a window ends, torch reads the names of code objects that may have been
+freed, such as the code of a module after its import, so references to code objects are held until then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,21 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from shoestring._torch import activity_of
-from shoestring.profile.tree import NodeKind, TreeBuilder
+from shoestring.profile.tree import INNER, OUTER, NodeKind, TreeBuilder
 
 FIRST_STEPS, EVERY = 2, 20
-"""Steps of the first window, and of how many one is recorded then."""
+"""Number of steps in the first window; after that window, one step in `EVERY` is recorded."""
 
 BACKWARD, SPAN = 1, 7
-"""torch's scopes of a function of the backward pass, and of a named part; others are of operators."""
+"""torch's record scopes of backward functions and of spans (`record_function`); all others are of operators."""
 
 RAN = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Kineto's kinds of what an accelerator ran."""
+"""Kineto's activity types for kernels, copies and fills on an accelerator."""
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "hipLaunchKernel")
 
 
 def device_name() -> str:
-    """What computes besides the processor; empty where that is nothing."""
+    """Name of the accelerator in use; empty if there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() and torch.cuda.is_initialized() else ""
 
 
@@ -59,13 +59,13 @@ class Ran:
     start: int
     end: int
     operator: int
-    """Correlation id of the operator that launched it; 0 is not known."""
+    """Correlation id of the operator that launched the kernel or copy; 0 if unknown."""
     copies: bool
 
 
 def ran(events: Iterable[Any]) -> list[Ran]:
-    """What an accelerator ran, of the events of Kineto, in the order in which it began."""
-    found = [
+    """The kernels and copies among Kineto's events, ordered by start."""
+    work = [
         Ran(
             event.name(),
             event.device_index(),
@@ -77,11 +77,11 @@ def ran(events: Iterable[Any]) -> list[Ran]:
         for event in events
         if (kind := activity_of(event)) in RAN
     ]
-    return sorted(found, key=lambda each: each.start)
+    return sorted(work, key=lambda item: item.start)
 
 
 def dropped(events: Iterable[Any]) -> int:
-    """Kernels that were launched and left no record."""
+    """Number of kernels that were launched but not recorded."""
     kernels, launches = set[int](), set[int]()
     for event in events:
         if activity_of(event) == "kernel":
@@ -92,43 +92,47 @@ def dropped(events: Iterable[Any]) -> int:
 
 
 def idle(work: Sequence[Ran]) -> list[int]:
-    """Of each, in the order in which they began, the nanoseconds before it in which its device had nothing to run."""
+    """For each kernel or copy, ordered by start, the nanoseconds before it in which its device was idle."""
     until, gaps = dict[int, int](), []
-    for each in work:
-        gaps.append(max(each.start - until.get(each.device, each.start), 0))
-        until[each.device] = max(until.get(each.device, each.end), each.end)
+    for item in work:
+        gaps.append(max(item.start - until.get(item.device, item.start), 0))
+        until[item.device] = max(until.get(item.device, item.end), item.end)
     return gaps
 
 
 def alone(work: Sequence[Ran]) -> list[int]:
-    """Of each copy the nanoseconds in which no kernel ran on its device; 0 of a kernel."""
-    busy: dict[int, list[list[int]]] = {}
-    for each in work:
-        if not each.copies:
-            spans = busy.setdefault(each.device, [])
-            if spans and each.start <= spans[-1][1]:
-                spans[-1][1] = max(spans[-1][1], each.end)
+    """For each copy, the nanoseconds in which no kernel ran on its device; 0 for kernels."""
+    busy: dict[int, list[list[int]]] = {}  # disjoint spans in which kernels ran, by device
+    for item in work:
+        if not item.copies:
+            spans = busy.setdefault(item.device, [])
+            if spans and item.start <= spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], item.end)
             else:
-                spans.append([each.start, each.end])
-    return [_uncovered(each, np.array(busy.get(each.device, []) or [[0, 0]])) if each.copies else 0 for each in work]
-
-
-def _uncovered(copy: Ran, busy: np.ndarray) -> int:
-    covered = np.minimum(busy[:, 1], copy.end) - np.maximum(busy[:, 0], copy.start)
-    return copy.end - copy.start - int(np.maximum(covered, 0).sum())
+                spans.append([item.start, item.end])
+    kernels = {device: np.array(spans) for device, spans in busy.items()}
+    exposed = []
+    for item in work:
+        nanoseconds = item.end - item.start if item.copies else 0
+        if item.copies and item.device in kernels:
+            starts, ends = kernels[item.device].T
+            covered = np.minimum(ends, item.end) - np.maximum(starts, item.start)
+            nanoseconds -= int(np.maximum(covered, 0).sum())
+        exposed.append(nanoseconds)
+    return exposed
 
 
 def add_kernels(builder: TreeBuilder, work: Sequence[Ran], nodes: Mapping[int, int], weight: float) -> None:
-    """Add what an accelerator ran below the operators that launched it; below the root where that is not known.
+    """Add kernels and copies below the operators that launched them, or below the root if the operator is unknown.
 
     Args:
-        nodes: of operators, by their correlation ids.
-        weight: how many steps those of the window stand for.
+        nodes: nodes of operators by their correlation ids.
+        weight: number of steps that each step of the window represents.
     """
-    for each, gap, lone in zip(work, idle(work), alone(work), strict=True):
-        node = builder.node(nodes.get(each.operator, 0), NodeKind.KERNEL, each.name)
-        took, before, unhidden = (round(value * weight) for value in (each.end - each.start, gap, lone))
-        builder.add(node, count=round(weight), device=took, idle=before, alone=unhidden)
+    for item, gap, lone in zip(work, idle(work), alone(work), strict=True):
+        node = builder.node(nodes.get(item.operator, 0), NodeKind.KERNEL, item.name)
+        took, before, exposed = (round(value * weight) for value in (item.end - item.start, gap, lone))
+        builder.add(node, count=round(weight), device=took, idle=before, alone=exposed)
 
 
 # -- operators and Python's lines ------------------------------------------------------------------------------------
@@ -136,17 +140,32 @@ def add_kernels(builder: TreeBuilder, work: Sequence[Ran], nodes: Mapping[int, i
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an event's children go."""
+    """An event of the profiler and its place in the call tree."""
 
     event: Any
     node: int
+    """Node of the event's parent."""
+    above: _Place | None = None
+    """Place of the parent, if the parent is a Python frame."""
+    frame: tuple[str, int] | None = None
+    level: int = 0
+    """Number of consecutive Python frames directly above the event."""
+
+    def innermost(self) -> list[tuple[str, int]]:
+        """The innermost `INNER` frames of a deep stack, in order from outer to inner."""
+        frames: list[tuple[str, int]] = []
+        place: _Place | None = self
+        while place is not None and place.frame is not None and len(frames) < INNER:
+            frames.append(place.frame)
+            place = place.above
+        return frames[::-1]
 
 
 class EventFold:
     """Adds events of torch.profiler to a tree.
 
     Args:
-        timed: whether operators and lines get the times of the window; otherwise only what an accelerator ran has any.
+        timed: whether operators and lines get the times of the window; if not, only kernels and copies get times.
     """
 
     def __init__(self, timed: bool = True) -> None:
@@ -155,7 +174,7 @@ class EventFold:
         self.dropped = 0
 
     def add(self, results: Any, weight: float) -> None:
-        """Add the events of a window that stands for so many steps."""
+        """Add the events of a window; each of its steps represents `weight` steps."""
         nodes: dict[int, int] = {}
         for root in results.experimental_event_tree():
             self._add(root, weight, nodes)
@@ -167,19 +186,26 @@ class EventFold:
         left = [_Place(root, 0)]
         while left:
             place = left.pop()
-            event, node = place.event, self._node(place.event, place.node)
-            if node is None:
-                continue
+            event, frame = place.event, _frame(place.event)
+            python_call = isinstance(event.extra_fields, profiling._ExtraFields_PyCall)
+            if python_call and event.extra_fields.callsite.file_name.endswith("torch/profiler/profiler.py"):
+                continue  # a call of the profiler itself
+            if frame is not None:
+                place = replace(place, frame=frame, level=place.level + 1)
+                node = self._line(place)
+            else:
+                node = self._node(event, place.node)
             if isinstance(event.extra_fields, profiling._ExtraFields_TorchOp):
                 nodes[event.correlation_id] = node
             if self.timed:
                 self._time(event, node, weight)
-            left += [_Place(child, node) for child in reversed(event.children)]
+            above, level = (place, place.level) if frame is not None else (None, 0)
+            left += [_Place(child, node, above, None, level) for child in reversed(event.children)]
 
     def _time(self, event: Any, node: int, weight: float) -> None:
         inner = sum(child.duration_time_ns for child in event.children)
         own = round(max(event.duration_time_ns - inner, 0) * weight)
-        variance = own * own * (1 - 1 / weight)  # of calls that are independent; those of a step are not quite
+        variance = own * own * (1 - 1 / weight)  # assumes independent calls, which is not quite true within a step
         if not isinstance(event.extra_fields, profiling._ExtraFields_TorchOp):
             self.builder.add(node, own=own, own_variance=variance)
             return
@@ -195,15 +221,9 @@ class EventFold:
             own_variance=variance,
         )
 
-    def _node(self, event: Any, above: int) -> int | None:
-        """Where an event is; None for torch.profiler's own."""
+    def _node(self, event: Any, above: int) -> int:
+        """The node of an event other than a Python frame; its parent's, unless it is an operator, span or gradient."""
         fields = event.extra_fields
-        if isinstance(fields, profiling._ExtraFields_PyCall):
-            if fields.callsite.file_name.endswith("torch/profiler/profiler.py"):
-                return None
-            return self._line(above, fields.caller)
-        if isinstance(fields, profiling._ExtraFields_PyCCall):
-            return self._line(above, fields.caller)
         if not isinstance(fields, profiling._ExtraFields_TorchOp):
             return above
         scope: Any = fields.scope
@@ -216,14 +236,31 @@ class EventFold:
             self.forward.setdefault(sequence, node)
         return node
 
-    def _line(self, above: int, frame: Any) -> int:
-        name = f"{_whole(frame.file_name)}\t{frame.function_name}"
-        return self.builder.node(above, NodeKind.PYTHON, name, frame.line_number)
+    def _line(self, place: _Place) -> int:
+        """The node of a Python frame; in a deep stack, the node is below the outermost frames and a gap."""
+        if place.level <= OUTER + INNER:
+            return self.builder.line(place.node, place.frame)
+        outermost: _Place | None = place
+        while outermost is not None and outermost.level > OUTER + 1:
+            outermost = outermost.above
+        assert outermost is not None
+        node = self.builder.line(outermost.node, None)
+        for frame in place.innermost():
+            node = self.builder.line(node, frame)
+        return node
+
+
+def _frame(event: Any) -> tuple[str, int] | None:
+    """The file, function and line of a Python frame; None for other events."""
+    fields = event.extra_fields
+    if not isinstance(fields, profiling._ExtraFields_PyCall | profiling._ExtraFields_PyCCall):
+        return None
+    return f"{_whole(fields.caller.file_name)}\t{fields.caller.function_name}", fields.caller.line_number
 
 
 @cache
 def _whole(file: str) -> str:
-    """The path of a file, of which torch leaves out the folder that it is imported from."""
+    """The absolute path of a file; torch strips the `sys.path` entry from which the file was imported."""
     if Path(file).is_absolute():
         return file
     folders = (Path(folder or ".").resolve() / file for folder in sys.path)
@@ -234,7 +271,7 @@ def _whole(file: str) -> str:
 
 
 class TorchWindows:
-    """Opens a window of torch.profiler for the first steps and then for one of `EVERY`, and folds each as it ends."""
+    """Records the first steps and then one step in `EVERY` with torch.profiler, and adds each window to a tree."""
 
     def __init__(self, fold: EventFold) -> None:
         self.fold = fold
@@ -244,7 +281,7 @@ class TorchWindows:
         self.hooks.enter_context(self.parts.seen())
 
     def stepped(self, steps: int) -> None:
-        """An optimizer step has ended; so many have."""
+        """Open or close a window after the optimizer step number `steps`."""
         if self.profiler is not None:
             if steps >= FIRST_STEPS:
                 self.close(1 if steps <= FIRST_STEPS else steps - self.covered, steps)
@@ -255,17 +292,17 @@ class TorchWindows:
                 self.open()
 
     def finish(self, steps: int) -> None:
-        """The program has ended, after so many steps."""
+        """Close the last window when the program has ended after `steps` steps."""
         self.close(max(steps - self.covered, 1), steps)
         self.hooks.close()
 
     def open(self) -> None:
-        """Begin a window."""
+        """Open a window."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what was launched before the window is not of it; its end waits, too
+            torch.cuda.synchronize()  # keep earlier kernels out of the window; its end waits, too
         self.profiler = torch.profiler.profile(activities=activities, with_stack=True)
         self.executed.holding = self.parts.window = True
         began = time.perf_counter()
@@ -274,7 +311,7 @@ class TorchWindows:
         self.overhead += self.opened - began
 
     def close(self, weight: float, steps: int) -> None:
-        """End a window that stands for so many steps."""
+        """Close a window; each of its steps represents `weight` steps."""
         if self.profiler is None:
             return
         began = time.perf_counter()
@@ -287,26 +324,26 @@ class TorchWindows:
         self.overhead += time.perf_counter() - began
 
     def unseen(self) -> list[str]:
-        """Sentences on what left no record."""
-        said = []
+        """Sentences about kernels and steps that are missing from the profile."""
+        sentences = []
         if lost := self.fold.dropped:
-            said.append(f"{lost:,} kernels that were launched in the recorded steps left no record.")
+            sentences.append(f"{lost:,} kernels that were launched in the recorded steps left no record.")
         if self.skipped:
-            said.append(
+            sentences.append(
                 f"{self.skipped:,} steps were not recorded: a named part was open that began in an earlier one."
             )
-        return said
+        return sentences
 
 
 class _Parts:
-    """Sees named parts begin and end, to say which began in a window and have not ended."""
+    """Tracks spans (`record_function`) that began in a window and have not ended."""
 
     def __init__(self) -> None:
         self.unfinished, self.window = set[int](), False
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """While this lasts, parts are seen."""
+        """Track spans that begin and end inside this context."""
         enter, leave = record_function.__enter__, record_function.__exit__
 
         def entered(part: record_function) -> Any:
@@ -324,7 +361,7 @@ class _Parts:
 
 @dataclass
 class _Executed:
-    """Code that was executed while a window was open, such as that of modules."""
+    """Holds references to code objects executed while a window is open, such as the code of modules."""
 
     holding: bool = False
     code: list[Any] = field(default_factory=list)
@@ -336,7 +373,7 @@ class _Executed:
 
 @cache
 def _executed() -> _Executed:
-    """That of this process, for an audit hook cannot be removed."""
+    """The only `_Executed` of this process; there is only one because an audit hook cannot be removed."""
     executed = _Executed()
     sys.addaudithook(executed.hook)
     return executed

@@ -1,4 +1,4 @@
-"""The lines of a profiled program: which code is its own, how long each line takes, and what is written there."""
+"""The lines of a profiled program: which code is the program's own, the time of each line, and the source text."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _PYTHON = re.compile(r"^<frozen |/lib/python3[^/]*/|^<(?!stdin>|ipython)|/bin/shoestring$")
 _STARTS = re.compile(r"^<frozen runpy>|/runpy\.py\t|/bin/shoestring\t")
 _COMPILED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z0-9]{51}\.py$")
-"""Files that torch.compile writes, in its own folder or in another that it was told to use."""
+"""Matches files that torch.compile writes, in its default folder or in a configured folder."""
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
-_WATCHING = tuple(  # what is on the path to what it watches
-    f"{_OWN_PACKAGE}{each}" for each in ("profile/", "core/trace.py", "cli.py", "__main__.py", "commands/profiling.py")
+_WATCHING = tuple(  # this package's code on the call path of the program that it records
+    f"{_OWN_PACKAGE}{name}"
+    for name in ("profile/", "core/trace.py", "cli.py", "__main__.py", "commands/", "verbs/profile.py")
 )
 _FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
 
 IMPORTS = "<imports>"
-"""Stands for a file: what a program takes to import packages, wherever it does. Is in no line and no share."""
+"""Pseudo file that receives the time of all imports of packages; this time counts towards no line and no share."""
 
 LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
-"""Characters of one file of the program, and of all of them, that a profile carries."""
+"""Maximum number of characters of one source file, and of all source files, that a profile contains."""
 
 
 @dataclass
 class LineTime:
-    """Nanoseconds of a line of the program, its own, where it is the nearest line of the program's own code."""
+    """Nanoseconds attributed to a line: the own times of the nodes whose nearest line it is (see `nearest_lines`)."""
 
     forward: int = 0
     backward: int = 0
-    """Of the gradients of what it called."""
+    """Time of backward operators and functions for what the line called."""
     python: int = 0
-    """Outside of operators."""
+    """Time of Python outside operators."""
     operators: dict[str, int] = field(default_factory=dict)
     variance: float = 0.0
-    """Of the total, as an estimate: Python's own time is sampled, and all time is in a sampled profile."""
+    """Variance of the total: Python's own time is always sampled, and with a share below 1 all times are estimates."""
 
     @property
     def uncertainty(self) -> float:
-        """Nanoseconds by which the total may be off, either way, in 95 of 100 cases."""
+        """Half width of the total's 95% confidence interval, in nanoseconds."""
         return 1.96 * math.sqrt(self.variance)
 
     @property
@@ -56,28 +57,28 @@ class LineTime:
 
 
 def without_imports(tree: CallTree) -> int:
-    """Nanoseconds of the whole program but for importing packages: what shares are of."""
+    """Nanoseconds of the whole program without imports of packages; all shares of the time are fractions of this."""
     return int(tree.inclusive[0]) - import_time(tree)
 
 
 def import_time(tree: CallTree) -> int:
-    """Nanoseconds of importing packages."""
+    """Nanoseconds spent on importing packages."""
     return int(tree.own[imports(tree)].sum())
 
 
 def imports(tree: CallTree) -> NDArray[np.bool_]:
-    """Which nodes stand for importing packages."""
+    """Mask of the nodes of imports of packages."""
     names = np.array([name.startswith(f"{IMPORTS}\t") for name in tree.names])
     return (tree.kind == NodeKind.PYTHON) & names[tree.name]
 
 
 def package_of(file: str) -> str:
-    """The package that a file is installed with, "" for the program itself, and `python` for what is never shown as it.
+    """The installed package of a file; "" for the program itself, and `python` for code that is never shown.
 
-    That is the standard library, and the code of this package that marks and records other code.
+    Code that is never shown is the standard library, and code of this package that marks and records other code.
     """
-    if found := _INSTALLED.search(file):
-        return found[1]
+    if match := _INSTALLED.search(file):
+        return match[1]
     if file.startswith(_OWN_PACKAGE):
         return "python" if file.startswith(_WATCHING) else "shoestring"
     if _COMPILED.search(file):
@@ -86,7 +87,7 @@ def package_of(file: str) -> str:
 
 
 def short(file: str) -> str:
-    """A path as it is from here, or within what is installed."""
+    """A path relative to the working directory or to the folder of installed packages, else unchanged."""
     path = Path(file)
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
@@ -97,7 +98,7 @@ def short(file: str) -> str:
 
 
 def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
-    """Which nodes are lines of the program's own code.
+    """Mask of the nodes that are lines of the program's own code.
 
     Args:
         inside: installed packages whose code counts as the program's own.
@@ -106,18 +107,20 @@ def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
 
 
 def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
+    """Mask of the nodes that are lines of these packages (None: all packages), except packages in `but` and imports."""
     files = [name.partition("\t")[0] for name in tree.names]
-    found = [(file, package_of(file)) for file in files]
+    origins = [(file, package_of(file)) for file in files]
     wanted = np.array(
-        [(packages is None or name in packages) and name not in but and file != IMPORTS for file, name in found]
+        [(packages is None or name in packages) and name not in but and file != IMPORTS for file, name in origins]
     )
     return (tree.kind == NodeKind.PYTHON) & wanted[tree.name]
 
 
 def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
-    """Of each node the line of the program that it runs for, as a node; -1 where there is none, and for imports.
+    """Map each node to the node of the source line that its time is attributed to; -1 for imports and without a line.
 
-    Where no line of the program's own is above, it is the nearest one of a package that is no framework, or of any.
+    This is the nearest line above of the program's own code; if there is none, the nearest line of a package that is no
+    framework; if there is none, the nearest line of any package.
     """
     nearest = tree.nearest(own_lines(tree, inside))
     for others in (_lines_where(tree, None, _FRAMEWORKS), _lines_where(tree, None) & ~_starting(tree)):
@@ -128,12 +131,12 @@ def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
 
 
 def _starting(tree: CallTree) -> NDArray[np.bool_]:
-    """Which nodes are of what starts a program, and records it."""
+    """Mask of the nodes of code that starts the program or records it."""
     return np.array([bool(_STARTS.search(name)) or name.startswith(_WATCHING) for name in tree.names])[tree.name]
 
 
 def in_backward(tree: CallTree) -> NDArray[np.bool_]:
-    """Which nodes run in the backward pass."""
+    """Mask of the nodes that run in the backward pass."""
     engine = np.array([name.startswith(ENGINE) for name in tree.names])
     behind = np.isin(tree.kind, (NodeKind.LINK, NodeKind.BACKWARD)) | engine[tree.name]
     for node in range(1, len(tree)):
@@ -142,7 +145,7 @@ def in_backward(tree: CallTree) -> NDArray[np.bool_]:
 
 
 def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int], LineTime]:
-    """Own times of all nodes by the nearest line of the program above them."""
+    """Own times of all nodes, summed by the (file, line) that they are attributed to."""
     tree = without_native(tree)
     nearest, behind = nearest_lines(tree, inside), in_backward(tree)
     lines: dict[tuple[str, int], LineTime] = {}
@@ -163,7 +166,7 @@ def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int],
 
 
 def sources_of(tree: CallTree, inside: Sequence[str] = ()) -> dict[str, str]:
-    """The text of the files whose lines are the program's own, those with most time first, as far as they have room."""
+    """The texts of the program's own files, the files with most time first, within the limits of size."""
     times: dict[str, int] = {}
     for (file, _), line in by_line(tree, inside).items():
         times[file] = times.get(file, 0) + line.total

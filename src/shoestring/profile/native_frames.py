@@ -1,7 +1,7 @@
-"""Which native functions operators spend their own time in: samples of their stacks, by timers of processor time.
+"""Splits operators' own time among native functions, using stack samples triggered by processor-time timers (SIGPROF).
 
-The signal is SIGPROF. `native/native_frames.h` takes the samples; here they are counted, and share out what operators
-are measured to take.
+`native/native_frames.h` takes the samples. This file counts them, and divides an operator's measured time in proportion
+to the counts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from shoestring.core.errors import ConfigError
 from shoestring.profile.tree import NodeKind, TreeBuilder
 
 EVERY = 0.01
-"""Processor seconds of a thread from one sample to the next."""
+"""Interval between two samples, in processor seconds of a thread."""
 FRAMES = 64
-"""Of a sample at most; of deeper stacks the innermost are kept."""
+"""Maximum number of frames in a sample; of a deeper stack, only the innermost frames are recorded."""
 MOST = 1 << 16
-"""Different stacks; of others only the operator is known."""
+"""Maximum number of distinct stacks that are counted; samples of further stacks count for their operator only."""
 _PARAMETERS = re.compile(r"\((?!anonymous namespace)[^()]*\)")
 _TEMPLATE = re.compile(r"<[^<>]*>")
 
 Stack = tuple[str, ...]
-"""Functions as `library<TAB>name`, the outermost first."""
+"""A native call stack: functions as `library<TAB>name`, the outermost first."""
 
 
 class NativeFrames:
-    """Counts the stacks below operators.
+    """Counts the native stacks below operators.
 
     Raises:
-        ConfigError: the system has no such timers, or another profiler has the signal.
+        ConfigError: the system has no such timers, or another profiler uses SIGPROF.
     """
 
     def __init__(self, library: Any) -> None:
@@ -49,20 +49,20 @@ class NativeFrames:
             raise ConfigError(f"native frames cannot be recorded: {why[refused]}")
 
     def drain(self) -> None:
-        """Count the samples since the last time."""
+        """Count the samples that were taken since the last call."""
         while size := self.library.callpaths_native_sample(self._about.ctypes.data, self._addresses.ctypes.data):
             thread, node, whole = self._about.tolist()
             functions = [self._function(address) for address in self._addresses[: size - 1].tolist()]
             if any(function == "" for function in functions):
-                continue  # the recorder itself, which is in no operator's time
-            # Without the operator at its end, a walk lost its way after the first function.
+                continue  # a sample of the recorder itself, which is not the operator's time
+            # If unwinding the stack did not reach the operator, only the innermost function can be trusted.
             stack = tuple(functions[::-1] if whole else functions[:1])
             if len(self.counts) >= MOST and (thread, node, stack) not in self.counts:
                 stack = ()
             self.counts[thread, node, stack] += 1
 
     def _function(self, address: int) -> str:
-        """`library<TAB>name`; empty of what records."""
+        """The function at an address as `library<TAB>name`; empty for functions of the recorder itself."""
         if address not in self.known:
             room = ctypes.create_string_buffer(4096)
             size = self.library.callpaths_native_name(address, room, len(room))
@@ -74,10 +74,10 @@ class NativeFrames:
         return self.known[address]
 
     def share_out(self, builder: TreeBuilder, places: Sequence[Mapping[int, int]]) -> None:
-        """Give operators' own time to the functions that samples were taken in.
+        """Divide operators' own time among the functions in their samples.
 
         Args:
-            places: of each thread, where its nodes are in the tree.
+            places: for each thread, a map from its nodes to the nodes of the tree.
         """
         self.drain()
         stacks: dict[int, Counter[Stack]] = {}
@@ -85,7 +85,7 @@ class NativeFrames:
             if thread < len(places) and (place := places[thread].get(node)) is not None:
                 stacks.setdefault(place, Counter())[stack] += count
         for place, counted in stacks.items():
-            own, total, given = int(builder.numbers[place]["own"]), counted.total(), 0
+            own, total, assigned = int(builder.numbers[place]["own"]), counted.total(), 0
             for stack, count in counted.items():
                 node = place
                 for function in stack:
@@ -95,12 +95,12 @@ class NativeFrames:
                 share = count / total
                 part = int(own * share)
                 builder.add(node, own=part, own_variance=own**2 * share * (1 - share) / total)
-                given += part
-            builder.numbers[place]["own"] = own - given
+                assigned += part
+            builder.numbers[place]["own"] = own - assigned
 
 
 def plain(name: str) -> str:
-    """A C++ name without what a function takes and is made for."""
+    """A C++ name without template arguments and parameters."""
     for pattern in (_TEMPLATE, _PARAMETERS):
         while (shorter := pattern.sub("", name)) != name:
             name = shorter

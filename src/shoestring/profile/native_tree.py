@@ -1,4 +1,4 @@
-"""Reads what the native collector (`native/callpaths.cpp`) has recorded: a tree for each thread."""
+"""Reads the trees that the native collector (`native/callpaths.cpp`) has recorded, one per thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoestring.profile.tree import NodeKind, TreeBuilder
 
 @cache
 def library() -> Any:
-    """The native collector; it is one a process.
+    """The native collector's library; it is loaded once per process.
 
     Raises:
         CompileError: there is no compiler, or Python's headers are missing.
@@ -40,34 +40,34 @@ def library() -> Any:
 
 @dataclass
 class ThreadData:
-    """A thread's tree as the native collector has it."""
+    """A thread's tree in the layout of the native collector."""
 
     places: np.ndarray
     """(N, 6): parent, name, line, kind, arguments, variants."""
     numbers: np.ndarray
-    """(N, 6): count, inclusive, within, least, most, graphed; times in ticks."""
+    """(N, 6): count, inclusive, within (inclusive ticks of callees), least, most, graphed; times in ticks."""
     means: np.ndarray
-    """(N, 3): squares of all calls; bytes and floating-point operations of a call."""
+    """(N, 3): sum of squared times of all calls; mean bytes and floating-point operations of a call."""
     ident: int
     cost: np.ndarray
-    """(3): ticks that recording took, calls that found no room, and calls."""
+    """(3): ticks spent on recording; calls that were not recorded because the tree was full; all calls."""
     variances: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """(N, 2): of count, and of the time of a node itself, where both are estimates; otherwise (0, 2)."""
+    """(N, 2): variances of a node's count and own time if these are estimates; otherwise (0, 2)."""
 
     @property
     def outermost(self) -> int:
-        """Ticks of operators and spans that no other contains."""
+        """Ticks in operators and spans that are not inside another operator or span."""
         return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: ThreadData) -> None:
-        """Leave out what was recorded before; least and most are counted anew from each start."""
+        """Subtract sums that were recorded earlier; `least` and `most` do not change, as each start resets them."""
         size = len(earlier.numbers)
         self.numbers[:size, _SUMMED] -= earlier.numbers[:, _SUMMED]
         self.means[:size, 0] -= earlier.means[:, 0]
         self.cost = self.cost - earlier.cost
 
     def replace(self, totals: np.ndarray, variances: np.ndarray) -> None:
-        """Take estimates in the place of what was counted: of count, inclusive, within, graphed and squares."""
+        """Replace recorded sums by estimates; columns of `totals` are count, inclusive, within, graphed, squares."""
         size = len(totals)
         self.numbers[:size, _SUMMED] = np.rint(totals[:, :4])
         self.means[:size, 0] = totals[:, 4]
@@ -75,7 +75,7 @@ class ThreadData:
         self.variances[:size] = variances
 
     def graft(self, builder: TreeBuilder, names: Sequence[str], tick: float) -> dict[int, int]:
-        """Add all nodes that are not below a link; where those are that were called."""
+        """Add all called nodes that are not below a link; returns a map from these nodes to the nodes of the tree."""
         return self._graft(builder, names, tick, {0: 0}, range(1, len(self.places)))
 
     def link(
@@ -86,7 +86,7 @@ class ThreadData:
         names: Sequence[str],
         tick: float,
     ) -> None:
-        """Add the nodes below links, now that all that they may point to is there."""
+        """Add links and the nodes below them; all nodes that links may point to must already be in the tree."""
         for node in range(1, len(self.places)):
             parent, thread, target, kind = (int(value) for value in self.places[node, :4])
             if kind == NodeKind.LINK and parent in own:
@@ -126,39 +126,39 @@ class ThreadData:
 
 
 INSIDE = 2**32 - 1
-"""What `callpaths_inside` returns within an operator."""
+"""Return value of `callpaths_inside` if the thread is running an operator."""
 _SUMMED = [0, 1, 2, 5]
-"""Columns of `ThreadData.numbers` that add up over calls."""
+"""Columns of `ThreadData.numbers` that are sums over calls."""
 
 
 def _with_calls(parent: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Which nodes were called, or have one below them that was."""
+    """Mask of the nodes that were called or have a descendant that was called."""
     active = count > 0
-    for node in range(len(parent) - 1, 0, -1):
+    for node in range(len(parent) - 1, 0, -1):  # parents have smaller numbers than their children
         if active[node]:
             active[parent[node]] = True
     return active
 
 
 def read(library: Any, thread: int) -> ThreadData:
-    """The tree of a thread as it is now."""
+    """Read the present tree of a thread."""
     size = library.callpaths_size(thread)
     places, numbers = np.zeros((size, 6), np.uint32), np.zeros((size, 6), np.uint64)
     means = np.zeros((size, 3))
-    library.callpaths_read(thread, size, *(each.ctypes.data for each in (places, numbers, means)))
+    library.callpaths_read(thread, size, *(array.ctypes.data for array in (places, numbers, means)))
     ident = library.callpaths_ident(thread)
     return ThreadData(places.astype(np.int64), numbers.astype(np.int64), means, ident, cost(library, thread))
 
 
 def cost(library: Any, thread: int) -> np.ndarray:
-    """What `ThreadData.cost` has."""
+    """Read `ThreadData.cost` of a thread."""
     numbers = np.zeros(3, np.uint64)
     library.callpaths_cost(thread, numbers.ctypes.data)
     return numbers.astype(np.int64)
 
 
 def spelled(library: Any, number: int) -> str:
-    """A name of the trees."""
+    """The text of a name, given its number in the trees."""
     size = library.callpaths_name(number, None, 0)
     room = ctypes.create_string_buffer(size + 1)
     library.callpaths_name(number, room, size)

@@ -1,7 +1,7 @@
-"""As much of protobuf's wire format as is written and read here: varints, doubles, texts and messages within messages.
+"""Reads and writes the part of protobuf's wire format that profiles need: varints, doubles, texts, nested messages.
 
-Fields are (number, value) pairs. An int becomes a varint, a float a double, text and bytes a length and their content,
-a sequence a message of the fields in it.
+A field is a (number, value) pair. An int is written as a varint, a float as a double, text and bytes with their length,
+and a sequence as a nested message of the fields in it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Value: TypeAlias = "int | float | str | bytes | Sequence[Field]"
 Field = tuple[int, Value]
 
 _VARINT, _DOUBLE, _LENGTH = 0, 1, 2
-_SIZES = {_DOUBLE: 8, 5: 4}  # bytes of values that have the same size always
+_SIZES = {_DOUBLE: 8, 5: 4}  # bytes of the wire types with a fixed size
 
 
 def varint(value: int) -> bytes:
-    """An integer in groups of seven bits, the lowest first; negative ones as 64 bits of two's complement."""
+    """Encode an integer in groups of seven bits, the lowest first; a negative one as 64-bit two's complement."""
     value &= (1 << 64) - 1
     groups = bytearray()
     while value > 127:
@@ -29,12 +29,12 @@ def varint(value: int) -> bytes:
 
 
 def packed(values: Iterable[int]) -> bytes:
-    """The content of a repeated field of integers."""
+    """The content of a packed repeated field of integers."""
     return b"".join(map(varint, values))
 
 
 def message(fields: Sequence[Field]) -> bytes:
-    """The bytes of a message."""
+    """Encode a message."""
     parts = []
     for number, value in fields:
         if isinstance(value, int):
@@ -49,7 +49,7 @@ def message(fields: Sequence[Field]) -> bytes:
 
 
 def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message; of other types than varints their bytes."""
+    """Iterate over the fields of a message: varints as integers, all other types as bytes."""
     at = 0
     while at < len(content):
         tag, at = _read_varint(content, at)
@@ -64,7 +64,7 @@ def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """An integer, and where what follows it begins."""
+    """Decode a varint; returns the integer and the offset after it."""
     value, shift = 0, 0
     while content[at] > 127:
         value |= (content[at] & 127) << shift

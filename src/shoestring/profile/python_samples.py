@@ -1,7 +1,8 @@
-"""Where Python's own time goes, outside of operators: samples of the frames of threads that run none.
+"""Attributes Python's own time, outside operators, to lines, by sampling the frames of threads that run no operator.
 
-The main thread is asked to look at itself (`native/asked.cpp`), because whoever looks from outside sees it where it
-lets go of the interpreter's lock, which is at lines that call operators. Other threads cannot be asked.
+The main thread is interrupted to sample itself (`native/asked.cpp`). A sampler in another thread would mostly find the
+main thread where it releases the interpreter's lock, at lines that call operators. Other threads cannot be interrupted,
+so the sampling thread samples them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import Any
 from shoestring import native
 from shoestring.profile.lines import IMPORTS, package_of
 from shoestring.profile.native_tree import INSIDE
-from shoestring.profile.tree import NodeKind, TreeBuilder
+from shoestring.profile.tree import GAP, NodeKind, TreeBuilder, both_ends
 
 log = logging.getLogger("shoestring")
 
 SHORTEST, LONGEST, GROWTH = 0.02, 0.05, 1.01
-"""Seconds from one sample to the next, at first and after a while, and what they grow by each time. They only say how
-Python's own time is shared out: how much there is, is known exactly."""
-
-DEEPEST = 192
-"""Python frames of a sample; of deeper stacks the outermost are kept."""
+"""Seconds between samples: the first interval, the longest interval, and the ratio of each interval to the one before.
+Sampling only decides how Python's own time is divided among lines; the total is measured exactly."""
 
 RARE = 0.01
-"""Of all samples; a line of a library with fewer is counted with its caller, so that a tree does not grow with time."""
+"""Samples of a library's line with less than this fraction of all samples count for its caller, so that trees stay
+small in long runs."""
 
 
 _BOOTSTRAP = "<frozen importlib."
+# `co_name` is set as well, because code objects are compared by it, but not by file or qualified name.
+_LEFT_OUT = compile("", "", "exec").replace(co_name=GAP, co_qualname=GAP), 0
 _IMPORTING = compile("", IMPORTS, "exec").replace(co_qualname="importing packages"), 0
 
 Path = list[tuple[CodeType, int]]
@@ -42,11 +43,11 @@ Path = list[tuple[CodeType, int]]
 
 @cache
 def asking() -> Any:
-    """What asks the main thread; None where it cannot be compiled."""
+    """The native library that interrupts the main thread for samples; None if it cannot be compiled."""
     try:
         library = native.load("asked")
     except native.CompileError as error:
-        log.warning("Python's own time is told less exactly, by lines that call operators: %s", error)
+        log.warning("Python's own time is attributed less accurately, mostly to lines that call operators: %s", error)
         return None
     numbers = [ctypes.c_double] * 3
     library.asked_begin.argtypes = [ctypes.c_uint64, ctypes.py_object, ctypes.c_void_p, *numbers]
@@ -54,7 +55,7 @@ def asking() -> Any:
 
 
 def path_of(frame: FrameType | None) -> Path:
-    """A frame and those that called it, the innermost first."""
+    """A frame and its callers, the innermost first."""
     path: Path = []
     while frame is not None:
         path.append((frame.f_code, frame.f_lineno or 0))
@@ -63,7 +64,8 @@ def path_of(frame: FrameType | None) -> Path:
 
 
 def imports_package(path: Path) -> bool:
-    """Whether a package is being imported: a program's own modules may do their work while they are imported."""
+    """Whether an installed package is being imported. Imports of the program's own modules do not count, because they
+    may do the program's work."""
     importing = False
     for code, _ in reversed(path):
         if code.co_filename.startswith(_BOOTSTRAP):
@@ -76,35 +78,35 @@ def imports_package(path: Path) -> bool:
 
 
 class Samples:
-    """Samples of call paths, as a tree: a node is a line below that which called it, and the first is above all."""
+    """Samples of call paths as a tree, in which a line is a child of the line that called it; node 0 is the root."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, CodeType, int], int] = {}
         self.counts = [0]
 
     def add(self, frame: FrameType | None, times: int = 1) -> None:
-        """One more sample, or as many as are given, of this frame and those that called it."""
+        """Count a sample of this frame and its callers, `times` times."""
         path = path_of(frame)
         if imports_package(path):
             path = [_IMPORTING]
         node = 0
-        for code, line in path[: -DEEPEST - 1 : -1]:
+        for code, line in (entry or _LEFT_OUT for entry in both_ends(path[::-1])):
             node = self.known.setdefault((node, code, line), len(self.counts))
             if node == len(self.counts):
                 self.counts.append(0)
         self.counts[node] += times
 
     def share_out(self, builder: TreeBuilder, nanoseconds: float, span: int = 0) -> None:
-        """Give time outside operators to the lines that samples were taken at.
+        """Divide time outside operators among the sampled lines.
 
         Args:
-            nanoseconds: all of it.
-            span: the node below which these samples were taken, and whose own time this is; what called it is above it
-                already.
+            nanoseconds: the time to divide.
+            span: node of the tree inside which the samples were taken, and of whose own time this is a part; 0 for
+                none. Lines that are already above this node are not added again.
         """
         if not span:
             builder.add(0, own=round(nanoseconds))
-        total, counts = sum(self.counts), self._kept()
+        total, counts = sum(self.counts), self._without_rare()
         wanted = list(map(bool, counts))
         for (parent, _, _), node in reversed(self.known.items()):
             wanted[parent] |= wanted[node]
@@ -113,19 +115,20 @@ class Samples:
         for (parent, code, line), node in self.known.items():
             if not wanted[node]:
                 continue
-            name, at = f"{code.co_filename}\t{code.co_qualname}", level[parent]
-            if places[parent] == span and above[at : at + 1] == [(name, line)]:
+            frame = None if (code, line) == _LEFT_OUT else (f"{code.co_filename}\t{code.co_qualname}", line)
+            at = level[parent]
+            if places[parent] == span and above[at : at + 1] == [frame]:
                 level[node] = at + 1
                 continue
             level[node] = len(above)
-            places[node] = builder.node(places[parent], NodeKind.PYTHON, name, line)
+            places[node] = builder.line(places[parent], frame)
             share = counts[node] / total
             own, variance = int(nanoseconds * share), nanoseconds**2 * share * (1 - share) / total
             builder.add(places[node], own=own, own_variance=variance)
             builder.add(span, own=-own)
 
-    def _kept(self) -> list[int]:
-        """Samples by node, those of rare lines of libraries with what called them."""
+    def _without_rare(self) -> list[int]:
+        """Sample counts by node; counts of rare lines of libraries are moved to their callers."""
         counts = list(self.counts)
         imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
         for (parent, code, _), node in reversed(self.known.items()):
@@ -135,24 +138,27 @@ class Samples:
         return counts
 
 
-def _lines_above(builder: TreeBuilder, node: int) -> list[tuple[str, int]]:
-    """The lines that a node is below, as (file and function, line), the outermost first."""
-    names, lines = list(builder.names), []
+def _lines_above(builder: TreeBuilder, node: int) -> list[tuple[str, int] | None]:
+    """The lines above a node as (file and function, line), the outermost first; None for a gap."""
+    names = list(builder.names)
+    lines: list[tuple[str, int] | None] = []
     while node > 0:
         node, kind, name, line, _ = builder.rows[node]
         if kind == NodeKind.PYTHON:
             lines.append((names[name], line))
+        elif kind == NodeKind.OVERFLOWN:
+            lines.append(None)
     return lines[::-1]
 
 
 class PythonSampler(threading.Thread):
-    """Looks now and then where threads are that run no operator.
+    """Samples the Python frames of threads that are not running an operator.
 
     Args:
-        threads: Python's identifiers of those that are watched.
-        inside: a function of C that says of one of them what it is in: the innermost span, 0 where it is in none;
-            `INSIDE` where it runs an operator now, or nobody would know.
-        tick: is called before each sample.
+        threads: Python's identifiers of the threads to sample.
+        inside: C function that maps a thread identifier to the thread's innermost span (0 for none), or to `INSIDE` if
+            the thread is running an operator or is unknown.
+        tick: called before each sample.
     """
 
     def __init__(self, threads: Sequence[int], inside: Any, tick: Callable[[], None]) -> None:
@@ -160,10 +166,10 @@ class PythonSampler(threading.Thread):
         self.watched, self.inside, self.tick = list(threads), inside, tick
         self.seen = {0: Samples()}
         self.interval = SHORTEST
-        self.seconds = 0.0  # of the processor, for this thread
+        self.seconds = 0.0  # processor time of this thread
         self.ending = threading.Event()
         self.asking: Any = None
-        self.looking = self.look  # one object, for the library does not hold it
+        self.looking = self.look  # keeps the bound method alive, because the library holds no reference
 
     def start(self) -> None:
         main = threading.main_thread().ident
@@ -174,7 +180,7 @@ class PythonSampler(threading.Thread):
         super().start()
 
     def look(self, times: int) -> None:
-        """The thread that calls it looks at itself, where it runs no operator; as so many samples."""
+        """Sample the calling thread unless it runs an operator; the sample counts `times` times."""
         self._see(threading.get_ident(), sys._getframe(1), times)
 
     def run(self) -> None:
@@ -182,7 +188,7 @@ class PythonSampler(threading.Thread):
             self.interval = min(LONGEST, self.interval * GROWTH)
             self.tick()
             frames = sys._current_frames() if self.watched else {}
-            if self.ending.is_set():  # what is seen is who waits for the end
+            if self.ending.is_set():  # the program is already waiting for this thread to end
                 return
             for ident in self.watched:
                 if (frame := frames.get(ident)) is not None:
@@ -194,7 +200,7 @@ class PythonSampler(threading.Thread):
             self.seen.setdefault(span, Samples()).add(frame, times)
 
     def end(self) -> None:
-        """See nothing more; the thread itself ends soon."""
+        """Stop sampling; the thread itself ends soon after."""
         self.ending.set()
         if self.asking is not None:
             self.asking.asked_end()

@@ -1,12 +1,13 @@
-"""A profile as one file: the columns of its call tree, compressed, and what it is of.
+"""A profile and its file: the compressed columns of its call tree, and facts about the recording.
 
-The format is numpy's .npz without pickled objects: every column an array, names as one UTF-8 text, and a JSON table.
+The format is numpy's .npz without pickled objects: an array for every column, all names as one UTF-8 text, and a JSON
+table.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,150 +15,154 @@ from typing import Any
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.profile.tree import COLUMNS, FRACTIONS, CallTree, Integers, columns
-from shoestring.storage.arrays import Format, text
+from shoestring.profile.tree import COLUMNS, FRACTIONS, LARGEST_SUM, CallTree, Integers, columns
+from shoestring.storage.arrays import Format, integers, read_json, text
+from shoestring.storage.records import record
 from shoestring.storage.whole import write_atomic
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Optimizer steps that followed each other."""
+    """Times of one optimizer step or several consecutive ones."""
 
     first: int
-    """Number of the first, from 0."""
+    """Number of the first step, from 0."""
     steps: int
     seconds: float
-    """Of all of them, from the end of the step before the first."""
+    """Seconds of all these steps together, measured from the end of the preceding step."""
     longest: float
-    """Seconds of the longest."""
+    """Seconds of the longest step among these."""
     resident: int = 0
-    """Bytes of this process in memory after the last of them; 0 is not known."""
+    """Resident bytes of the process after the last of these steps; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class WorkAt:
-    """How far the thread that steps had come."""
+    """Progress of the thread that runs the optimizer steps, at one moment."""
 
     steps: int
     processor: float
-    """Its processor seconds since it began."""
+    """Processor seconds of the thread since its start."""
 
 
 @dataclass(frozen=True)
 class MemoryAt:
-    """What the process held at a moment."""
+    """Allocated memory of the process at one moment."""
 
     seconds: float
-    """Since the beginning of the profile."""
+    """Seconds since the start of the recording."""
     allocated: int
-    """Bytes that it had allocated and not freed, on an accelerator, too."""
+    """Allocated bytes, including those on an accelerator."""
 
 
 @dataclass(frozen=True)
 class Events:
-    """Things of one name that happened."""
+    """All events with one name."""
 
     count: int
     seconds: float
     longest: float
-    """Seconds of the longest."""
+    """Seconds of the longest event."""
     where: str = ""
-    """`file:line` of the first, where it is known."""
+    """`file:line` of the first event; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a profile is of."""
+    """What is known about the recording of a profile, apart from the call tree."""
 
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Of the thread that was profiled from start to stop."""
+    """Wall-clock seconds from start to stop."""
     overhead: float = 0.0
-    """Seconds of those that recording took; they are not in the tree."""
+    """Seconds, as a part of `seconds`, that recording itself took; they are not in the tree."""
     lost: int = 0
-    """Operators whose call path found no room."""
+    """Number of operators that were not recorded because the tree was full."""
     steps: int = 0
-    """Optimizer steps; 0 is not known."""
+    """Number of optimizer steps; 0 if unknown."""
     clock: list[StepTimes] = field(default_factory=list)
-    """Of all steps in their order, those that follow each other together where there are many: 64 entries at most."""
+    """Times of all steps in order, in at most 64 entries; in a long run, one entry covers several steps."""
     work: list[WorkAt] = field(default_factory=list)
-    """How far the thread that steps had come now and then, 32 entries at most."""
+    """Progress over time of the thread that runs the optimizer steps, at most 32 entries."""
     memory: list[MemoryAt] = field(default_factory=list)
-    """What the process held as time went by, 32 entries at most; empty where that is not known."""
+    """Allocated memory over time, at most 32 entries; empty if unknown."""
     waits: dict[str, Events] = field(default_factory=dict)
-    """What held the program up, by name: `garbage collection`, and `recompile: REASON` or `graph break: REASON` of
-    torch.compile; 64 at most."""
+    """Events that delayed the program, by name, at most 64 names. Names are `garbage collection`, and for torch.compile
+    `compile: FUNCTION`, `recompile: REASON` or `graph break: REASON`."""
     unseen: list[str] = field(default_factory=list)
-    """Sentences on what the profile cannot see."""
+    """Sentences about work that the profile does not contain."""
     share: float = 1.0
-    """Of the program's time, the part in which operators were recorded; what they took is scaled up to all of it."""
+    """Fraction of the time in which operators were recorded; their times are scaled up to the whole run."""
     inside: list[str] = field(default_factory=list)
     """Installed packages whose lines count as the program's own."""
     versions: dict[str, str] = field(default_factory=dict)
     collector: str = "native"
-    """What recorded the operators: `native`, or `torch.profiler` where nothing could be compiled."""
+    """The recorder of operators: `native`, or `torch.profiler` if the native recorder could not be compiled."""
     processor: float = 0.0
-    """Processor seconds of all threads of the process, with those that recording took; 0 is not known."""
+    """Processor seconds of all threads of the process, including those of recording; 0 if unknown."""
     beside: float = 0.0
-    """Processor seconds of those that recording took beside the program: on threads of its own, and all of JAX's."""
+    """Processor seconds, as a part of `processor`, that recording took on its own threads or for JAX."""
     cores: int = 0
-    """Processor cores that the process could use; 0 is not known."""
+    """Number of processor cores that the process could use; 0 if unknown."""
     threads: int = 0
-    """Threads that torch computed an operator with, the most that were seen; 0 is not known."""
+    """Largest observed number of threads of a torch operator; 0 if unknown."""
     device: str = ""
 
 
-_SERIES: Mapping[str, Callable[..., Any]] = {"clock": StepTimes, "work": WorkAt, "memory": MemoryAt}
-"""Facts that are noted now and then."""
+_SERIES = ("clock", "work", "memory")
+"""Names of the facts that are series of measurements."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What each of several merged profiles took."""
+    """Own times of the nodes in each of several merged profiles."""
 
     labels: list[str]
-    """Of the R profiles, which are those of ranks or of runs."""
+    """Names of the R merged profiles, such as `rank 0`."""
     own: Integers
-    """(R, N): own nanoseconds of each node of the merged tree; their sums are the tree's."""
+    """(R, N): own nanoseconds of each node of the merged tree in each profile; the sum over R is the tree's own
+    time."""
 
     def __post_init__(self) -> None:
         if self.own.ndim != 2 or len(self.own) != len(self.labels):
-            raise DataError(f"a profile with {len(self.labels)} ranks and times of shape {self.own.shape}")
+            raise DataError(f"a merged profile has {len(self.labels)} ranks, but times of shape {self.own.shape}")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A call tree, and what it is of."""
+    """A call tree with the facts of its recording."""
 
     tree: CallTree
     facts: Facts
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Text of the program's own files as they were when it ran, by the path that the tree has."""
+    """Texts of the program's own files as they were when the program ran, by their paths in the tree."""
     ranks: RankTimes | None = None
-    """The times of each rank; None for a profile that was not merged."""
+    """Times of each rank; None for a profile that was not merged."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks.own.shape[1] != len(self.tree):
-            raise DataError(f"a profile of {len(self.tree)} nodes with times of ranks for {self.ranks.own.shape[1]}")
+            raise DataError(
+                f"a profile of {len(self.tree)} nodes has times of ranks for {self.ranks.own.shape[1]} nodes"
+            )
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            OSError: the disk.
+            OSError: the file cannot be written.
         """
         write_atomic(path, self.content())
 
     def content(self) -> bytes:
-        """The bytes of the file."""
+        """The content of the file to which `save` writes this profile."""
         arrays: dict[str, Any] = {
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
         facts: dict[str, Any] = dict(asdict(self.facts))
         for name in _SERIES:
-            entries = facts[name]  # by column, as their names would be longer than what they hold
-            facts[name] = {key: [each[key] for each in entries] for key in (entries[0] if entries else ())}
+            entries = facts[name]  # stored by column, which does not repeat the keys
+            facts[name] = {key: [entry[key] for entry in entries] for key in (entries[0] if entries else ())}
         table: dict[str, Any] = {"facts": facts}
         if self.ranks is not None:
             table["ranks"] = self.ranks.labels
@@ -168,30 +173,41 @@ class Profile:
 
 
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile:
-    names, sources = (json.loads(arrays[name].tobytes()) for name in ("names", "sources"))
+    names, sources = (read_json(arrays[name]) for name in ("names", "sources"))
     if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
-        raise ValueError("its names are no list of texts")
-    known = [name for name in COLUMNS if table["version"] > 1 or name not in ("idle", "alone")]
+        raise ValueError("its names are not a list of texts")
+    known = [name for name in COLUMNS if table["version"] > 1 or name not in ("idle", "alone")]  # new in version 2
     none = np.zeros(len(arrays["parent"]), np.int64)
     own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
-    own |= {name: arrays[name].astype(np.int64) for name in known}
+    own |= {name: integers(arrays[name]) for name in known}
     own |= {name: arrays[name].astype(np.float64) for name in FRACTIONS}
-    ranks = RankTimes(table["ranks"], arrays["ranks"].astype(np.int64)) if "ranks" in table else None
-    return Profile(CallTree(names=names, **own), _facts(table["facts"]), sources, ranks)
+    tree = CallTree(names=names, **own)
+    tree.check_values()
+    ranks = None
+    if "ranks" in table:
+        labels = table["ranks"]
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError("its ranks are not a list of texts")
+        ranks = RankTimes(labels, integers(arrays["ranks"]))
+        if float(np.abs(ranks.own.astype(float)).sum()) > LARGEST_SUM:
+            raise ValueError("times of its ranks are too large")
+    return Profile(tree, _facts(table["facts"]), sources, ranks)
 
 
 def _facts(table: dict[str, Any]) -> Facts:
-    for name, make in _SERIES.items():
-        kept = table.get(name, [])
-        if isinstance(kept, dict):  # before version 3 it was a list of tables
-            kept = [dict(zip(kept, values, strict=True)) for values in zip(*kept.values(), strict=True)]
-        table[name] = [make(**each) for each in kept]
-    table["waits"] = {name: Events(**each) for name, each in table.pop("waits", {}).items()}
-    return Facts(**table)
+    for name in _SERIES:
+        series = table.get(name, [])
+        if isinstance(series, dict):  # since version 3; a list of tables before
+            series = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
+        table[name] = series
+    facts = record(Facts, table)
+    if not 0 < facts.share <= 1:
+        raise ValueError(f"`share` is {facts.share}")
+    return facts
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:
-    """In the fewest bytes that hold it."""
+    """Convert a column to the smallest integer type that holds its values."""
     for dtype in (np.int8, np.int16, np.int32):
         if column.min() >= np.iinfo(dtype).min and column.max() <= np.iinfo(dtype).max:
             return column.astype(dtype)

@@ -1,4 +1,4 @@
-"""Spans of shoestring's own (`core.trace.span`: communication, checkpoints, offload) are nodes as torch's are."""
+"""Records shoestring's own spans (`core.trace.span`: communication, checkpoints, offload) as nodes of the tree."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from shoestring.core.trace import span
 
 
 class SpanListener:
-    """Has the native collector record each span, by its name, where it is."""
+    """Passes the beginning and end of each span to the native collector."""
 
     def __init__(self, library: Any) -> None:
         self.library, self.mine = library, threading.local()
 
     def begin(self, work: span, /) -> None:
-        """On the span's own thread."""
+        """Begin a span on the thread that runs it."""
         if not hasattr(self.mine, "running"):
             self.mine.running = {}
         self.mine.running[id(work)] = self.library.callpaths_enter(work.name.encode())
 
     def end(self, work: span, /) -> None:
-        """On the same thread, where it began before we listened, too."""
+        """End a span, on the same thread; a span that began before listening started is ignored."""
         running = getattr(self.mine, "running", {})
         if (entered := running.pop(id(work), None)) is not None:
             self.library.callpaths_leave(entered)

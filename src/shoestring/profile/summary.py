@@ -1,4 +1,4 @@
-"""A profile as text for a terminal: what was found, the lines of the program by their time, and the operators."""
+"""A profile as text for a terminal: findings, the program's lines by time, operators and native functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoestring.figures import nanoseconds, percent, seconds
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
@@ -16,14 +17,14 @@ from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind, without_native
 
 _CODE = 48
-"""Characters of a line's code that are shown."""
+"""Maximum number of characters of a line's code that are shown."""
 
 _NOTABLE = 0.005
-"""Share of the time below which what held the program up is not worth a line."""
+"""Events and costs below this share of the time are not shown."""
 
 
 def summary(profile: Profile, most: int = 15) -> Iterator[str]:
-    """The text, with at most so many lines of the program and a third as many operators."""
+    """Yield the lines of the text, with at most `most` lines of the program and a third as many operators."""
     tree, total = profile.tree, max(without_imports(profile.tree), 1)
     yield from _headline(profile)
     yield from _findings(find(profile))
@@ -34,14 +35,20 @@ def summary(profile: Profile, most: int = 15) -> Iterator[str]:
     if len(lines) > most:
         yield f"and {len(lines) - most} more lines"
     rows = [
-        [f"{own / total:.1%}", seconds(own), f"{count:,}", seconds(own / max(count, 1)), name]
+        [
+            percent(own / total),
+            nanoseconds(own),
+            f"{count:,}",
+            nanoseconds(own / max(count, 1)),
+            name,
+        ]
         for name, (own, count) in list(by_operator(without_native(tree)).items())[: max(most // 3, 1)]
     ]
     if rows:
         yield ""
         yield from columns(["share", "time", "calls", "mean", "operator, without those that it calls"], rows, figures=4)
     rows = [
-        [f"{own / total:.1%}", seconds(own), name]
+        [percent(own / total), nanoseconds(own), name]
         for name, own in list(by_native_function(tree).items())[: max(most // 3, 1)]
     ]
     if rows:
@@ -53,45 +60,46 @@ def _headline(profile: Profile) -> Iterator[str]:
     tree, facts = profile.tree, profile.facts
     own, behind = tree.own, in_backward(tree)
     python = np.isin(tree.kind, (NodeKind.PYTHON, NodeKind.SPAN))
-    forward, backward = (seconds(own[~python & ~root(tree) & (behind == side)].sum()) for side in (False, True))
+    forward, backward = (nanoseconds(own[~python & ~root(tree) & (behind == side)].sum()) for side in (False, True))
     ranks = f" on {len(profile.ranks.labels)} ranks" if profile.ranks else ""
     title = command(facts)
     title = title if len(title) <= 60 else f"{title[:59]}…"
     steps = f", {facts.steps:,} steps" if facts.steps else ""
-    yield f"{title}: {facts.seconds:.2f} s{ranks}{steps}"
+    yield f"{title}: {seconds(facts.seconds)}{ranks}{steps}"
     imported, share = import_time(tree), facts.beside / (facts.seconds or 1)
-    more = f", and {seconds(facts.beside * 1e9)} on other threads ({share:.1%})" if share >= _NOTABLE else ""
-    outside = seconds(own[python].sum() - imported)
+    more = f", and {seconds(facts.beside)} on other threads ({percent(share)})" if share >= _NOTABLE else ""
+    outside = nanoseconds(own[python].sum() - imported)
     yield (
         f"{forward} in operators, {backward} in the backward pass, {outside} in Python outside of operators; recording"
-        f" took {seconds(facts.overhead * 1e9)} ({facts.overhead / (facts.seconds or 1):.1%}){more}"
+        f" took {seconds(facts.overhead)} ({percent(facts.overhead / (facts.seconds or 1))}){more}"
     )
     if imported > _NOTABLE * tree.inclusive[0]:
-        yield f"importing packages took {seconds(imported)}, which is in no line and no share"
+        yield f"importing packages took {nanoseconds(imported)}, which is in no line and no share"
     if profile.ranks:
         times = dict(zip(profile.ranks.labels, profile.ranks.own.sum(1), strict=True))
         least, longest = min(times, key=lambda name: times[name]), max(times, key=lambda name: times[name])
-        yield f"{least} took least, {seconds(times[least])}, and {longest} longest, {seconds(times[longest])}"
+        yield f"{least} took least, {nanoseconds(times[least])}, and {longest} longest, {nanoseconds(times[longest])}"
     beside = int(tree.inclusive[0]) - (facts.seconds - facts.overhead) * 1e9
     if beside > _NOTABLE * tree.inclusive[0]:
-        yield f"other threads worked beside the first for {seconds(beside)}, which lines and operators include"
+        yield f"other threads worked beside the first for {nanoseconds(beside)}, which lines and operators include"
     if device := int(tree.device.sum()):
-        yield f"{seconds(device)} on the accelerator"
+        yield f"{nanoseconds(device)} on the accelerator"
     if facts.share < 1:
-        yield f"sampled: operators were recorded {facts.share:.1%} of the time; counts and times are scaled up to all"
+        share = percent(facts.share)
+        yield f"sampled: operators were recorded {share} of the time; counts and times are scaled up to all"
     yield from notes(facts)
     yield from [line for line, share in waits(facts) if share >= _NOTABLE][:5]
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """Sentences on what is not in the tree."""
+    """Sentences about work that is not in the call tree."""
     if facts.lost:
         yield f"{facts.lost:,} calls found no room in the tree; they are in no line."
     yield from facts.unseen
 
 
 def command(facts: Facts) -> str:
-    """The program and its arguments, as one calls it."""
+    """The program's name and its arguments."""
     if not facts.command:
         return "program"
     program = Path(facts.command[0])
@@ -99,20 +107,18 @@ def command(facts: Facts) -> str:
 
 
 def waits(facts: Facts) -> list[tuple[str, float]]:
-    """What held the program up, as a line, and its share of the time; the longest first."""
+    """(line of text, share of the time) for each kind of event that delayed the program, the longest first."""
     lines = []
     for name, events in sorted(facts.waits.items(), key=lambda item: -item[1].seconds):
         file, _, number = events.where.rpartition(":")
         where = f", first at {short(file)}:{number}" if events.where else ""
         times = f"{events.count:,} time{'s' * (events.count != 1)}"
-        lines.append(
-            (f"{name}: {times}, {seconds(events.seconds * 1e9)}{where}", events.seconds / (facts.seconds or 1))
-        )
+        lines.append((f"{name}: {times}, {seconds(events.seconds)}{where}", events.seconds / (facts.seconds or 1)))
     return lines
 
 
 def root(tree: CallTree) -> np.ndarray:
-    """Which nodes hold time that is on no line and in no operator."""
+    """Mask of the root node, whose own time belongs to no line and no operator."""
     return tree.kind == NodeKind.ROOT
 
 
@@ -127,39 +133,54 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _line_row(sources: Mapping[str, str], place: tuple[str, int], line: LineTime, total: int) -> list[str]:
-    times = (seconds(value) if value else "" for value in (line.forward, line.backward, line.python))
+    times = (nanoseconds(value) if value else "" for value in (line.forward, line.backward, line.python))
     mostly = max(line.operators, key=lambda name: line.operators[name], default="")
-    unsure = f"{line.uncertainty / total:.1%}" if line.uncertainty >= 0.0005 * total else ""
-    return [f"{line.total / total:.1%}", unsure, *times, f"{short(place[0])}:{place[1]}", code(sources, *place), mostly]
+    unsure = percent(line.uncertainty / total) if line.uncertainty >= 0.0005 * total else ""
+    return [
+        percent(line.total / total),
+        unsure,
+        *times,
+        f"{short(place[0])}:{place[1]}",
+        code(sources, *place),
+        mostly,
+    ]
 
 
 def by_operator(tree: CallTree) -> dict[str, tuple[int, int]]:
-    """Nanoseconds without what they call, and calls, of each operator and backward function, the longest first."""
-    found: dict[str, tuple[int, int]] = {}
+    """Own nanoseconds and number of calls of each operator and backward function, the longest first."""
+    operators: dict[str, tuple[int, int]] = {}
     for node in np.flatnonzero(np.isin(tree.kind, (NodeKind.OPERATOR, NodeKind.BACKWARD))):
-        own, count = found.get(name := tree.label(int(node)), (0, 0))
-        found[name] = own + int(tree.own[node]), count + int(tree.count[node])
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+        own, count = operators.get(name := tree.label(int(node)), (0, 0))
+        operators[name] = own + int(tree.own[node]), count + int(tree.count[node])
+    return dict(sorted(operators.items(), key=lambda item: -item[1][0]))
 
 
 def by_native_function(tree: CallTree) -> dict[str, int]:
-    """Nanoseconds without what they call, of each native function below operators, the longest first."""
-    found: Counter[str] = Counter()
+    """Own nanoseconds of each native function below operators, the longest first."""
+    functions: Counter[str] = Counter()
     for node in np.flatnonzero((tree.kind == NodeKind.NATIVE) & (tree.own > 0)):
-        found[tree.label(int(node))] += int(tree.own[node])
-    return dict(found.most_common())
+        functions[tree.label(int(node))] += int(tree.own[node])
+    return dict(functions.most_common())
 
 
 def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
-    """Two profiles compared: their times, and the lines that changed most."""
+    """The comparison of two profiles as text: their times, and the lines whose time changed most."""
     before, after = comparison.total
     unit = "a step" if comparison.by_step else "in all"
     factor = f"{before / after:.2f}x as fast" if after > 0 else ""
-    yield f"{seconds(before)} {unit} before, {seconds(after)} after: {factor}"
+    yield f"{nanoseconds(before)} {unit} before, {nanoseconds(after)} after: {factor}"
     rows = []
     for place, (old, new) in list(comparison.by_line().items())[:most]:
         line = f"{short(place[0])}:{place[1]}" if place[1] >= 0 else f"{short(place[0])}:{-place[1]} (was)"
-        rows.append([seconds(old), seconds(new), seconds(new - old, sign=True), line, code(comparison.sources, *place)])
+        rows.append(
+            [
+                nanoseconds(old),
+                nanoseconds(new),
+                nanoseconds(new - old, sign=True),
+                line,
+                code(comparison.sources, *place),
+            ]
+        )
     yield ""
     yield from columns(["before", "after", "change", "line", "code"], rows, figures=3)
     if len(comparison.by_line()) > most:
@@ -167,14 +188,14 @@ def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
 
 
 def code(sources: Mapping[str, str], file: str, line: int) -> str:
-    """What is written at a line, as far as it is known and has room."""
+    """The source text of a line, cut to `_CODE` characters; empty if unknown."""
     lines = sources.get(file, "").splitlines()
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return text if len(text) <= _CODE else f"{text[: _CODE - 1]}…"
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]], figures: int) -> Iterator[str]:
-    """Aligned columns without those that are empty; the first `figures` of them to the right."""
+    """The lines of a text table without empty columns; the first `figures` columns are right-aligned."""
     table = [head, *rows]
     shown = [column for column in range(len(head)) if any(row[column] for row in table[1:])]
     widths = [max(len(row[column]) for row in table) for column in shown]
@@ -184,11 +205,3 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]], figures: int) ->
             for column, width in zip(shown, widths, strict=True)
         )
         yield "  ".join(cells).rstrip()
-
-
-def seconds(nanoseconds: float, *, sign: bool = False) -> str:
-    """A time with three digits and its unit."""
-    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if abs(nanoseconds) >= scale:
-            return f"{nanoseconds / scale:{'+' if sign else ''}.3g} {unit}"
-    return f"{nanoseconds:{'+' if sign else ''}.0f} ns"

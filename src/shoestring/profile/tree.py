@@ -1,16 +1,17 @@
-"""The calling-context tree of a profile: call paths from Python's lines through operators, with what they took.
+"""The calling-context tree of a profile: call paths from Python's lines into operators, with their counts and times.
 
-Times are nanoseconds. A node's own time is its inclusive time less that of its children; all own times of a tree add up
-to the time of its root. Backward functions are where they ran; `link` names the operator whose gradient they compute.
+Times are nanoseconds. A node's own time is its inclusive time minus the inclusive times of its children; all own times
+of a tree add up to the inclusive time of its root. Backward functions are below the code that ran them; `link` is the
+node of the operator whose gradient they compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 from shoestring.core.errors import DataError
 
 Integers = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class NodeKind(IntEnum):
-    """What a node is; numbers as `native/callpaths.cpp` has them."""
+    """Kinds of nodes; `native/callpaths.cpp` uses the same numbers."""
 
     ROOT = 0
     PYTHON = 1
@@ -30,15 +32,16 @@ class NodeKind(IntEnum):
     BACKWARD = 3
     """A function of the backward pass."""
     SPAN = 4
-    """A part that the program names (`record_function`, or a span of shoestring's own)."""
+    """A named part of the program: a `record_function` of torch, or a span of shoestring."""
     LINK = 5
-    """Above the backward functions of one operator of the forward pass."""
+    """Parent of the backward functions of one operator of the forward pass."""
     OVERFLOWN = 6
-    """Call paths that found no room."""
+    """Stands for call paths left out of a full tree, or frames left out of a deep stack."""
     KERNEL = 7
-    """What an accelerator ran for the operator above: its time is in `device`, and in no other column."""
+    """A kernel or copy on an accelerator, launched by the operator above; its time is in `device` and in no other
+    column."""
     NATIVE = 8
-    """A native function that an operator, or another one, calls: samples say how its own time is shared out."""
+    """A native function called by an operator or another native function; its own time is estimated from samples."""
 
 
 COLUMNS = (
@@ -48,88 +51,119 @@ COLUMNS = (
 FRACTIONS = ("squares", "count_variance", "own_variance")
 
 
+OUTER, INNER = 96, 96
+"""Numbers of outermost and innermost Python frames of a deep stack that are recorded, as in `native/callpaths.cpp`."""
+GAP = "… frames left out …"
+"""Name of the node, of kind OVERFLOWN, between the outermost and innermost frames of a deep stack."""
+MOST_NODES, DEEPEST = 1 << 20, 1 << 12
+"""Maximum number of nodes and maximum depth of a tree in a file."""
+LARGEST_SUM = float(1 << 62)
+"""Maximum sum of a column of a tree in a file, so that totals fit into 64-bit integers."""
+
+
 ENGINE = "autograd::engine::evaluate_function: "
-"""What torch puts before the name of a backward function where it runs the whole of it."""
+"""Prefix that torch gives the name of a backward function when its engine evaluates it."""
 
 
 @dataclass(frozen=True)
 class CallTree:
-    """Columns of N nodes; a node comes after its parent, and the first is the root."""
+    """Columns with an entry for each of N nodes; a node comes after its parent, and the first node is the root."""
 
     names: list[str]
-    """Of operators and spans; of Python functions `file<TAB>qualified name`, of native ones `library<TAB>name`."""
+    """Names of nodes: `file<TAB>qualified name` for Python functions, `library<TAB>name` for native functions."""
     parent: Integers
-    """The root's is -1."""
+    """Index of the parent node; -1 for the root."""
     kind: Integers
     name: Integers
-    """Index of `names`."""
+    """Index into `names`."""
     line: Integers
-    """Of Python nodes, from 1; 0 is not known."""
+    """Line of a Python node, from 1; 0 if unknown."""
     link: Integers
-    """Of LINK nodes, the node whose gradient is computed below; otherwise -1."""
+    """For a LINK node, the node whose gradient is computed below it; otherwise -1."""
     count: Integers
     own: Integers
     least: Integers
     most: Integers
     bytes: Integers
-    """Bytes of the tensors that an operator was given, over all calls; 0 is not known. See `collector.py`."""
+    """Bytes of an operator's tensor arguments, summed over its calls; 0 if unknown."""
     flops: Integers
-    """Floating-point operations of matrix products, convolutions and attention, over all calls; 0 is not known."""
+    """Floating-point operations of matrix products, convolutions and attention, summed over calls; 0 if unknown."""
     device: Integers
-    """Nanoseconds on an accelerator: of KERNEL nodes, their own; of others 0."""
+    """Nanoseconds of a KERNEL node on the accelerator; 0 for other nodes."""
     idle: Integers
-    """Of KERNEL nodes, nanoseconds that the accelerator had nothing to run just before them."""
+    """For a KERNEL node, nanoseconds in which the accelerator was idle just before it."""
     alone: Integers
-    """Of KERNEL nodes that copy, nanoseconds in which no kernel ran beside them."""
+    """For a KERNEL node that copies, nanoseconds in which no kernel ran at the same time."""
     graphed: Integers
-    """Calls that recorded a function for the backward pass."""
+    """Number of calls that recorded a function for the backward pass."""
     inputs: Integers
-    """Index of `names`: the arguments of a call, such as `float32[8,64], float32[64,64]`; 0 is not known."""
+    """Index into `names`: the arguments of a call, such as `float32[8,64], float32[64,64]`; 0 if unknown."""
     variants: Integers
-    """Different arguments seen, at least: by shape, type or layout; 0 is not known."""
+    """Lower bound of the number of different arguments, by shape, type or layout; 0 if unknown."""
     squares: NDArray[np.float64]
-    """Sums of the squares of inclusive times."""
+    """Sum of squared inclusive times of calls."""
     count_variance: NDArray[np.float64]
-    """Of `count`, as an estimate; 0 where every call was recorded."""
+    """Variance of the estimate `count`; 0 if every call was recorded."""
     own_variance: NDArray[np.float64]
-    """Of `own`, as an estimate: of Python's own time, which is sampled, and of operators in a sampled profile."""
+    """Variance of the estimate `own`: Python's own time is always sampled, and operators are sampled if the share is
+    below 1."""
 
     def __post_init__(self) -> None:
         size = len(self.parent)
         sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, *FRACTIONS)}
-        if size == 0 or set(sizes.values()) != {size}:
-            raise DataError(f"a profile with columns of {sizes} nodes")
+        flat = all(getattr(self, name).ndim == 1 for name in sizes)
+        if size == 0 or not flat or set(sizes.values()) != {size}:
+            raise DataError(f"a profile has columns of different or zero length, in nodes: {sizes}")
         before = np.arange(size)
         fits = self.parent[0] == -1 and bool((self.parent[1:] >= 0).all() and (self.parent[1:] < before[1:]).all())
-        within = all(bool(((of >= 0) & (of < len(self.names))).all()) for of in (self.name, self.inputs))
+        within = all(bool(((index >= 0) & (index < len(self.names))).all()) for index in (self.name, self.inputs))
         linked = bool((self.link >= -1).all() and (self.link < size).all())
         if not (fits and within and linked):
-            raise DataError("a profile whose nodes name parents, links or names that are not there")
+            raise DataError("nodes of a profile name parents, links or names that are not there")
+
+    def check_values(self) -> None:
+        """Refuse values that a damaged file may contain but that no recording produces.
+
+        Raises:
+            DataError: a kind, number or link is invalid, or the tree is too large or too deep.
+        """
+        if len(self) > MOST_NODES or int(self.depth.max()) > DEEPEST:
+            raise DataError(f"a profile of {len(self):,} nodes, {int(self.depth.max()):,} deep, exceeds the limits")
+        kinds = bool(((self.kind >= 0) & (self.kind <= max(NodeKind))).all())
+        targets = self.kind[np.maximum(self.link, 0)]
+        linked = not bool(((self.link >= 0) & (targets == NodeKind.LINK)).any())
+        whole = all(float(np.abs(getattr(self, name).astype(float)).sum()) <= LARGEST_SUM for name in _SUMS)
+        counted = all(bool((getattr(self, name) >= 0).all()) for name in ("count", "line", "variants"))
+        finite = all(bool(np.isfinite(getattr(self, name)).all()) for name in FRACTIONS)
+        if not (kinds and linked and whole and counted and finite):
+            raise DataError("a profile has kinds, links or numbers that no recording produces")
 
     def __len__(self) -> int:
         return len(self.parent)
 
     @cached_property
     def inclusive(self) -> Integers:
-        """With what is below."""
+        """Nanoseconds of each node together with all nodes below it."""
         return totals(self.parent, self.own)
 
     @cached_property
     def depth(self) -> Integers:
-        """Of each node, from 0."""
+        """Depth of each node: the number of nodes above it."""
         depth = np.zeros(len(self), np.int64)
         for node in range(1, len(self)):
             depth[node] = depth[self.parent[node]] + 1
         return depth
 
     def label(self, node: int) -> str:
-        """What a person calls a node."""
+        """The name of a node for display."""
         name = self.names[self.name[node]]
         if self.kind[node] == NodeKind.PYTHON:
             file, _, function = name.partition("\t")
             return f"{function} ({file.rsplit('/', 1)[-1]}:{self.line[node]})"
         if self.kind[node] == NodeKind.LINK:
-            return f"backward of {self.label(int(self.link[node]))}" if self.link[node] >= 0 else "backward"
+            link = int(self.link[node])
+            forward = link >= 0 and self.kind[link] != NodeKind.LINK
+            return f"backward of {self.label(link)}" if forward else "backward"
         if self.kind[node] == NodeKind.NATIVE:
             library, _, function = name.partition("\t")
             return f"{function} ({library.rsplit('/', 1)[-1]})"
@@ -141,23 +175,24 @@ class CallTree:
         return self.names[self.name[node]].partition("\t")[0], int(self.line[node])
 
     def nearest(self, wanted: NDArray[np.bool_]) -> Integers:
-        """Of each node the nearest node at or above it that is wanted, -1 where there is none.
+        """For each node, the nearest node in the mask `wanted`, at or above it; -1 if there is none.
 
-        Below a link the search goes on from the operator of the forward pass, so backward functions have its lines.
+        At a link, the search continues from the operator of the forward pass, so backward functions get that operator's
+        lines.
         """
-        found = np.full(len(self), -1, np.int64)
+        nearest = np.full(len(self), -1, np.int64)
         for node in range(len(self)):
             if wanted[node]:
-                found[node] = node
-            elif self.link[node] >= 0 and self.link[node] < node and found[self.link[node]] >= 0:
-                found[node] = found[self.link[node]]
+                nearest[node] = node
+            elif self.link[node] >= 0 and self.link[node] < node and nearest[self.link[node]] >= 0:
+                nearest[node] = nearest[self.link[node]]
             elif node:
-                found[node] = found[self.parent[node]]
-        return found
+                nearest[node] = nearest[self.parent[node]]
+        return nearest
 
 
 def totals(parent: Integers, own: Integers) -> Integers:
-    """Inclusive times from own ones."""
+    """Inclusive times, computed from own times."""
     inclusive = own.copy()
     for node in range(len(parent) - 1, 0, -1):
         inclusive[parent[node]] += inclusive[node]
@@ -168,8 +203,13 @@ _SUMS = ("count", "own", "bytes", "flops", "device", "idle", "alone", "graphed")
 _FRESH: Mapping[str, float] = {"least": 2**62} | dict.fromkeys((*_SUMS, *FRACTIONS, "most", "variants", "inputs"), 0)
 
 
+def both_ends(path: Sequence[T]) -> list[T | None]:
+    """A stack of frames; in a deep stack, None replaces the middle."""
+    return list(path) if len(path) <= OUTER + INNER else [*path[:OUTER], None, *path[-INNER:]]
+
+
 class TreeBuilder:
-    """Builds a tree from others: call paths that are equal become one node."""
+    """Builds a tree, in which equal call paths share a node."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {"": 0}
@@ -178,17 +218,23 @@ class TreeBuilder:
         self.numbers: list[dict[str, float]] = [dict(_FRESH)]
 
     def text(self, name: str) -> int:
-        """The index of a name."""
+        """The index of a name, which is added if it is new."""
         return self.names.setdefault(name, len(self.names))
 
     def node(self, parent: int, kind: int, name: str, line: int = 0, link: int = -1) -> int:
-        """The node of this kind below `parent`."""
+        """The node with these properties below `parent`, created if it is new."""
         key = (parent, kind, self.text(name), line, link)
         if key not in self.nodes:
             self.nodes[key] = len(self.rows)
             self.rows.append([*key])
             self.numbers.append(dict(_FRESH))
         return self.nodes[key]
+
+    def line(self, parent: int, frame: tuple[str, int] | None) -> int:
+        """The node of a frame (`file<TAB>qualified name`, line) below `parent`; None stands for a gap."""
+        if frame is None:
+            return self.node(parent, NodeKind.OVERFLOWN, GAP)
+        return self.node(parent, NodeKind.PYTHON, *frame)
 
     def add(
         self,
@@ -200,17 +246,17 @@ class TreeBuilder:
         variants: int = 0,
         **sums: float,
     ) -> None:
-        """Add calls to a node; `sums` are the columns that add up: `count`, `own`, `bytes`, `squares` and so on."""
+        """Add calls to a node; `sums` has values of columns that are sums over calls, such as `count` and `own`."""
         numbers = self.numbers[node]
         for name, value in sums.items():
             numbers[name] += value
         numbers["least"] = min(numbers["least"], least)
         numbers["most"] = max(numbers["most"], most)
-        if variants > numbers["variants"]:  # of those who saw more
+        if variants > numbers["variants"]:  # not added up, because trees may share variants
             numbers["variants"], numbers["inputs"] = variants, self.text(inputs)
 
     def graft(self, tree: CallTree, onto: int = 0) -> list[int]:
-        """Add all of a tree below a node; returns where its nodes are now."""
+        """Add a tree below the node `onto`; returns the new number of each of its nodes."""
         places = [onto]
         for node in range(len(tree)):
             if node:
@@ -235,12 +281,19 @@ class TreeBuilder:
         return places
 
     def build(self) -> CallTree:
-        """The tree."""
+        """The finished tree.
+
+        Raises:
+            DataError: a sum exceeds 64 bits.
+        """
         rows = np.array(self.rows, np.int64)
-        numbers: dict[str, Any] = {
-            name: np.array([of[name] for of in self.numbers], float if name in FRACTIONS else np.int64)
-            for name in _FRESH
-        }
+        try:
+            numbers: dict[str, Any] = {
+                name: np.array([values[name] for values in self.numbers], float if name in FRACTIONS else np.int64)
+                for name in _FRESH
+            }
+        except OverflowError as error:
+            raise DataError("the sum of the times of these profiles exceeds 64 bits") from error
         parent = rows[:, 0]
         return CallTree(
             names=list(self.names),
@@ -254,7 +307,7 @@ class TreeBuilder:
 
 
 def without_native(tree: CallTree) -> CallTree:
-    """The tree as it is where native functions are not recorded: operators have all of their own time."""
+    """The tree without nodes of native functions; their time is added to the operators above them."""
     native = tree.kind == NodeKind.NATIVE
     if not native.any():
         return tree
@@ -270,7 +323,7 @@ def without_native(tree: CallTree) -> CallTree:
 
 
 def merged(trees: Iterable[CallTree]) -> CallTree:
-    """One tree of several: of ranks, or of runs."""
+    """Merge the trees of several ranks or runs into one."""
     builder = TreeBuilder()
     for tree in trees:
         builder.graft(tree)
@@ -278,5 +331,5 @@ def merged(trees: Iterable[CallTree]) -> CallTree:
 
 
 def columns(tree: CallTree) -> Mapping[str, Any]:
-    """The columns by name."""
+    """The columns of a tree by name."""
     return {name: getattr(tree, name) for name in (*COLUMNS, *FRACTIONS)}

@@ -1,9 +1,9 @@
-"""Recording a part of the time: one window in each block, what it says of the whole block, and the share for a budget.
+"""Samples a program in time: records one window in each block, scales it up, and adjusts the share to a budget.
 
-Blocks are of optimizer steps once there are any, because only then are a forward pass and its backward pass in one
-window, and of seconds before. Within its block a window begins at random, so that every operator is as likely to be
-recorded as any other: stratified sampling with one sample a stratum. How far a window may be from its block is judged
-by how far the windows of neighbouring blocks are from each other.
+Before the first optimizer step, blocks are measured in seconds; after it, in steps, so that a window holds whole steps
+with forward and backward pass. A window begins at a random position in its block, so that every operator is equally
+likely to be recorded: stratified sampling with one sample per stratum. The variance within a block is estimated from
+the difference between the windows of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ import numpy as np
 from shoestring.core.errors import ConfigError
 
 WINDOW = 0.05
-"""Seconds of a window before there are steps."""
+"""Seconds of a window before the first optimizer step."""
 
 FIRST_STEPS = 2
-"""Steps that are recorded before windows are drawn."""
+"""Number of steps at the start that are all recorded."""
 
 BLOCK = 0.05, 0.5
-"""Least seconds of a block, at first and later, when they are a tenth of the time so far: reading the counters at its
-end takes about a millisecond."""
+"""Smallest and largest value, in seconds, for the minimum length of a block. Between them, it is a tenth of the time so
+far, because reading the counters at the end of a block takes about a millisecond."""
 
 UNSEEN = 2.5
-"""What recording costs, over what it can measure of it itself, until steps with and without it have been compared:
-torch's own work to call us, and caches that hold less of the program's."""
+"""Prior estimate of the ratio of recording's whole cost to the cost that it measures itself; the rest is torch's work
+to call the recorder, and cache misses. The prior gets less weight with every comparison of steps with and without
+recording."""
 DOUBT = 1.0
-"""Standard error of `UNSEEN`, as a part of it."""
+"""Relative standard error of `UNSEEN`."""
 COMPARED = 101
-"""Newest comparisons of steps with and without recording that count."""
+"""Number of newest comparisons of steps with and without recording that are used."""
 
 SHARES = 0.005, 0.9
-"""Least and largest share under a budget: without anything left out, nothing can be compared."""
+"""Minimum and maximum share under a budget; the maximum leaves some unrecorded steps for comparison."""
 
 
 class Spent(NamedTuple):
-    """Seconds since any fixed moment."""
+    """Seconds spent since some fixed moment."""
 
     recording: float
-    """That recording measures of itself."""
+    """Time that recording took by its own measurement."""
     processor: float
-    """Of the program and everything here."""
+    """Processor time of the program and of profiling."""
     beside: float
-    """Of the processor, for what goes on also where nothing is recorded."""
+    """Processor time of those parts of profiling that continue while recording is paused."""
 
     def since(self, earlier: Spent) -> Spent:
         return Spent(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 class Counters(Protocol):
-    """A thread's tree: nodes and numbers as `collector.py` reads them."""
+    """The counters of a thread's tree, as in `native_tree.ThreadData`."""
 
     numbers: np.ndarray
     means: np.ndarray
@@ -67,7 +68,7 @@ class Counters(Protocol):
 
 @dataclass
 class Stratum:
-    """The stratum that is being sampled, in steps or seconds."""
+    """The current block and its window, in steps or seconds."""
 
     begin: float
     end: float
@@ -79,20 +80,20 @@ class Stratum:
 
 @dataclass
 class ThreadEstimate:
-    """Of one thread, by node: count, inclusive, within, graphed, squares."""
+    """Estimates for one thread: rows are nodes; columns are count, inclusive, within, graphed, squares."""
 
     totals: np.ndarray = field(default_factory=lambda: np.zeros((0, 5)))
     variances: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """Of count, and of the time of a node itself."""
+    """(N, 2): variances of count and own time."""
     rates: np.ndarray | None = None
-    """Of the last window, a unit."""
+    """Values of the last window, per unit (step or second); None before the first window of this unit."""
     seen: np.ndarray = field(default_factory=lambda: np.zeros((0, 5)))
-    """What the counters were at the end of the last window."""
+    """Counters at the end of the last window."""
     pending: float = 0.0
-    """Sum of squared lengths of blocks whose variance the second window tells."""
+    """Sum of length × unrecorded length over blocks whose variance is unknown until the next window."""
 
     def add(self, counters: np.ndarray, recorded: float, length: float) -> None:
-        """A window of `recorded` units, that stands for a block of `length`."""
+        """Add a window of `recorded` units that represents a block of `length` units."""
         size = len(counters)
         for name in ("totals", "variances", "seen", "rates"):
             old = getattr(self, name)
@@ -104,19 +105,20 @@ class ThreadEstimate:
         self.pending += max(length - recorded, 0.0) * length
         if self.rates is not None:
             difference = rates - self.rates
-            ours = np.stack([difference[:, 0], difference[:, 1] - difference[:, 2]], axis=1)
-            self.variances += self.pending * ours**2 / 2
+            count_and_own = np.stack([difference[:, 0], difference[:, 1] - difference[:, 2]], axis=1)
+            # half the squared difference of two independent samples estimates the variance of one sample
+            self.variances += self.pending * count_and_own**2 / 2
             self.pending = 0.0
         self.rates = rates
 
     def extend(self, length: float) -> None:
-        """Add a block of which nothing was recorded: it is taken to be as the last was."""
+        """Add a block without a window; its values per unit are assumed to be those of the last window."""
         if self.rates is not None:
             self.totals += self.rates * length
             self.pending += length * length
 
     def settled(self) -> np.ndarray:
-        """The variances; of a single window nothing is known, and its standard error is all of it."""
+        """The variances; after a single window, the standard error is taken to be as large as the estimate."""
         if self.pending and self.rates is not None:
             own = np.stack([self.rates[:, 0], self.rates[:, 1] - self.rates[:, 2]], axis=1)
             self.variances = self.variances + self.pending * own**2
@@ -124,58 +126,61 @@ class ThreadEstimate:
         return self.variances
 
     def change_unit(self) -> None:
-        """What follows is of steps instead of seconds."""
+        """Switch the unit from seconds to steps."""
         self.settled()
         self.rates = None
 
 
 @dataclass
 class Price:
-    """What recording adds to the processor time of what is recorded, as a part of it.
+    """Estimates the overhead of recording, as a fraction of the processor time of the recorded work.
 
-    At first that is what recording measures of itself, times `UNSEEN`. Each block with steps of both kinds compares
-    them; the median of the newest comparisons counts the more, the closer they are to each other.
+    The prior is the self-measured cost times `UNSEEN`. Each block with recorded and unrecorded steps adds a comparison
+    of recorded with unrecorded steps; the less the newest comparisons vary, the more weight their median gets.
     """
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     measured: float = 0.0
-    """By recording itself."""
+    """Overhead that recording measures itself, as a fraction, smoothed over windows."""
 
     def measure(self, window: Spent) -> None:
-        """A window has ended."""
+        """Add the time that the profiler itself took in a window that has ended."""
         if window.processor > window.recording:
             loss = window.recording / (window.processor - window.recording)
             self.measured += (loss - self.measured) / (4 if self.measured else 1)
 
     def compare(self, recorded: float, unrecorded: float) -> None:
-        """Processor seconds of a step of each kind in one block."""
+        """Add a comparison: processor seconds per recorded step and per unrecorded step of a block."""
         if unrecorded > 0:
             self.ratios.append(recorded / unrecorded - 1)
 
     @property
     def loss(self) -> float:
-        """The estimate, by the precision of both."""
+        """The estimated overhead: prior and median, weighted by their precision."""
         expected = UNSEEN * self.measured
         if len(self.ratios) < 3 or not expected:
             return expected
         middle = statistics.median(self.ratios)
+        # 1.4826 times the median absolute deviation estimates the standard deviation of a normal distribution, and the
+        # standard error of a median is 1.2533 times the standard error of a mean
         spread = 1.4826 * statistics.median(abs(ratio - middle) for ratio in self.ratios)
-        ours, theirs = (DOUBT * expected) ** 2, max(1.2533**2 * spread**2 / len(self.ratios), 1e-8)
-        return max((expected * theirs + middle * ours) / (ours + theirs), self.measured)
+        prior_variance, variance = (DOUBT * expected) ** 2, max(1.2533**2 * spread**2 / len(self.ratios), 1e-8)
+        mean = (expected * variance + middle * prior_variance) / (prior_variance + variance)
+        return max(mean, self.measured)
 
 
 class Windows:
-    """Opens and closes windows as steps and seconds go by.
+    """Opens and closes windows of recording as steps and seconds pass.
 
     Args:
-        read: gives the counters of all threads.
-        pause: stops recording, or goes on with it.
-        cost: what was spent so far.
-        share: of the time that is recorded, of (0, 1].
-        budget: what recording may add to the processor time of the program; sets the share, where given.
+        read: returns the counters of all threads.
+        pause: stops recording (True) or continues it (False).
+        cost: returns the time spent so far.
+        share: fraction of the time to record, in (0, 1].
+        budget: fraction of the program's processor time that recording may add; if not None, it sets the share.
 
     Raises:
-        ConfigError: a share or budget that is none.
+        ConfigError: the share or budget is invalid.
     """
 
     def __init__(
@@ -187,7 +192,10 @@ class Windows:
         budget: float | None,
     ) -> None:
         if not 0 < share <= 1 or (budget is not None and not 0 < budget < 1):
-            raise ConfigError(f"cannot record a share of {share} within a budget of {budget}", hint="choose (0, 1]")
+            raise ConfigError(
+                f"cannot record a share of {share} within a budget of {budget}",
+                hint="use a share in (0, 1] and a budget in (0, 1)",
+            )
         self.read, self.pause, self.cost, self.budget = read, pause, cost, budget
         self.share = share if budget is None else SHARES[1]
         self.threads: list[ThreadEstimate] = []
@@ -198,21 +206,21 @@ class Windows:
         self.opened_at = self.stepped_at = 0.0
 
     def begin(self) -> None:
-        """Count from here: the first block is recorded as a whole."""
-        self.threads = [ThreadEstimate(seen=_columns(each)) for each in self.read()]
+        """Start the first block, all of which is recorded."""
+        self.threads = [ThreadEstimate(seen=_columns(counters)) for counters in self.read()]
         self.began = self.block_began = self.window_began = self.cost()
         self.window: Spent | None = None
         self.block = Stratum(0.0, WINDOW, 0.0, WINDOW, 0.0)
 
     def tick(self, seconds: float) -> None:
-        """So many seconds have gone by since the beginning."""
+        """Advance to `seconds` after the start; called at regular times."""
         with self.lock:
             self.now = seconds
             if not self.stepping:
                 self._advance(self._of_program())
 
     def step(self, seconds: float) -> None:
-        """An optimizer step has ended."""
+        """Advance past the end of an optimizer step, `seconds` after the start."""
         began = time.perf_counter()
         with self.lock:
             if self.stepping:
@@ -230,14 +238,14 @@ class Windows:
         self.handling += time.perf_counter() - began
 
     def finish(self, seconds: float) -> list[tuple[np.ndarray, np.ndarray]]:
-        """End the last block; totals and variances of each thread."""
+        """End the last block; returns totals and variances of each thread."""
         with self.lock:
             self.now = seconds
             self._end(self.steps if self.stepping else self._of_program())
-            return [(each.totals, each.settled()) for each in self.threads]
+            return [(thread.totals, thread.settled()) for thread in self.threads]
 
     def _of_program(self) -> float:
-        """Seconds without what recording took: a window would seem longer by that than the rest of its block."""
+        """Seconds since the start without the cost of recording, which would make recorded time seem longer."""
         return self.now - self.cost().since(self.began).recording * UNSEEN
 
     def _advance(self, position: float) -> None:
@@ -272,21 +280,22 @@ class Windows:
             self.recording = False
 
     def _keep_budget(self, budget: float, length: float) -> None:
-        """A block has ended of which so much was recorded."""
-        whole, window, ours = self.cost().since(self.block_began), self.window, self.handling - self.handled
+        """Set the share for the next block after one of `length` units."""
+        whole, window, own = self.cost().since(self.block_began), self.window, self.handling - self.handled
         rest = length - self.block.recorded
         if self.stepping and window is not None and rest > 0:
-            outside = whole.processor - whole.beside - ours - (window.processor - window.beside)
+            outside = whole.processor - whole.beside - own - (window.processor - window.beside)
             self.price.compare((window.processor - window.beside) / self.block.recorded, outside / rest)
         spent, loss = self.cost().since(self.began), max(self.price.loss, 1e-9)
         beside = (spent.beside + self.handling) / max(spent.processor, 1e-9)
-        recorded = self.recorded / (1 + loss)  # seconds as the program alone would have taken
+        recorded = self.recorded / (1 + loss)  # seconds that the recorded work would take without recording
         missed = budget - beside - loss * recorded / max(self.now - self.recorded + recorded, 1e-9)
+        # correct for having spent too much or too little so far, by at most half of the budget
         wanted = budget - beside + min(max(missed, -budget / 2), budget / 2)
         self.share = min(max(wanted / loss, SHARES[0]), SHARES[1])
 
     def _end(self, position: float) -> None:
-        """Reckon the block, of which there may be no window."""
+        """End the block, which may have had no window, and add its estimates."""
         block = self.block
         if block.opened is not None and position > block.opened:
             self._close(position)
@@ -296,8 +305,8 @@ class Windows:
         if block.recorded:
             data = self.read()
             self.threads += [ThreadEstimate() for _ in range(len(data) - len(self.threads))]
-            for thread, each in zip(self.threads, data, strict=True):
-                thread.add(_columns(each), block.recorded, length)
+            for thread, counters in zip(self.threads, data, strict=True):
+                thread.add(_columns(counters), block.recorded, length)
         else:
             for thread in self.threads:
                 thread.extend(length)
@@ -308,14 +317,14 @@ class Windows:
     def _next(self, position: float) -> None:
         unit = 1 if self.stepping else WINDOW
         seconds = min(max(BLOCK[0], self.now / 10), BLOCK[1])
-        each = (self.step_seconds or seconds) if self.stepping else WINDOW
-        window = length = ceil(seconds / each)
-        if self.share < 1:  # of both kinds one at least
+        unit_seconds = (self.step_seconds or seconds) if self.stepping else WINDOW
+        window = length = ceil(seconds / unit_seconds)
+        if self.share < 1:  # at least one recorded and one unrecorded unit, for comparison
             window = max(1, round(self.share * max(length, 1 / self.share, 1 / (1 - self.share))))
             length = max(round(window / self.share), window + 1)
-        most = ceil(max(self.now, BLOCK[1]) / each)
+        most = ceil(max(self.now, BLOCK[1]) / unit_seconds)
         if self.budget is not None and length > most:
-            # What the beginning cost would take a block this long to save: save first, and then look again.
+            # the first windows exceeded the budget: record nothing for a while, then choose a block again
             self.block = Stratum(position, position + most * unit, inf, inf)
             return
         opens = position + unit * (self.random.randrange(length - window + 1))
@@ -323,5 +332,6 @@ class Windows:
 
 
 def _columns(data: Counters) -> np.ndarray:
+    """Extract the columns of `ThreadEstimate` from a thread's counters."""
     columns = [data.numbers[:, 0], data.numbers[:, 1], data.numbers[:, 2], data.numbers[:, 5], data.means[:, 0]]
     return np.stack(columns, axis=1).astype(np.float64)

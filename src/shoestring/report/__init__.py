@@ -1,7 +1,7 @@
 """The output of a run: the report page, the comparison of several runs, console lines and metric sinks.
 
-`write` and `compare` need nothing but the standard library; `report.console` adds rich, and
-each tracker in `report.trackers` an extra. Nothing here imports torch at import time.
+`write` and `compare` need only the standard library; `report.console` also needs rich, and each tracker in
+`report.trackers` needs an extra. Importing this package does not import torch.
 """
 
 from __future__ import annotations

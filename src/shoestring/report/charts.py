@@ -1,20 +1,20 @@
-"""The markup of the charts, which the page's script draws: for each a title, a canvas and a table of values."""
+"""The markup of the charts that the page's script draws: for each chart, a title, a canvas and a table of values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from shoestring.report import figures
+from shoestring import figures
 from shoestring.report.markup import Markup, tag
 from shoestring.report.markup import table as grid
 from shoestring.report.reading import number
 
-_ROWS = 12  # of a table of values
+_ROWS = 12  # approximate maximum number of steps in a chart's table of values
 
 
 def charts(data: dict[str, Any]) -> Markup:
-    """Controls, large charts and small ones, for the payload of `curves`; empty without curves."""
+    """Controls, large charts and small charts for the data from `curves.payload`; empty without curves."""
     if not data["large"] and not data["small"]:
         return Markup()
     drawn = [_chart(position, chart, data["runs"]) for position, chart in enumerate(data["large"] + data["small"])]
@@ -32,8 +32,10 @@ def charts(data: dict[str, Any]) -> Markup:
 def _chart(position: int, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Markup:
     unit = f", {chart['unit']}" if chart["unit"] else ""
     thinned = [line for line in chart["lines"] if line["logged"] > len(line["value"])]
-    kept = max((len(line["value"]) for line in thinned), default=0)
-    note = f"Of {max(line['logged'] for line in thinned):,} points, the {kept:,} extremes are drawn." if thinned else ""
+    note = ""
+    if thinned:
+        logged, points = max(line["logged"] for line in thinned), max(len(line["value"]) for line in thinned)
+        note = f"Of {logged:,} points, the {points:,} extremes are drawn."
     return tag(
         "figure",
         tag("figcaption", tag("b", chart["title"]), unit, *_key(chart, runs)),
@@ -46,29 +48,33 @@ def _chart(position: int, chart: dict[str, Any], runs: Sequence[dict[str, Any]])
 
 
 def _key(chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> list[Markup]:
-    """The colours of the lines of a feature's chart; what others have is among the controls."""
-    own = {line["label"]: line["tone"] for line in chart["lines"] if not line["kind"] and line["label"]}
-    if len(runs) > 1:  # colours tell the runs apart, and all but the first line of each is dotted
-        return [tag("span", f" {', '.join(own)}", class_="of")] if own else []
-    swatches = {label: tag("span", class_=f"swatch tone{tone % 8}", aria_hidden="true") for label, tone in own.items()}
+    """The legend of a feature's chart: a colour for each line. All other charts share the legend in the controls."""
+    tones = {line["label"]: line["tone"] for line in chart["lines"] if not line["kind"] and line["label"]}
+    if len(runs) > 1:  # colours distinguish runs; in each run, all lines but the first are dotted
+        return [tag("span", f" {', '.join(tones)}", class_="of")] if tones else []
+    swatches = {
+        label: tag("span", class_=f"swatch tone{tone % 8}", aria_hidden="true") for label, tone in tones.items()
+    }
     return [tag("span", swatch, f" {label}", class_="key") for label, swatch in swatches.items()]
 
 
 def _values(chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Markup:
-    """The curves at a few steps, for whoever cannot see or run the chart."""
+    """A table of the curves' values at a few steps, for readers who cannot see or run the chart."""
     columns = []
     for line in chart["lines"]:
         run = runs[line["run"]]
         title = ", ".join(filter(None, (run["name"] if len(runs) > 1 else "", line["label"]))) or chart["title"]
         columns.append((title, dict(zip((run["step"][at] for at in line["at"]), line["value"], strict=True))))
     every = sorted({step for _, values in columns for step in values})
-    # steps at which the sparsest curve has a value: evaluations are rare, and rows without them say little
+    # only steps at which the sparsest curve has a value: evaluations are rare, and rows without them say little
     steps = min((list(values) for _, values in columns if len(values) > 2), key=len, default=every)
     chosen = sorted({every[0], *steps[:: max(1, -(-len(steps) // _ROWS))], every[-1]})
-    rows = [[f"{step:,}", *(_cell(values.get(step)) for _, values in columns)] for step in chosen]
+    rows = []
+    for step in chosen:
+        cells = [values.get(step, "–") for _, values in columns]
+        numbers = map(number, cells)  # None for cells that are no finite numbers
+        shown = [
+            str(cell) if figure is None else figures.plain(figure) for cell, figure in zip(cells, numbers, strict=True)
+        ]
+        rows.append([f"{step:,}", *shown])
     return grid(f"{chart['title']} at some of the steps", ["Step", *(title for title, _ in columns)], rows, figures=1)
-
-
-def _cell(value: float | str | None) -> str:
-    figure = number(value)
-    return "–" if value is None else str(value) if figure is None else figures.plain(figure)

@@ -1,4 +1,4 @@
-"""Comparison of runs: the settings that differ, the results, and the curves in the same charts."""
+"""Compares runs: shows the settings that differ, the results, and the curves in common charts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shoestring import figures
 from shoestring.core.errors import ConfigError
-from shoestring.report import curves, digest, figures, page
+from shoestring.report import curves, digest, page
 from shoestring.report.charts import charts
 from shoestring.report.document import document, save
 from shoestring.report.markup import Markup, join, tag
@@ -24,7 +25,7 @@ def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
         A summary for the terminal (final figures, settings and versions that differ), and the page's path.
 
     Raises:
-        ConfigError: there are fewer than two folders, one is given twice, or one is not a run folder.
+        ConfigError: there are fewer than two folders, a folder is given twice, or a folder is not a run folder.
         ShoestringError: the page cannot be written.
     """
     if len(folders) < 2:
@@ -36,11 +37,16 @@ def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
             raise ConfigError(f"`{place}` is given twice", hint="give folders of different runs")
     names = digest.labels(runs)
     versions = [flat({key: run.environment.get(key, {}) for key in ("versions", "git")}) for run in runs]
+    results = [digest.results(run) for run in runs]
+    figure_rows = [
+        [label, *(_format(label, figures_of_run, results[0]) for figures_of_run in results)]
+        for label in dict.fromkeys(label for figures_of_run in results for label in figures_of_run)
+    ]
     blocks = (
         (
             "Results",
             "Final figures; changes are from the first run, of shares in percentage points.",
-            _results(runs),
+            figure_rows,
         ),
         ("Settings that differ", "From the resolved run files.", _differences([flat(run.settings) for run in runs])),
         ("Versions that differ", "From what each run wrote about its environment.", _differences(versions)),
@@ -76,20 +82,14 @@ def _page(runs: Sequence[RunFolder], names: Sequence[str], parts: Sequence[Marku
 
 
 def _differences(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Keys whose values differ, in the order in which they first appear, with each document's value."""
+    """Rows of the keys whose values differ, in order of first appearance: key, then the value in each document."""
     keys = dict.fromkeys(key for document in documents for key in document)
     rows = [[key, *(document.get(key, _ABSENT) for document in documents)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _results(runs: Sequence[RunFolder]) -> list[list[str]]:
-    figures_of = [digest.results(run) for run in runs]
-    labels = dict.fromkeys(label for results in figures_of for label in results)
-    return [[label, *(_format(label, results, figures_of[0]) for results in figures_of)] for label in labels]
-
-
 def _format(label: str, results: Mapping[str, float], first: Mapping[str, float]) -> str:
-    """Format a figure with its unit; for all runs but the first, append the difference from the first."""
+    """Format a figure with its unit; for all runs but the first, the change from the first run is appended."""
     value = results.get(label)
     if value is None:
         return _ABSENT
@@ -105,7 +105,7 @@ def _format(label: str, results: Mapping[str, float], first: Mapping[str, float]
 
 
 def _change(first: float | None, value: float, is_share: bool) -> str:
-    """`value` relative to the first in percent, and of a share the difference; equal values are said to be equal."""
+    """The change from the first run as text: in percent, for shares in percentage points, or "equal"."""
     if first == value:
         return "equal"
     if first is None or not math.isfinite(first) or not math.isfinite(value):
@@ -119,7 +119,7 @@ def _change(first: float | None, value: float, is_share: bool) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as padded columns."""
+    """The lines of a plain-text table, with columns padded to equal width."""
     clean = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*clean, strict=True)]
     padded = (zip(row, widths, strict=True) for row in clean)
@@ -127,5 +127,5 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Names come from files: characters that could steer a terminal are replaced."""
+    """Replace characters that could control the terminal, because the text comes from files."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

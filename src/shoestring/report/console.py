@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, lines elsewhere; both show the same figures."""
+"""Shows the progress of a run: as a bar on a terminal, otherwise as lines, with the same figures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from shoestring.report import figures
+from shoestring import figures
 
-_FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (
+_FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (  # metric and how it is shown, most important first
     ("loss", lambda value: f"loss {value:.3f}"),
     ("bits_per_byte", lambda value: f"bpb {value:.2f}"),
     ("held_out_loss", lambda value: f"held-out loss {value:.3f}"),
@@ -23,24 +23,25 @@ _FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("tokens_per_second", lambda value: f"{figures.count(value)} tok/s"),
     ("samples_per_second", lambda value: f"{figures.count(value)} samples/s"),
     ("mfu", lambda value: f"mfu {figures.percent(value)}"),
-    ("memory_gib", lambda value: f"{value:.2f} GiB"),
+    ("memory_gib", lambda value: figures.memory(value * 2**30)),
     ("data_wait", lambda value: f"data {figures.percent(value)}"),
 )
 _EVALUATION = ("held_out_loss", "held_out_bits_per_byte")
 
 
 class Console:
-    """A sink that shows each step to a person.
+    """A sink that shows the progress of a run to users.
 
-    On a terminal a progress bar; otherwise a line for the first step, for the last, for each evaluation, and of the
-    others those that `every` divides, at most one each `pause` seconds. `NO_COLOR` and a dumb terminal are honoured.
+    On a terminal, it draws a progress bar. Otherwise, it prints a line for the first step, the last step and each
+    evaluation, and for other steps whose number is a multiple of `every`, at most one line per `pause` seconds.
+    `NO_COLOR` and `TERM=dumb` are honoured.
 
     Args:
-        total: gives the steps of the whole run, those before a resume included; 0 while they are not known.
-        every: lines only for multiples of this; 1 for all.
-        pause: seconds that must pass between two ordinary lines.
-        stream: where to write; standard error when None.
-        clock: seconds that only grow; what pauses and the time left are measured with.
+        total: returns the number of steps of the whole run, including steps before a resume; 0 while it is unknown.
+        every: print only steps whose numbers are multiples of this; 1 allows all steps.
+        pause: minimum number of seconds between two ordinary lines.
+        stream: where to write; standard error if None.
+        clock: monotonic clock in seconds, for `pause` and for the time left.
     """
 
     def __init__(
@@ -61,37 +62,36 @@ class Console:
         self._bar = _Bar(self._stream) if on_terminal else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show `values` (the keys of metrics.jsonl) of `step`, counted from 1."""
+        """Show the metrics of a step; steps count from 1, and keys are those of metrics.jsonl."""
         now, total = self._clock(), self._total()
         first = self._begun is None
         self._begun = self._begun or (step, now)
-        facts, left = _facts(values), self._left(step, now)
+        facts = [show(float(values[key])) for key, show in _FACTS if key in values]
+        left = self._left(step, now)
         line = " | ".join([f"step {step}/{total or '?'}", *facts, *left])
         evaluated = any(key in values for key in _EVALUATION)
+        due = step % self._every == 0 and now - self._printed >= self._pause
         if self._bar:
             # the time left comes first, because a narrow terminal cuts off the end
             self._bar.show(step, total, " | ".join(left + facts), line if evaluated else "")
-        elif first or evaluated or 0 < total <= step or self._due(step, now):
+        elif first or evaluated or 0 < total <= step or due:
             self._print(line, now)
         else:
             self._held_back = line
 
     def close(self) -> None:
-        """Show the last step if it was held back, and take the bar down, its last state left standing."""
+        """Print the last step if its line was held back, and stop the bar; the bar's last state stays on the screen."""
         if self._bar:
             self._bar.close()
         elif self._held_back:
             self._print(self._held_back, self._clock())
-
-    def _due(self, step: int, now: float) -> bool:
-        return step % self._every == 0 and now - self._printed >= self._pause
 
     def _print(self, line: str, now: float) -> None:
         print(line, file=self._stream, flush=True)
         self._printed, self._held_back = now, ""
 
     def _left(self, step: int, now: float) -> list[str]:
-        """The time left at the mean pace since this process's first step, including evaluations and checkpoints."""
+        """The remaining time at the mean pace since this process's first step, evaluations and checkpoints included."""
         begun_step, begun = self._begun or (step, now)
         total = self._total()
         if step <= begun_step or step >= total:
@@ -100,7 +100,7 @@ class Console:
 
 
 class _Bar:
-    """The facts beside a bar that takes what room they leave; evaluations stay above it as lines."""
+    """A progress bar that fills the width left by the figures; evaluations are printed as lines above the bar."""
 
     def __init__(self, stream: TextIO) -> None:
         columns = (
@@ -120,7 +120,3 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
-
-
-def _facts(values: Mapping[str, float]) -> list[str]:
-    return [show(float(values[key])) for key, show in _FACTS if key in values]

@@ -1,4 +1,4 @@
-"""Metrics as the charts take them: what is drawn together, in which order, thinned to what a screen can show."""
+"""Data of the report's charts: groups metrics into charts, orders the charts, and thins curves for the screen."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from shoestring.report import digest
 from shoestring.report.reading import RunFolder, tables
 
-LARGE, SMALL = 2000, 600  # points kept of a curve, in a large chart and in a small one
-MEANS = 500  # stretches of a longer curve whose means are smoothed in place of its points
+LARGE, SMALL = 2000, 600  # maximum number of points of a curve in a large and in a small chart
+MEANS = 500  # number of stretches whose means replace a thinned curve's extremes for smoothing
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -31,20 +31,26 @@ _KNOWN = {  # metric: title, unit, format
     "exposed_seconds": ("Exposed communication", "seconds a step", "plain"),
     "residual": ("Residual", "2-norm", "plain"),
 }
-_EXACT = frozenset({"lr"})  # a schedule is not noisy: smoothing would only bend it
+_EXACT = frozenset({"lr"})  # never smoothed: a schedule is not noisy, so smoothing would only distort it
 
 
 def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """What the page's script draws: {"runs", "large": charts, "small": charts, "tokens": whether x can be tokens}.
+    """The data that the page's script draws: {"runs", "large": charts, "small": charts, "tokens": bool, as an x axis}.
 
-    A run is {"name", "step", "seconds", "tokens"} with equally long lists: the steps at which its curves have points.
-    A chart is {"key", "title", "unit", "format", "smooth", "marks", "lines"}; a line {"run", "kind", "label",
-    "tone", "logged", "at", "value"}, where `at` are indices into its run's lists, and `tone` is its colour if there is
-    one run. A value that is not finite is its name as text. A thinned line also has {"means": {"at", "value"}}.
+    A run is {"name", "step", "seconds", "tokens"}; the last three are lists of equal length, with an entry for each
+    step at which a curve of the run has a point. A chart is {"key", "title", "unit", "format", "smooth", "marks",
+    "lines"}. A line is {"run", "kind", "label", "tone", "logged", "at", "value"}, where `at` has indices into the lists
+    of the line's run, and `tone` is the line's colour if there is only one run. A value that is not finite is given by
+    its name as text. A thinned line also has {"means": {"at", "value"}}.
     """
     large = [_large(key, runs) for key in _MAIN]
+    # the page opens with the first chart, so the chart with most logged values comes first
+    large.sort(key=lambda chart: sum(line["logged"] for line in chart["lines"]), reverse=True)
     added = {
-        str(row.get("title")): row for run in runs for row in tables(run.summary, "report_items") if _has_lines(row)
+        str(row.get("title")): row
+        for run in runs
+        for row in tables(run.summary, "report_items")
+        if row.get("as") == "curve" and isinstance(row.get("metrics"), dict)  # skips damaged rows
     }
     drawn = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
     drawn |= {metric for row in added.values() for metric in row["metrics"]}
@@ -66,19 +72,19 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
 def thin(values: Sequence[float], limit: int) -> list[int]:
     """Indices of at most `limit` values that keep the curve's shape.
 
-    The values are cut into equal stretches; of each, the lowest, the highest and the first that is not finite
-    stay, and of the whole the first and the last: all of them are values that were logged, none an average.
+    The values are cut into equal stretches. The lowest, the highest and the first non-finite value of each stretch are
+    kept, as well as the first and the last of all values. Every drawn point is a logged value, not an average.
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    kept = {0, len(values) - 1}
+    indices = {0, len(values) - 1}
     for stretch in _stretches(len(values), max(1, (limit - 2) // 3)):
         finite = [index for index in stretch if math.isfinite(values[index])]
         if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
         if len(finite) < len(stretch):
-            kept.add(next(index for index in stretch if not math.isfinite(values[index])))
-    return sorted(kept)
+            indices.add(next(index for index in stretch if not math.isfinite(values[index])))
+    return sorted(indices)
 
 
 def _stretches(length: int, number: int) -> Iterator[range]:
@@ -98,15 +104,14 @@ def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    title, unit, form = _KNOWN.get(metric) or (*_title_and_unit(metric), "plain")
+    """The chart of one metric; for unknown metrics, the name has title and unit: `copied_mb` is "Copied", MB."""
+    name, _, last = metric.rpartition("_")
+    words = (name if last in _UNITS and name else metric).replace("_", " ")
+    own = (words[:1].upper() + words[1:], _UNITS.get(last, "") if name else "", "plain")
+    title, unit, form = _KNOWN.get(metric, own)
     lines = [line for position, run in enumerate(runs) for line in _line(run, position, metric, SMALL)]
     chart = {"key": metric, "title": title, "unit": unit, "format": form, "smooth": metric not in _EXACT}
     return chart | {"marks": [], "lines": lines}
-
-
-def _has_lines(row: dict[str, Any]) -> bool:
-    """Whether a row of what features show is a curve; a damaged one is left out, and its metrics drawn alone."""
-    return row.get("as") == "curve" and isinstance(row.get("metrics"), dict)
 
 
 def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -120,39 +125,36 @@ def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, 
     return head | {"marks": [], "lines": lines}
 
 
-def _title_and_unit(metric: str) -> tuple[str, str]:
-    """Title and unit of a number that a feature publishes: `copied_mb` is ("Copied", "MB")."""
-    name, _, last = metric.rpartition("_")
-    title = (name if last in _UNITS and name else metric).replace("_", " ")
-    return title[:1].upper() + title[1:], _UNITS.get(last, "") if name else ""
-
-
 def _line(
     run: RunFolder, position: int, metric: str, limit: int, *, kind: str = "", label: str = "", tone: int = 0
 ) -> list[dict[str, Any]]:
-    """The curve as it was logged, and the means of its stretches where it is thinned; nothing without values.
+    """A list of one line, the curve of a metric (with means if it is thinned); empty if the run lacks the metric.
 
-    `at` holds steps here; `_axes` turns them into indices.
+    `at` has steps here, which `_axes` later converts to indices.
     """
     column = run.columns.get(metric, {})
     steps, values = list(column), list(column.values())
     if not values:
         return []
-    kept = thin(values, limit)
+    indices = thin(values, limit)
     line: dict[str, Any] = {"run": position, "kind": kind, "label": label or kind, "tone": tone}
     line["logged"] = len(values)
-    line |= {"at": [steps[index] for index in kept], "value": [_as_json(values[index]) for index in kept]}
-    if len(kept) < len(values):
+    line |= {"at": [steps[index] for index in indices], "value": [_as_json(values[index]) for index in indices]}
+    if len(indices) < len(values):
         stretches = [
             [index for index in stretch if math.isfinite(values[index])] for stretch in _stretches(len(values), MEANS)
         ]
-        means = [(steps[each[len(each) // 2]], fmean(values[index] for index in each)) for each in stretches if each]
+        means = [
+            (steps[stretch[len(stretch) // 2]], fmean(values[index] for index in stretch))
+            for stretch in stretches
+            if stretch
+        ]
         line["means"] = {"at": [step for step, _ in means], "value": [_as_json(mean) for _, mean in means]}
     return [line]
 
 
 def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The x values at all steps that the run's lines have points at; the lines' steps become indices into them."""
+    """The x values of a run at all steps where its lines have points; converts `at` of the lines to indices."""
     parts = [part for line in lines for part in (line, line.get("means")) if part]
     steps = sorted({step for part in parts for step in part["at"]})
     index = {step: position for position, step in enumerate(steps)}
@@ -160,19 +162,15 @@ def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[st
         part["at"] = [index[step] for step in part["at"]]
     times = run.columns.get("time", {})
     start = next(iter(times.values()), 0.0)
+    elapsed = [times.get(step, math.nan) - start for step in steps]
     return {
         "name": name,
         "step": steps,
-        "seconds": [_since(times.get(step), start) for step in steps],
+        "seconds": [round(seconds, 2) if math.isfinite(seconds) else None for seconds in elapsed],
         "tokens": [digest.tokens_at(run, step) for step in steps],
     }
 
 
-def _since(time: float | None, start: float) -> float | None:
-    elapsed = None if time is None else time - start
-    return round(elapsed, 2) if elapsed is not None and math.isfinite(elapsed) else None
-
-
 def _as_json(value: float) -> float | str:
-    """Six significant digits are more than a screen shows; what JSON cannot hold goes as its name."""
+    """Round to six significant digits, more than a screen shows; infinities and NaN become text, as JSON lacks them."""
     return float(f"{value:.6g}") if math.isfinite(value) else {math.inf: "∞", -math.inf: "-∞"}.get(value, "NaN")

@@ -1,4 +1,4 @@
-"""A page as one file: markup, style, script and data together, with a policy that lets nothing else load or run."""
+"""A page as one HTML file with style, script and data; its content security policy forbids loading anything else."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoestring.storage.whole import write_atomic
 
 @dataclass(frozen=True)
 class PageFrame:
-    """What all pages of a kind share."""
+    """Style, script and footer that all pages of a kind share."""
 
     style: str
     script: str
     footer: str = ""
-    """Sentences below every page, after those that say where it comes from."""
+    """Sentences at the foot of every page, after the sentences about the page's origin."""
 
 
 def document(title: str, head: Markup, body: Markup, data: Any, frame: PageFrame) -> str:
-    """The whole page; its policy lets the two inline parts run, known by their hash, and nothing else load."""
+    """Build the whole page; its policy allows the inline style and script by their hashes, and nothing else."""
     sources = f"script-src {_hash(frame.script)}; style-src {_hash(frame.style)}"
     return Template(packaged("shoestring.report", "page.html")).substitute(
         title=join([title]),
@@ -41,12 +41,12 @@ def document(title: str, head: Markup, body: Markup, data: Any, frame: PageFrame
 
 
 def packaged(package: str, name: str) -> str:
-    """The text of a file for the browser that ships in the folder `web` of a package."""
+    """The text of a file in the folder `web` of a package."""
     return files(package).joinpath("web", name).read_text("utf-8")
 
 
 def save(path: Path, text: str) -> Path:
-    """Write `text` to `path` atomically: a reader never sees half a page, and a full disk leaves the old one."""
+    """Write `text` to `path` atomically: readers never see half a page, and a full disk leaves the old page."""
     try:
         write_atomic(path, text.encode(errors="replace"))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""history.jsonl of a run folder: every start of the run's ranks, and how it ended.
+"""history.jsonl of a run folder: records every start of the run's ranks, and how it ended.
 
-Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, `resumed` where it
-continues a checkpoint, then `finished` or `stopped` (by a signal), or `failed` with the error. A process that is killed
-writes nothing: the next start finds its `started` without an end and adds `lost`, with "ended", when it last wrote a
+Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, `resumed` if it continues a
+checkpoint, then `finished` or `stopped` (by a signal), or `failed` with the error. A killed process writes nothing: the
+next start finds a `started` without an end, and adds `lost`, in which "ended" is the time of the killed process's last
 metric.
 """
 
@@ -18,13 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoestring.storage import foreign
+
 FILE = "history.jsonl"
+_LINE = 1 << 20
+"""Maximum bytes of an event; its longest part is an error's text."""
 
 
 def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
-    """Append one event; a single write, so that the lines of several ranks do not mix."""
+    """Append one event in a single write, so that the lines of several ranks do not mix."""
     row = {"event": event, "time": time.time(), "host": socket.gethostname(), "rank": rank, "step": step} | more
-    descriptor = os.open(Path(folder) / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # does not wait for a pipe or follow a link
+    descriptor = os.open(Path(folder) / FILE, flags, 0o644)  # own file: it is written here
     try:
         os.write(descriptor, b"\n" * _cut_short(Path(folder) / FILE) + json.dumps(row).encode() + b"\n")
         os.fsync(descriptor)
@@ -33,33 +38,31 @@ def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All events that can be read, oldest first."""
-    try:
-        lines = (Path(folder) / FILE).read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            event = json.loads(line)
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                events.append(event)
+    """Read all events that can be parsed, oldest first."""
+    path, events = Path(folder) / FILE, []
+    with suppress(OSError, ValueError):  # there is no file, or a line is too long
+        foreign.check_within(path, Path(folder))
+        for line in foreign.read_lines(path, _LINE):
+            with suppress(ValueError):
+                event = foreign.parse_json(line.decode("utf-8", "replace"))
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    events.append(event)
     return events
 
 
 def lost(events: Sequence[dict[str, Any]]) -> bool:
-    """Whether the newest start has no end."""
+    """Whether the newest start has no end event."""
     return bool(events) and events[-1]["event"] in ("started", "resumed")
 
 
 def newest(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest start and what followed; all events where there is no start."""
+    """The newest `started` event and all later events; all events if there is no `started`."""
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
     return list(events[starts[-1] :]) if starts else list(events)
 
 
 def spent_before(events: Sequence[dict[str, Any]]) -> float:
-    """Seconds of all starts but the newest, each to its end, of one that was lost to the last metric that it wrote."""
+    """Total run time, in seconds, of all starts before the newest, each until its end (if lost, its last metric)."""
     seconds, began = 0.0, math.nan
     for event in events[: len(events) - len(newest(events))]:
         if event["event"] == "started":
@@ -76,14 +79,14 @@ def _moment(event: dict[str, Any], key: str) -> float:
 
 
 def cause(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The event that says best why the newest start failed: ranks that only lost another one say the least."""
+    """The event that best explains why the newest start failed: a rank's own error rather than the loss of a peer."""
     ends = [event for event in newest(events) if event["event"] in ("failed", "lost")]
     return min(ends, key=lambda event: event.get("error") == "PeerError", default=None)
 
 
 def _cut_short(path: Path) -> bool:
-    """Whether the last line has no end, because a machine went down while it was written."""
-    with path.open("rb") as file:
+    """Whether the last line lacks its line break, because a machine went down while it was written."""
+    with foreign.open_file(path) as file:
         if not file.seek(0, os.SEEK_END):
             return False
         file.seek(-1, os.SEEK_END)

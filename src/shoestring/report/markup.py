@@ -1,4 +1,4 @@
-"""HTML built so that nothing from outside can become markup: every plain string is escaped."""
+"""Builds HTML in which text from files cannot become markup: every plain string is escaped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ VOID = frozenset({"meta", "input", "rect", "br"})
 
 
 class Markup(str):
-    """Text that is HTML already; only `tag`, `join` and the page itself make it."""
+    """Text that is HTML already; only `tag`, `join` and the page itself create it."""
 
 
 def tag(name: str, *children: str, **attributes: str | int | float | bool) -> Markup:
-    """`<name attributes>children</name>`; a trailing underscore and inner ones go: `class_`, `aria_label`."""
+    """`<name attributes>children</name>`; `class_` becomes the attribute `class`, and `aria_label` `aria-label`."""
     parts = []
     for key, value in attributes.items():
         if value is not False:
@@ -25,21 +25,21 @@ def tag(name: str, *children: str, **attributes: str | int | float | bool) -> Ma
 
 
 def join(children: Iterable[str]) -> Markup:
-    """Children one after the other, escaped unless they are Markup."""
+    """Concatenate children, escaping those that are not Markup."""
     return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children))
 
 
 def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, figures: int = 0, stacked: bool = False
 ) -> Markup:
-    """A real table that scrolls by itself on a narrow screen.
+    """A table that scrolls on its own on a narrow screen.
 
     Args:
-        caption: what the table holds; also the name of its scrolling region.
+        caption: what the table contains; also used as the name of its scrolling region.
         head: column titles.
-        rows: cells; the first of each row is its header.
-        figures: index of the first column of numbers, which are set right; 0 for none.
-        stacked: on a narrow screen each row becomes a block with its cells below each other.
+        rows: rows of cells; the first cell of a row is the row's header.
+        figures: index of the first column of numbers; it and later columns are right-aligned; 0 for none.
+        stacked: on a narrow screen, show each row as a block of cells below each other.
     """
 
     def cell(index: int, child: str) -> Markup:
@@ -59,6 +59,6 @@ def table(
 
 
 def embedded(value: object) -> Markup:
-    """JSON that can stand inside a script element: no `<` that could end it or open a comment."""
+    """JSON that is safe inside a script element: without `<`, which could end the element or open a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

@@ -18,7 +18,7 @@ FOOTER = "uPlot draws the charts; its licence (MIT) stands in the script."
 
 
 def write(folder: Path) -> Path:
-    """Write `folder/report.html` from what the run has left so far, whole or not at all.
+    """Write `folder/report.html` atomically, from the files that the run has written so far.
 
     Returns:
         The page's path.
@@ -33,8 +33,8 @@ def write(folder: Path) -> Path:
 
 @cache
 def frame() -> PageFrame:
-    """Style, script and footer of pages with charts."""
-    script = (f"/* uPlot\n{_part('uplot/LICENSE')}*/", *map(_part, SCRIPT))  # the licence goes with every copy
+    """The style, script and footer for pages with charts."""
+    script = (f"/* uPlot\n{_part('uplot/LICENSE')}*/", *map(_part, SCRIPT))  # every copy must contain the licence
     return PageFrame("\n".join(map(_part, STYLE)), "\n".join(script), FOOTER)
 
 

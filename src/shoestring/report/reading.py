@@ -1,29 +1,33 @@
 """Reads a run folder in any state: complete, half-written, still growing, or damaged.
 
-Reading never fails on what a crash can leave behind: what cannot be read is listed in `problems`.
+Reading does not fail on files that a crash has damaged: files that cannot be read are listed in `problems`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError
 from shoestring.report import history_file
+from shoestring.storage import foreign
 
 Columns = dict[str, dict[int, float]]
 
-# What a summary says of the run, not of how it ended: it still holds if the run was resumed and then failed.
+# Keys of a summary that describe the run itself and not its end: they still hold if the run was resumed and failed.
 _STANDING = ("name", "total_steps", "parameters", "features", "baselines")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """The content of a run folder; `columns[key][step]` is a metric's value, steps ascending, last write of each."""
+    """The content of a run folder.
+
+    `columns[key][step]` is a metric's value; steps ascend, and for a step that was written twice, the last value is
+    kept.
+    """
 
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +43,7 @@ def read(folder: Path) -> RunFolder:
     """Read everything of `folder` that can be read.
 
     Raises:
-        ConfigError: `folder` is no folder, or holds neither run.toml nor metrics.jsonl.
+        ConfigError: `folder` is not a folder, or contains neither run.toml nor metrics.jsonl.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -65,7 +69,7 @@ def read(folder: Path) -> RunFolder:
 
 
 def number(value: object) -> float | None:
-    """`value` as a float when it is a number (truth values are not), else None."""
+    """`value` as a float if it is a number and not a bool, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -75,13 +79,13 @@ def number(value: object) -> float | None:
 
 
 def tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The list of tables under `key`; empty when it is anything else."""
+    """The list of tables under `key`; empty if the value is not such a list."""
     value = document.get(key)
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def table(document: dict[str, Any], key: str) -> dict[str, Any]:
-    """The table under `key`; empty when it is anything else."""
+    """The table under `key`; empty if the value is not a table."""
     value = document.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -106,11 +110,14 @@ def _document(path: Path, problems: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        text = path.read_text("utf-8", errors="replace")
-        if path.suffix == ".jsonl":  # a trace: its head has the totals
-            text = text.partition("\n")[0]
-        value = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        if path.suffix == ".jsonl":  # a trace, whose first line has the totals
+            foreign.check_within(path, path.parent)
+            value = foreign.parse_json(next(foreign.read_lines(path), b""))
+        elif path.suffix == ".toml":
+            value = foreign.read_toml(path, within=path.parent)
+        else:
+            value = foreign.read_json(path, within=path.parent)
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} could not be read: {error}")
         return {}
     if not isinstance(value, dict):
@@ -124,25 +131,24 @@ def _columns(path: Path, problems: list[str]) -> Columns:
         return {}
     columns: Columns = {}
     skipped = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    try:
+        foreign.check_within(path, path.parent)
+        for line in foreign.read_lines(path):
             skipped += not _add(columns, line)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
     if skipped:
         problems.append(f"metrics.jsonl: {skipped} unreadable line{'s' * (skipped > 1)} left out")
-    return {key: _ordered(column) for key, column in sorted(columns.items())}
+    # a resumed run may write steps again, so steps may not ascend; sorting sorted values takes linear time
+    return {key: dict(sorted(column.items())) for key, column in sorted(columns.items())}
 
 
-def _ordered(column: dict[int, float]) -> dict[int, float]:
-    steps = list(column)
-    return column if steps == sorted(steps) else dict(sorted(column.items()))
-
-
-def _add(columns: Columns, line: str) -> bool:
-    """Put one line's values into `columns`; False when the line is not a row of metrics."""
+def _add(columns: Columns, line: bytes) -> bool:
+    """Add the values of a line to `columns`; returns False if the line is not a row of metrics."""
     if not line.strip():
         return True
     try:
-        row = json.loads(line)
+        row = foreign.parse_json(line.decode("utf-8", "replace"))
         step = int(row.pop("step"))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False

@@ -1,4 +1,4 @@
-"""Records in a run's history how a rank starts and fails, and writes the report of a run that failed."""
+"""Records a rank's start and failure in the run's history, and writes the report of a failed run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from shoestring.report.sinks import newest_step
 
 log = logging.getLogger("shoestring")
 
-_FRAMES = 12  # innermost calls that are kept of a traceback
+_FRAMES = 12  # number of a traceback's innermost calls that are stored in the history
 
 
 class Recorder:
-    """A context around all that a process does for a run: once the run has begun, it records failures and reports them.
+    """A context around all work of a process for a run; after the run has begun, it records and reports failures.
 
-    It stands outside of whatever turns failures into messages, so that the history has the message that the user sees.
+    It must be the outermost context: contexts inside it turn failures into messages, so the history has the message
+    that the user sees.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class Recorder:
         self._step: Callable[[], int] = lambda: 0
 
     def begin(self, folder: Path, rank: int, step: Callable[[], int], **facts: Any) -> None:
-        """Note the start of this rank's work in `folder`, and that the processes before were lost if they left no end.
+        """Record `started` in the history of `folder`, and before it `lost` if the previous start has no end.
 
         Args:
-            step: gives the last step that was done.
-            facts: of the run, for a report before there are results (name, ranks, parameters).
+            step: returns the last completed step.
+            facts: facts of the run (name, ranks, parameters), for a report that is written before there are results.
         """
         self._folder, self._rank, self._step = folder, rank, step
         if rank > 0:
@@ -48,7 +49,7 @@ class Recorder:
         history_file.add(folder, "started", rank=0, step=step(), **facts)
 
     def resumed(self) -> None:
-        """Note that this start continues a checkpoint, after the step that is the last one now."""
+        """Record that this start continues from a checkpoint of the current step."""
         if self._folder is not None and self._rank == 0:
             history_file.add(self._folder, "resumed", rank=0, step=self._step())
 
@@ -57,11 +58,11 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         folder = self._folder
-        if error is None or folder is None or not (folder / "run.toml").is_file():  # it ended before its first step
+        if error is None or folder is None or not (folder / "run.toml").is_file():  # ended before its first step
             return
-        with suppress(OSError):  # a full disk may be the very failure
+        with suppress(OSError):  # a full disk may have caused the failure
             history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_describe(error))
-        if self._rank == 0 or not isinstance(error, NonFiniteError):  # that one is raised on all ranks alike
+        if self._rank == 0 or not isinstance(error, NonFiniteError):  # raised by all ranks
             _report(folder)
 
 
@@ -81,7 +82,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _report(folder: Path) -> None:
-    """Write the report page; an error here must not hide why the run failed."""
+    """Write the report page; errors are only logged, because they must not hide why the run failed."""
     try:
         log.info("report: %s", write(folder))
     except Exception as error:

@@ -1,42 +1,174 @@
-"""Features that record some steps of a run into a file and a page in its folder."""
+"""Base classes, for settings and recorder, of features that record some steps of a run to a file and a page."""
 
 from __future__ import annotations
 
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
-from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam
+from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.core.feature import Feature, Phase, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
+    from shoestring.storage.arrays import Format
+
+log = logging.getLogger("shoestring")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsSteps(Feature):
-    """The settings of a recording; what it records changes neither losses nor weights."""
+    """The settings of a recording; recording changes neither losses nor weights."""
 
     after: int = 0
-    """Number of steps before the first one that is recorded."""
+    """Number of steps before the first recorded step."""
     steps: int = 0
-    """Number of steps to record; 0 records all until training ends."""
+    """Number of steps to record; 0 records all steps until training ends."""
     folder: str = "."
-    """Folder for the file and the page; in a run it lies in the run's folder."""
+    """Folder for the file and the page, relative to the run's folder or, without one, to the working directory."""
 
     seams: ClassVar = (Seam.STEP,)
 
     def placed(self, folder: Path) -> Self:
         return replace(self, folder=str(folder / self.folder))
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         for name in ("after", "steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"`{self.name}.{name}` must not be negative, got {getattr(self, name)}")
-        if 0 < job.progress.total <= self.after:
-            said = f"`{self.name}.after` is {self.after}, and the run ends after {job.progress.total} steps"
-            raise ConfigError(said, hint=f"set it to {job.progress.total - 1} or less")
+        if 0 < attachments.progress.total <= self.after:
+            message = f"`{self.name}.after` is {self.after}, and the run ends after {attachments.progress.total} steps"
+            raise ConfigError(message, hint=f"set it to {attachments.progress.total - 1} or less")
 
-    def explain(self, job: Job) -> str:
+    def explain(self, attachments: Attachments) -> str:
         last = f"to {self.after + self.steps}" if self.steps else "to the last one"
         return f"steps {self.after + 1} {last}; losses and weights are the same bits with it"
+
+
+class Recording(Protocol):
+    """The recorded data of one or several ranks, which ranks exchange as bytes."""
+
+    def content(self) -> bytes:
+        """The content of the recording's file."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the recording's file."""
+        ...
+
+
+R = TypeVar("R", bound=Recording)
+
+
+class StepRecorder(ABC, Generic[R]):
+    """Records the steps selected by the settings on every rank; rank 0 merges and writes the recordings of all ranks.
+
+    A rank that cannot record logs a warning and still takes part in the final gather, so that other ranks do not hang.
+    """
+
+    name: ClassVar[str]
+    """Name of the file and of the page, without extension."""
+    form: ClassVar[Format]
+    """File format of the recording, used to read it from bytes."""
+
+    def __init__(self, attachments: Attachments, settings: RecordsSteps) -> None:
+        self.attachments, self.settings = attachments, settings
+        self.steps_begun = 0
+        self.recording = self.refused = self.finished = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start recording.
+
+        Raises:
+            ShoestringError, RuntimeError: this process cannot record.
+        """
+
+    @abstractmethod
+    def stop(self) -> R:
+        """Stop recording; returns the recording."""
+
+    @abstractmethod
+    def merge(self, recordings: Sequence[R]) -> R:
+        """Merge the recordings of several ranks into one."""
+
+    @abstractmethod
+    def note(self, recording: R) -> None:
+        """Add the recording's figures to the trace, for the run's report."""
+
+    @abstractmethod
+    def write_page(self, recording: R, path: Path) -> Path:
+        """Write the page of a recording; returns the page's path."""
+
+    def attach(self, *, at_once: bool = False) -> None:
+        """Register the recorder; it starts at the first selected step, or at once to include what is built earlier."""
+        if at_once:
+            self.begin()
+        self.attachments.at(Phase.FORWARD, self.before_step)
+        self.attachments.at(Phase.CAPTURE, self.after_step)
+        self.attachments.exits.callback(self.abandon)
+
+    def begin(self) -> None:
+        """Start recording; if that fails, log a warning and let training continue."""
+        try:
+            self.start()
+        except (ShoestringError, RuntimeError) as error:
+            self.refused = True
+            log.warning("%s: %s; nothing is recorded", self.settings.name, error)
+        else:
+            self.recording = True
+
+    def before_step(self) -> None:
+        """Start before the first selected step; finish before the step after the last one, to include data loading."""
+        if self.steps_begun >= self.settings.after and not (self.recording or self.refused or self.finished):
+            self.begin()
+        elif self.settings.steps and self.steps_begun >= self.settings.after + self.settings.steps:
+            self.finish()
+        self.steps_begun += 1
+
+    def after_step(self) -> None:
+        """Finish after the run's last step, or when the training loop ends earlier and runs this phase once more."""
+        if self.attachments.done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Stop recording, gather the recordings of all ranks and write them; the first call is a collective."""
+        if self.finished:
+            return
+        began = time.perf_counter()
+        world = self.attachments.world
+        contents = world.gather(self._stop().content() if self.recording else b"")
+        self.finished = True
+        if world.first:
+            recordings = [
+                self.form.read(content, f"the recording of rank {rank}")
+                for rank, content in enumerate(contents)
+                if content
+            ]
+            if recordings:
+                self._write(self.merge(recordings) if len(recordings) > 1 else recordings[0], self.name)
+        self.attachments.trace.aside += time.perf_counter() - began
+
+    def abandon(self) -> None:
+        """Write this rank's recording without waiting for other ranks, if training ended during the selected steps."""
+        if self.recording:
+            rank = f"-{self.attachments.world.rank}" if self.attachments.world.size > 1 else ""
+            self._write(self._stop(), f"{self.name}{rank}")
+
+    def _stop(self) -> R:
+        self.recording, self.refused = False, True  # `refused` prevents another recording
+        return self.stop()
+
+    def _write(self, recording: R, name: str) -> None:
+        """Write the file and the page; failures, such as a full disk, are logged and do not end training."""
+        path = Path(self.settings.folder, f"{name}.npz")
+        try:
+            self.note(recording)
+            recording.save(path)
+            log.info("%s: %s", self.name, self.write_page(recording, path.with_suffix(".html")))
+        except (OSError, ShoestringError) as error:
+            log.warning("%s: the recording could not be written: %s", self.settings.name, error)

@@ -1,4 +1,4 @@
-"""The written parts of the report page, each a function from a run folder to markup (empty when there is nothing)."""
+"""The sections of the report page: functions from a run folder to markup, which is empty without content."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from itertools import zip_longest
 from typing import Any
 from urllib.parse import quote
 
-from shoestring.report import digest, figures, history_file
+from shoestring import figures
+from shoestring.report import digest, history_file
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 from shoestring.report.reading import RunFolder, flat, number, table, tables
 
-_SHOWN_RANKS = 8  # more than this and the table of what ran where shows the least and the most instead of each
+_SHOWN_RANKS = 8  # with more ranks, the table of spans shows minimum and maximum time instead of the time of each rank
 
 
 def heading(run: RunFolder) -> Markup:
-    """Name, status with its message, and when and where it ran."""
+    """The run's name, its status and message, and when and where it ran."""
     state = digest.status(run)
     badge = tag("span", f"{digest.STATUSES.get(state, '…')} {state}", class_="badge", data_status=state)
     message = str(run.summary.get("message") or "")
@@ -36,7 +37,7 @@ def heading(run: RunFolder) -> Markup:
 
 
 def failure(run: RunFolder) -> Markup:
-    """Why the run failed: what went wrong, on which rank, after which step, and what to do."""
+    """Why the run failed: the error, the rank and step at which it occurred, and what to do."""
     event = history_file.cause(run.history)
     if event is None:
         return Markup()
@@ -72,7 +73,7 @@ def failure(run: RunFolder) -> Markup:
 
 
 def starts(run: RunFolder) -> Markup:
-    """Every start and end, where the run was started more than once."""
+    """Every start and end of the run; empty if it was started only once."""
     if sum(event["event"] == "started" for event in run.history) < 2:
         return Markup()
     rows = [
@@ -86,11 +87,11 @@ def starts(run: RunFolder) -> Markup:
         for event in run.history
     ]
     head = ["Time", "Event", "Step", "Rank", "Message"]
-    return _section("Starts and ends", grid("From history.jsonl, oldest first", head, rows, stacked=True))
+    return section("Starts and ends", grid("From history.jsonl, oldest first", head, rows, stacked=True))
 
 
 def _moment(seconds: object) -> str:
-    """A point in time as the reader's clock shows it, without fractions of a second."""
+    """A point in time in the local time zone, without fractions of a second."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(number(seconds)))
     except (OverflowError, ValueError, OSError):
@@ -98,25 +99,26 @@ def _moment(seconds: object) -> str:
 
 
 def headline(run: RunFolder) -> Markup:
-    """The most important figure of the run, next to its baselines."""
-    found = digest.results(run)
-    title = next((label for label in found if "bits per byte" in label or "loss" in label), "")
+    """The most important figure of the run, compared with its baselines."""
+    results = digest.results(run)
+    title = next((label for label in results if "bits per byte" in label or "loss" in label), "")
     if not title:
         return tag("p", "No loss has been logged yet.", class_="quiet")
-    number_ = tag("div", tag("span", figures.plain(found[title]), class_="number"), tag("span", title, class_="of"))
+    number_ = tag("div", tag("span", figures.plain(results[title]), class_="number"), tag("span", title, class_="of"))
     verdict = digest.verdict(run)
     return tag(
         "section",
         tag("div", number_, tag("p", verdict, class_="verdict") if verdict else "", class_="lead"),
-        _bars(run, found) if "bits per byte" in title else "",
+        _bars(run, results) if "bits per byte" in title else "",
         class_="headline",
         aria_label="Result",
     )
 
 
-def _bars(run: RunFolder, found: dict[str, float]) -> Markup:
+def _bars(run: RunFolder, results: dict[str, float]) -> Markup:
+    """A bar chart of bits per byte, with the run's own figures and its baselines in ascending order."""
     ours = {"ours": ("this run, held out", "held-out"), "training": ("this run, training", "training")}
-    own = [(label, found.get(f"{part} bits per byte"), kind) for kind, (label, part) in ours.items()]
+    own = [(label, results.get(f"{part} bits per byte"), kind) for kind, (label, part) in ours.items()]
     known = [(label, value, kind) for label, value, kind in own if value is not None and math.isfinite(value)]
     known += [(label, value, "baseline") for label, value in digest.baselines(run).items()]
     most = max((value for _, value, _ in known), default=0.0)
@@ -138,26 +140,36 @@ def _bars(run: RunFolder, found: dict[str, float]) -> Markup:
 
 
 def bar(share: float, kind: str = "share") -> Markup:
-    """A bar of `share` (0 to 1) of its cell; drawn as SVG so that it prints."""
+    """A bar that fills `share` (0 to 1) of its cell; SVG, because browsers do not print backgrounds."""
     width = f"{100 * min(max(share, 0.0), 1.0):.2f}%"
     return tag("svg", tag("rect", width=width, height="100%", rx=2), class_=f"meter {kind}", aria_hidden="true")
 
 
+def share_bar(share: float, longest: float) -> Markup:
+    """A table cell with a share in percent and a bar, scaled so that the share `longest` fills the cell."""
+    return tag("div", bar(share / (longest or 1)), tag("span", figures.percent(share), class_="figure"), class_="share")
+
+
+def section(title: str, *children: str) -> Markup:
+    """A section of a page with a title."""
+    return tag("section", tag("h2", title), *children)
+
+
 def facts(run: RunFolder) -> Markup:
-    """Steps, tokens, time, size, speed and memory in one strip."""
-    found, each = digest.results(run), digest.counted(run)
+    """The run's steps, tokens, time, parameters, speed and memory in one row."""
+    results, unit = digest.results(run), digest.counted(run)
     total, ranks = digest.total_steps(run), len(tables(run.summary, "ranks"))
     steps = f"{digest.last_step(run):,}" + (f" of {total:,}" if total else "")
     shown = {
         "Steps": steps,
-        f"{each.capitalize()}s": _optional(found.get(f"{each}s"), figures.count),
-        "Time": _optional(found.get("time"), figures.duration),
-        "Parameters": _optional(found.get("parameters"), figures.count),
-        "Tokens per second": _optional(found.get("tokens per second (median)"), figures.count),
-        "Samples per second": _optional(found.get("samples per second (median)"), figures.count),
-        "MFU": _optional(found.get("MFU (median)"), figures.percent),
-        "Memory at peak": _optional(found.get("memory at peak (GiB)"), lambda gib: f"{gib:.3g} GiB"),
-        "Waiting for data": _optional(found.get("share of time waiting for data (median)"), figures.percent),
+        f"{unit.capitalize()}s": _optional(results.get(f"{unit}s"), figures.count),
+        "Time": _optional(results.get("time"), figures.duration),
+        "Parameters": _optional(results.get("parameters"), figures.count),
+        "Tokens per second": _optional(results.get("tokens per second (median)"), figures.count),
+        "Samples per second": _optional(results.get("samples per second (median)"), figures.count),
+        "MFU": _optional(results.get("MFU (median)"), figures.percent),
+        "Memory at peak": _optional(results.get("memory at peak (GiB)"), lambda gib: figures.memory(gib * 2**30)),
+        "Waiting for data": _optional(results.get("share of time waiting for data (median)"), figures.percent),
         "Ranks": str(ranks or digest.started(run).get("ranks") or ""),
     }
     return _strip(shown)
@@ -177,17 +189,17 @@ def where(run: RunFolder) -> Markup:
     if not spans:
         return Markup()
     ranks = [_rank(trace) for trace in run.traces]
-    each = len(ranks) <= _SHOWN_RANKS
+    all_ranks = len(ranks) <= _SHOWN_RANKS
     length = digest.seconds(run) or 0.0
     order = sorted(spans.items(), key=lambda item: -_mean(item[1].values(), "seconds", len(ranks)))
-    rows = [_span(name, kind, by_rank, len(ranks), each, length) for (kind, name), by_rank in order]
-    columns = [] if len(ranks) == 1 else ranks if each else ["least", "most"]
-    head = ["Name", "Kind", "Share of the run", "Count", "Bytes", "Seconds", *columns]
+    rows = [_span(name, kind, by_rank, len(ranks), all_ranks, length) for (kind, name), by_rank in order]
+    columns = [] if len(ranks) == 1 else ranks if all_ranks else ["least", "most"]
+    head = ["Name", "Kind", "Share of the run", "Count", "Bytes", "Time", *columns]
     note = (
-        "Counts, bytes and seconds are means over the ranks; the columns after them are the seconds of each. "
+        "Counts, bytes and times are means over the ranks; the columns after them are the times of each. "
         "Spans can lie inside one another, so shares may add up to more than 100%."
     )
-    return _section("What ran where", tag("p", note, class_="quiet"), grid("Longest first", head, rows, figures=3))
+    return section("What ran where", tag("p", note, class_="quiet"), grid("Longest first", head, rows, figures=3))
 
 
 def _rank(trace: dict[str, Any]) -> str:
@@ -195,24 +207,27 @@ def _rank(trace: dict[str, Any]) -> str:
     return f"rank {trace.get('rank', '?')}{host}"
 
 
-def _span(name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, each: bool, length: float) -> list[str]:
+def _span(
+    name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, all_ranks: bool, length: float
+) -> list[str]:
+    """The cells of one span: means over ranks, then the time on each rank, or minimum and maximum time."""
     spent = [number(by_rank.get(rank, {}).get("seconds")) or 0.0 for rank in range(ranks)]
     mean = sum(spent) / ranks
     share = mean / length if length > 0 else 0.0
     meter = tag("div", bar(share, kind), figures.percent(share), class_="share") if length > 0 else "unknown"
     nbytes = _mean(by_rank.values(), "bytes", ranks)
     times = figures.count(_mean(by_rank.values(), "count", ranks))
-    cells = [name, kind, meter, times, figures.size(nbytes) if nbytes else "–", _seconds(mean)]
+    cells = [name, kind, meter, times, figures.size(nbytes) if nbytes else "–", figures.seconds(mean)]
     if ranks == 1:
         return cells
-    return cells + [_seconds(value) for value in (spent if each else (min(spent), max(spent)))]
+    return cells + [figures.seconds(value) for value in (spent if all_ranks else (min(spent), max(spent)))]
 
 
 def reductions(run: RunFolder) -> Markup:
-    """A line for what each feature cut and what that cost."""
+    """One line for each feature: what the feature reduced, and at what cost."""
     lines = [reduction(row) for row in tables(run.summary, "reductions")]
     return (
-        _section(
+        section(
             "What features cut, and what it cost", tag("ul", *(tag("li", line) for line in lines), class_="reductions")
         )
         if lines
@@ -221,7 +236,7 @@ def reductions(run: RunFolder) -> Markup:
 
 
 def reduction(row: dict[str, Any]) -> str:
-    """What one feature cut, as a sentence; `unit` starting with "bytes" gets readable sizes."""
+    """One feature's reduction as a sentence; figures whose `unit` starts with "bytes" are shown as sizes."""
     unit, feature = str(row.get("unit", "")), str(row.get("feature", "a feature"))
     used, without = number(row.get("used")), number(row.get("without"))
     cost = f"; costs: {row['cost']}" if row.get("cost") else ""
@@ -238,17 +253,17 @@ def reduction(row: dict[str, Any]) -> str:
 
 
 def feature_tables(run: RunFolder) -> Markup:
-    """The tables that features add."""
+    """The tables that features add to the report."""
     parts = []
     for row in tables(run.summary, "report_items"):
         if row.get("as") == "table":
             title, note = str(row.get("title", "")), str(row.get("note", ""))
             head = [str(cell) for cell in _list(row.get("head"))]
             lines = [zip_longest(_list(line), head[: len(_list(line))]) for line in _list(row.get("rows"))]
-            rows = [[_cell(cell, of) for cell, of in line] for line in lines]
+            rows = [[_cell(cell, column) for cell, column in line] for line in lines]
             caption = f"By {row.get('feature', 'a feature')}"
             parts.append(
-                _section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
+                section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
             )
     return join(parts)
 
@@ -259,12 +274,13 @@ def _list(value: object) -> list[Any]:
 
 def features(run: RunFolder) -> Markup:
     """The table of features: seams, reason and settings of each."""
-    rows = [
-        [str(row.get("name", "")), ", ".join(map(str, row.get("seams") or [])), str(row.get("why", "")), _settings(row)]
-        for row in tables(run.summary, "features")
-    ]
+    rows = []
+    for row in tables(run.summary, "features"):
+        settings = ", ".join(f"{key} = {value}" for key, value in flat(table(row, "settings")).items())
+        seams = ", ".join(map(str, row.get("seams") or []))
+        rows.append([str(row.get("name", "")), seams, str(row.get("why", "")), settings or "defaults"])
     return (
-        _section(
+        section(
             "Features",
             grid("In the order in which they were applied", ["Name", "Seam", "Why", "Settings"], rows, stacked=True),
         )
@@ -279,36 +295,34 @@ def ranks(run: RunFolder) -> Markup:
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
     speed = f"{digest.counted(run).capitalize()}s per second"
     head = ["Rank", "Host", "Device", "Data type", "Threads", speed, "Memory, GiB"]
-    return _section("Ranks", grid("One row per process", head, rows, figures=4)) if rows else Markup()
+    return section("Ranks", grid("One row per process", head, rows, figures=4)) if rows else Markup()
 
 
 def samples(run: RunFolder) -> Markup:
-    """Generated text: the prompt marked, the rest as it came."""
+    """Texts generated by the model, with the prompts marked."""
     shown = [
         tag("figure", tag("pre", tag("mark", str(row.get("prompt", ""))), str(row.get("text", "")), tabindex=0))
         for row in tables(run.summary, "samples")
     ]
     note = tag("p", "The prompt is marked; the model wrote the rest.", class_="quiet")
-    return _section("Samples", note, tag("div", *shown, class_="samples")) if shown else Markup()
+    return section("Samples", note, tag("div", *shown, class_="samples")) if shown else Markup()
 
 
 def notes(run: RunFolder) -> Markup:
     """The run's notes, and the files of the folder that could not be read."""
-    given = run.summary.get("notes")
-    lines = [str(note) for note in given] if isinstance(given, list) else []
-    lines += run.problems
-    return _section("Notes", tag("ul", *(tag("li", line) for line in lines))) if lines else Markup()
+    lines = [str(note) for note in _list(run.summary.get("notes"))] + run.problems
+    return section("Notes", tag("ul", *(tag("li", line) for line in lines))) if lines else Markup()
 
 
 def pages(run: RunFolder) -> Markup:
     """Links to the other pages that features wrote to the run's folder."""
     names = sorted(path.name for path in run.path.glob("*.html") if path.name != "report.html")
     links = [tag("li", tag("a", name, href=quote(name))) for name in names]
-    return _section("Other pages of this run", tag("ul", *links)) if links else Markup()
+    return section("Other pages of this run", tag("ul", *links)) if links else Markup()
 
 
 def documents(run: RunFolder) -> Markup:
-    """The resolved run file and the environment, key by key."""
+    """The resolved run file and the environment, one row per key."""
     parts = [
         tag(
             "details",
@@ -321,11 +335,7 @@ def documents(run: RunFolder) -> Markup:
         )
         if document
     ]
-    return _section("Settings and environment", *parts) if parts else Markup()
-
-
-def _section(title: str, *children: str) -> Markup:
-    return tag("section", tag("h2", title), *children)
+    return section("Settings and environment", *parts) if parts else Markup()
 
 
 def _optional(value: float | None, show: Callable[[float], str]) -> str:
@@ -336,16 +346,11 @@ def _mean(totals: Iterable[dict[str, Any]], key: str, ranks: int) -> float:
     return sum(number(total.get(key)) or 0.0 for total in totals) / max(ranks, 1)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.3f}" if value < 100 else f"{value:,.1f}"
-
-
-def _settings(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in flat(table(row, "settings")).items()) or "defaults"
-
-
 def _cell(value: object, head: str | None = "") -> str:
+    """A table cell as text; the last word of the column's title determines the unit of a number."""
     figure = number(value)
     if value is None or figure is None:
         return "–" if value is None else str(value)
-    return figures.size(figure) if str(head).lower().endswith("bytes") else figures.plain(figure)
+    unit = str(head).lower().rpartition(" ")[2]
+    show = {"bytes": figures.size, "memory": figures.memory, "time": figures.seconds}.get(unit, figures.plain)
+    return show(figure)

@@ -1,7 +1,7 @@
-"""The interface of metric sinks (`Sink`), and the JSON lines file of every run; `trackers.py` has the others.
+"""The interface of metric sinks (`Sink`), and the JSON lines sink of every run; `trackers.py` has all other sinks.
 
-A sink that outlives a process may also have `truncate_after(step)`: a resumed run calls it so that the steps it
-repeats do not appear twice.
+A sink whose data outlives the process may also have a method `truncate_after(step)`: a resumed run calls this method so
+that repeated steps do not appear twice.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
-_END = 1 << 16  # bytes at the end of a file of JSON lines, in which its last whole row lies
+_END = 1 << 16  # bytes to read at the end of a JSON lines file; enough for its last complete row
 
 
 class Sink(Protocol):
-    """Takes the numbers of one step. `close` is called once, also after an exception."""
+    """Receives the metrics of each step. `close` is called exactly once, even after an exception."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -27,9 +28,9 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends one JSON object a line to `path`: step, time (unix seconds) and the values; each is flushed.
+    """Appends one line of JSON per step to `path` and flushes it: step, time (unix seconds) and the values.
 
-    A last line that a crash cut short is ended first, so that it cannot swallow the next one.
+    If a crash cut the last line short, a line break is added first, so that the next row has its own line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,27 +38,29 @@ class JsonLines:
         self._file = self._open()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of `step`; a `time` among them replaces the present time."""
+        """Append the values of `step`; a value with key `time` replaces the current time."""
         row = {"step": step, "time": time.time()} | {key: float(value) for key, value in values.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop rows of steps later than `step`, and lines that are not rows; atomically."""
+        """Atomically remove all rows of later steps than `step`, and all lines that are not rows."""
         self._file.close()
         try:
-            with self.path.open(encoding="utf-8", errors="replace") as old:
+            with self.path.open(encoding="utf-8", errors="replace") as old:  # own file: `_open` looked at it
                 write_atomic(self.path, (line.encode() for line in old if _step(line) <= step))
         finally:
             self._file = self._open()
 
     def close(self) -> None:
-        """Close the file; writing after this is an error."""
+        """Close the file; `write` then raises an error."""
         self._file.close()
 
     def _open(self) -> Any:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+b")
+        if self.path.is_symlink() or self.path.exists():  # the run folder may belong to someone else
+            foreign.open_file(self.path, self.path.parent).close()
+        file = self.path.open("a+b")  # own file: looked at above
         if file.seek(0, os.SEEK_END) > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -67,9 +70,9 @@ class JsonLines:
 
 
 def newest_step(path: Path) -> int:
-    """The step of the last row in a file of JSON lines; 0 where there is none. Reads the end of the file only."""
+    """The step of the last row of a JSON lines file; 0 if there is none. Reads only the end of the file."""
     try:
-        with path.open("rb") as file:
+        with foreign.open_file(path) as file:
             file.seek(-min(_END, file.seek(0, os.SEEK_END)), os.SEEK_END)
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -77,9 +80,29 @@ def newest_step(path: Path) -> int:
     return int(next((step for step in map(_step, reversed(lines)) if step < float("inf")), 0))
 
 
-def _step(line: str) -> float:
-    """The line's step; infinity for a line that is no row."""
+def seconds_since(path: Path, step: int) -> float:
+    """Total seconds of `step` and all later steps in a JSON lines file; 0 if there is no file."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            rows = [json.loads(line) for line in file if step <= _step(line) < float("inf")]
+    except OSError:
+        return 0.0
+    times = [row.get("step_seconds", 0.0) for row in rows]
+    return float(sum(seconds for seconds in times if isinstance(seconds, int | float) and seconds > 0))
+
+
+def evaluations_of(path: Path, step: int) -> int:
+    """Number of evaluation rows of `step` in a JSON lines file: these rows have no training loss."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return sum("loss" not in json.loads(line) for line in file if _step(line) == step)
+    except OSError:
+        return 0
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinity if the line is not a row."""
+    try:
+        return int(foreign.parse_json(line)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError):
         return float("inf")

@@ -1,4 +1,4 @@
-"""Trace files, and the traces of all ranks on a common time axis."""
+"""Reads and writes trace files, and merges the traces of all ranks onto one time axis."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import get_args
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.trace import Kind, Span, Total, Trace
+from shoestring.storage import foreign
 
 FORMAT = 1
-KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # what a trace records about its run
+KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # facts of the run in a trace's header
 
 
 def dumps(trace: Trace) -> str:
-    """JSON lines: a head with the totals, then one line a span."""
+    """A trace as JSON lines: a header with the totals, then one line per span."""
     spans, totals = trace.snapshot()
     head = {
         "trace": FORMAT,
@@ -32,35 +33,35 @@ def dumps(trace: Trace) -> str:
 
 
 def read(path: Path) -> Trace:
-    """The inverse of `dumps`, from a file.
+    """Read a trace from a file with the output of `dumps`.
 
     Raises:
         ConfigError: the file is not a trace of this format.
     """
     try:
-        head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        head, *lines = [foreign.parse_json(line) for line in foreign.read_lines(path)]
         if head["trace"] != FORMAT:
             raise ValueError(f"format {head['trace']}")
         totals = {(t["name"], t["kind"]): Total(t["count"], t["seconds"], t["bytes"]) for t in head["totals"]}
         spans = [Span(**line) for line in lines]
         if any(span.kind not in get_args(Kind) for span in spans):
             raise ValueError("unknown kind of span")
-        given = {name: head[name] for name in ("rank", "host", "facts")}
-        given |= {name: head[name] for name in KNOWN if name in head}
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        facts = {name: head[name] for name in ("rank", "host", "facts")}
+        facts |= {name: head[name] for name in KNOWN if name in head}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"`{path}` is not a trace of format {FORMAT}: {error}") from error
-    trace = Trace(totals=totals, keep=max(len(spans), 1), **given)
+    trace = Trace(totals=totals, keep=max(len(spans), 1), **facts)
     trace.spans.extend(spans)
     return trace
 
 
 def merge(traces: Iterable[Trace]) -> list[tuple[int, Span]]:
-    """All spans of several ranks as (rank, span), in order of time; their origins are taken as one moment."""
+    """All spans of several ranks as (rank, span), ordered by start; assumes that all traces began simultaneously."""
     return sorted(((trace.rank, span) for trace in traces for span in trace.spans), key=lambda pair: pair[1].start)
 
 
 def chrome(traces: Iterable[Trace]) -> Mapping[str, object]:
-    """The traces in Chrome's trace event format (microseconds; a process per rank), as Perfetto and others read it."""
+    """The traces in Chrome's trace event format (microseconds, one process per rank), which Perfetto opens."""
     traces = list(traces)
     names = [
         {"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": f"rank {trace.rank} on {trace.host}"}}

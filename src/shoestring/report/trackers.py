@@ -1,7 +1,7 @@
-"""Sinks that pass metrics on to experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Sinks that log metrics to experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow.
 
-Each is a callable `(folder, name, settings) -> Sink`, and so is a sink of one's own. A tracker's package is imported
-when its sink opens, so nothing here imports torch or a tracker at import time.
+A tracker, built-in or provided by the user, is a callable `(folder, name, settings) -> Sink`. A tracker's package is
+imported when its sink is opened, so importing this module imports neither torch nor any tracker.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
 from shoestring.report.reading import flat
 from shoestring.report.sinks import Sink
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 log = logging.getLogger("shoestring")
@@ -27,24 +28,24 @@ Opener = Callable[[Path, str, Mapping[str, Any]], Sink]
 
 
 class TensorBoard:
-    """Writes every value as a scalar into TensorBoard event files in `folder/tensorboard`."""
+    """Writes every metric as a scalar to TensorBoard event files in `folder/tensorboard`."""
 
     def __init__(self, folder: Path, name: str = "", settings: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder) / "tensorboard"
         self._writer = self._open(None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one scalar for each of the values."""
+        """Write one scalar for each value."""
         for key, value in values.items():
             self._writer.add_scalar(key, float(value), step)
 
     def truncate_after(self, step: int) -> None:
-        """Begin a new event file that makes TensorBoard hide what earlier ones hold of later steps."""
+        """Begin a new event file with a purge step, which makes TensorBoard hide later steps in earlier files."""
         self._writer.close()
         self._writer = self._open(step + 1)
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
+        """Flush buffered values and close the file."""
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> Any:
@@ -54,10 +55,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases as wandb's own settings say: WANDB_MODE=offline keeps everything in `folder/wandb`.
+    """Logs to Weights & Biases under wandb's own settings: WANDB_MODE=offline keeps everything in `folder/wandb`.
 
-    A resumed run continues the same run there. Values are drawn over the logged `step`, because wandb's internal step
-    cannot go back to the checkpoint that the run resumed from.
+    A resumed run continues the same run in wandb. Charts use the logged `step` as their axis, because wandb's internal
+    step cannot go back to the checkpoint that the run resumed from.
     """
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
@@ -78,12 +79,12 @@ class Wandb:
         self._run.log({"step": step} | dict(values))
 
     def close(self) -> None:
-        """Finish the run; wandb uploads what is left unless it is offline."""
+        """Finish the run; unless offline, wandb uploads the remaining data."""
         self._run.finish()
 
 
 class Trackio:
-    """Logs to trackio's local database (TRACKIO_DIR, or the cache of Hugging Face), or to its server if one is set."""
+    """Logs to trackio's server if one is set, else to its local database (in TRACKIO_DIR or Hugging Face's cache)."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("trackio"):
@@ -96,23 +97,30 @@ class Trackio:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Write what is buffered and finish the run."""
+        """Flush buffered values and finish the run."""
         self._run.finish()
 
 
 class MLflow:
-    """Logs to the MLflow server in MLFLOW_TRACKING_URI, or else to an SQLite file of its own, `folder/mlflow.db`."""
+    """Logs to the MLflow server in MLFLOW_TRACKING_URI if it is set, else to the SQLite file `folder/mlflow.db`."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("mlflow"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{(folder / 'mlflow.db').resolve()}")
-        self._client, self._metric = MlflowClient(uri), Metric
-        self._id = _remember(folder, "mlflow", lambda: self._begin(name))
+        client, self._metric = MlflowClient(uri), Metric
+        self._client = client
+
+        def create_run() -> str:
+            experiment = client.get_experiment_by_name("shoestring")
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment("shoestring")
+            return client.create_run(experiment_id, run_name=name).info.run_id
+
+        self._id = _remember(folder, "mlflow", create_run)
         known = self._client.get_run(self._id).data.params
         new = [Param(key, value[:500]) for key, value in flat(dict(settings)).items() if key not in known]
-        for start in range(0, len(new), 100):  # the most that one request may carry
+        for start in range(0, len(new), 100):  # the limit of values per request
             self._client.log_batch(self._id, params=new[start : start + 100])
         self._client.update_run(self._id, status="RUNNING")
 
@@ -125,20 +133,15 @@ class MLflow:
         """Mark the run as ended."""
         self._client.set_terminated(self._id)
 
-    def _begin(self, name: str) -> str:
-        experiment = self._client.get_experiment_by_name("shoestring")
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("shoestring")
-        return self._client.create_run(experiment_id, run_name=name).info.run_id
-
 
 TRACKERS: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
 
 
 def check(names: tuple[str, ...]) -> None:
-    """Make sure that each of `run.sinks` is a known tracker, or looks like `package.module:callable`.
+    """Check that every name in `run.sinks` is a known tracker or has the form `package.module:callable`.
 
     Raises:
-        ConfigError: one is neither, or stands there twice.
+        ConfigError: a name is neither known nor of this form, or appears twice.
     """
     for name in names:
         if name not in TRACKERS and ":" not in name:
@@ -149,12 +152,12 @@ def check(names: tuple[str, ...]) -> None:
 
 
 class Tracker:
-    """A sink whose failures do not end the run: the first one is a warning, and the sink gets nothing more.
+    """Wraps a sink so that its failures do not end the run: the first failure is logged, and no more metrics are sent.
 
     Args:
-        name: as in `run.sinks`, for messages.
-        open_sink: makes the sink from the run's folder, its name and its settings.
-        step: the step that the run resumed from; a sink that has `truncate_after` drops what it holds of later ones.
+        name: the sink's name in `run.sinks`, for messages.
+        open_sink: creates the sink from the run's folder, name and settings.
+        step: the step that the run resumed from; a sink with `truncate_after` removes the data of later steps.
 
     Raises:
         ShoestringError: the sink cannot be opened.
@@ -177,7 +180,7 @@ class Tracker:
             raise ConfigError(f"`run.sinks`: `{name}` returned a {kind} without a method `{missing[0]}`")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on the values of one step."""
+        """Log the values of one step."""
         if self._sink is None:
             return
         try:
@@ -189,7 +192,7 @@ class Tracker:
                 sink.close()
 
     def close(self) -> None:
-        """Close the sink, unless it has failed already."""
+        """Close the sink, unless it has failed."""
         sink, self._sink = self._sink, None
         try:
             if sink is not None:
@@ -204,7 +207,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _import_or_hint(extra: str) -> Iterator[None]:
-    """Turn a failing import into an error that names the extra to install."""
+    """Turn a failed import in this context into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -213,9 +216,11 @@ def _import_or_hint(extra: str) -> Iterator[None]:
 
 
 def _remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The tracker's identity of the run in `folder`, so that a resumed run continues it; drawn at the first start."""
+    """The run's id in a tracker; stored in `folder` at the first start, so that a resumed run continues it."""
     path = Path(folder) / "trackers.json"
-    known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # there is no file yet, or it is damaged
+        known = foreign.read_json_object(path, within=path.parent)
     if tracker not in known:
         known[tracker] = new()
         write_atomic(path, json.dumps(known, indent=2).encode())

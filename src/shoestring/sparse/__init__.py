@@ -1,50 +1,45 @@
-"""Half the multiplications of linear layers by 2:4 sparsity: two of every four neighbouring weights are zero."""
+"""2:4 sparsity: two of every four neighbouring weights are zero, which halves the multiplications of linear layers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from shoestring.sparse.settings import AST, SRSTE, SSTE, STE, STEP, TSRSTE, Sparsity
+from shoestring.core.errors import ConfigError
+from shoestring.sparse.settings import AST, SRSTE, SSTE, STE, STEP, TSRSTE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
-    from torch.optim import Optimizer
 
-    from shoestring.core.job import Job
     from shoestring.core.task import Batch
     from shoestring.sparse.oneshot import Metric, PruningResult
 
-__all__ = ["AST", "SRSTE", "SSTE", "STE", "STEP", "TSRSTE", "attach", "prune"]
+__all__ = ["AST", "SRSTE", "SSTE", "STE", "STEP", "TSRSTE", "prune"]
 
 
-def attach(model: nn.Module, feature: Sparsity, optimizer: Optimizer) -> Job:
-    """Train somebody else's model with sparse weights: one line before its loop.
-
-    Returns:
-        The job, to `close`, and to keep what must survive (`job.kept`).
-
-    Raises:
-        ConfigError: the feature does not fit the model.
-    """
-    from shoestring.core.compose import attach
-
-    return attach(model, optimizer, feature)
+def attach(*_: object, **__: object) -> NoReturn:
+    """Raise a ConfigError that names the replacement of this removed function."""
+    raise ConfigError(
+        "`sparse.attach` was removed: `shoestring.attach` now serves every area",
+        hint="write `ss.attach(model, optimizer, ss.sparse.SSTE())`",
+    )
 
 
 def prune(
     model: nn.Module, layers: Sequence[str] = (), *, metric: Metric = "magnitude", batches: Sequence[Batch] = ()
 ) -> PruningResult:
-    """Make linear layers of a trained model 2:4 at once, in place, without training.
+    """Prune linear layers of a trained model to 2:4 in one pass, in place, without training.
 
     Args:
-        layers: patterns of their names; by default all those of the blocks, and neither embeddings nor the head.
-        metric: by what two of four weights are kept: their magnitude, or that times the norm of their inputs (Wanda).
-        batches: what inputs are measured on, for `wanda`, on the model's device: about 128 samples.
+        layers: patterns of layer names; by default all linear layers in the model's repeated blocks, but not embeddings
+            or the output head.
+        metric: score that decides which two of four weights are kept: `magnitude`, or magnitude times the norm of the
+            input (`wanda`).
+        batches: calibration batches for `wanda`, on the model's device; about 128 samples suffice.
 
     Raises:
-        ConfigError: no layer can be pruned, or Wanda has no batches.
+        ConfigError: no layer can be pruned, or the metric is `wanda` and there are no batches.
     """
     from shoestring.sparse.oneshot import prune_model
 

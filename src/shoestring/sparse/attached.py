@@ -1,4 +1,4 @@
-"""How a method of sparse training hangs in a job: patched layers, work around the step, and what must survive."""
+"""Attaches sparse training to a job: patches linear layers, adds hooks around the optimizer step, and saves state."""
 
 from __future__ import annotations
 
@@ -21,50 +21,51 @@ from shoestring.sparse.report import FUSED, MaskMetrics
 from shoestring.sparse.shards import why_apart
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.sparse.settings import Sparsity
 
 log = logging.getLogger("shoestring")
 
 
 class SparseMethod(Protocol):
-    """What computes sparse weights; `name` is that of a layer."""
+    """An algorithm that computes sparse weights from dense ones. In all methods `name` is the name of a layer."""
 
-    dense: bool  # whether layers are dense now
-    fp8: bool
+    dense: bool  # whether layers use dense weights at present
+    fp8: bool  # whether the inputs of products are rounded to 8 bits
 
     @property
     def two_four(self) -> bool:
-        """Whether all weights are 2:4 now, which products on sparse units take for granted."""
+        """Whether all sparse weights are 2:4 at present, as GPUs' sparse units require."""
         ...
 
     def prepare(self, name: str, weight: Tensor) -> None:
-        """Make the state of a layer."""
+        """Create this algorithm's state for a layer."""
 
     def forget(self, name: str) -> None:
-        """Leave a layer out after all."""
+        """Drop the state of a layer that turned out to stay dense."""
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
-        """What the layer computes with, with gradients to all of `weight`."""
+        """The sparse weight, differentiable: the gradient reaches all entries of `weight`."""
         ...
 
     def pruned(
         self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the layer computes with, without gradients; see `operands.Pruning`."""
+        """The sparse weight and its transpose, without gradients; None for a form not requested, see
+        `operands.Pruning`."""
         ...
 
     def start(self) -> None:
-        """Fill the state from the weights, once ranks have the same."""
+        """Initialise the state from the initial weights, which are already equal on all ranks."""
 
     def before_step(self) -> None:
-        """Before the first forward pass of a step."""
+        """Called before the first forward pass of a step."""
 
     def before_update(self) -> None:
-        """Between clipping and the optimizer's step."""
+        """Called after gradient clipping and before the optimizer's step."""
 
     def mask(self, name: str, weight: Tensor) -> Tensor:
-        """The mask that these rows of a weight, this rank's, would have now; packed."""
+        """Compute the mask of `weight`, this rank's rows, from the current values; packed to bits."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -72,9 +73,9 @@ class SparseMethod(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def install(job: Job, settings: Sparsity, seam: Seam) -> None:
-    """Attach at MODEL, and then at STEP."""
-    attached = job.carry(settings, lambda: SparseLayers(job, settings))
+def install(attachments: Attachments, settings: Sparsity, seam: Seam) -> None:
+    """Attach what belongs to `seam`: MODEL patches the layers, STEP adds the hooks around the optimizer step."""
+    attached = attachments.carry(settings, lambda: SparseLayers(attachments, settings))
     if seam is Seam.MODEL:
         attached.patch()
     else:
@@ -82,79 +83,84 @@ def install(job: Job, settings: Sparsity, seam: Seam) -> None:
 
 
 class SparseLayers:
-    """The sparse layers of one job."""
+    """The sparse layers of one job, with the state that checkpoints save."""
 
-    def __init__(self, job: Job, settings: Sparsity) -> None:
-        self.job, self.settings, self.choice = job, settings, settings.choose(job)
-        self.method = settings.method(job)
-        self.calls: dict[str, Tensor] = {}  # forward passes of each layer so far, by which draws differ
+    def __init__(self, attachments: Attachments, settings: Sparsity) -> None:
+        self.attachments, self.settings, self.choice = attachments, settings, settings.choose(attachments)
+        self.method = settings.method(attachments)
+        # Random draws depend only on seed, layer, forward pass and token group, so that several ranks draw the same
+        # numbers as one process.
+        self.calls: dict[str, Tensor] = {}  # number of forward passes of each layer
         self.numbers = {name: number for number, name in enumerate(self.choice.sparse)}
-        self.place = job.world.index_over(job.data_axes)
-        self.operands: dict[str, SparseOperand] = {}  # where there are sparse units
+        self.place = attachments.world.index_over(attachments.data_axes)
+        self.operands: dict[str, SparseOperand] = {}  # this and `units`: empty if there are no sparse units
         self.units: dict[str, SparseUnits] = {}
-        self.fused_first: set[str] = set()  # layers before an activation that is fused
-        self.fused_last: set[str] = set()
 
     def patch(self) -> None:
+        """Replace the layers' forward passes; if the device has sparse units, fuse activations and create packed
+        operands."""
         for name, layer in self.choice.sparse.items():
             self.method.prepare(name, layer.weight)
             self.calls[name] = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
-            self.job.patch(layer, partial(self.forward, name, layer))
-        if semi_structured.available(self.job.world.device):
-            self._fuse()
-            self._prepare_units()
-
-    def _fuse(self) -> None:
-        """Fuse the activations of feed-forward layers, and let their products read and write by columns."""
-        for name, found in feed_forward.find(self.job.module, self.choice.sparse):
-            self.job.patch(found.module, found.forward())
+            self.attachments.patch(layer, partial(self.forward, name, layer))
+        if not semi_structured.available(self.attachments.world.device):
+            return
+        fused_first: set[str] = set()  # layers whose outputs go to a fused activation
+        fused_last: set[str] = set()  # layers whose inputs come from a fused activation
+        for name, gated in feed_forward.find(self.attachments.module, self.choice.sparse):
+            self.attachments.patch(gated.module, gated.forward())
             prefix = f"{name}." if name else ""
-            self.fused_first |= {prefix + each for each in found.first}
-            self.fused_last.add(prefix + found.last)
-        self.job.trace.facts[FUSED] = float(len(self.fused_last))
+            fused_first |= {prefix + first for first in gated.first}
+            fused_last.add(prefix + gated.last)
+        self.attachments.trace.facts[FUSED] = float(len(fused_last))
+        for name in self.choice.sparse:
+            operand = SparseOperand(partial(self.method.pruned, name), both=self.settings.rows_too)
+            self.operands[name] = operand
+            # Tensors before and after a fused activation are column-major: products, activation and draws are cheapest
+            # in that layout.
+            self.units[name] = SparseUnits(operand.number, name in fused_first, name in fused_last)
 
     def forward(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """The forward pass of a sparse layer."""
         if self.method.dense or name in self.choice.dense:
             return F.linear(x, layer.weight, layer.bias)
         units = self.units.get(name) if self.method.two_four and on_units(x, layer.weight) else None
         weight = layer.weight if units else self.method.weight(name, layer.weight)
         if units and not torch.compiler.is_compiling() and is_fake(weight) and self._is_whole(name):
+            # This is a dry run on fake tensors, which predicts memory. Products on fake tensors pack no weights.
             self.operands[name].imagine(weight, autocast_dtype(x) or weight.dtype)
-        key = self.key(name) if self.settings.mvue and torch.is_grad_enabled() else None
-        groups = -(-(x.numel() // x.shape[-1]) // 4)
+        draws = self.settings.mvue and layer.training and torch.is_grad_enabled()
+        key = self.key(name) if draws else None
+        groups = -(-(x.numel() // x.shape[-1]) // 4)  # groups of four tokens on each rank
         return product(x, weight, layer.bias, key, first=self.place * groups, fp8=self.method.fp8, units=units)
 
     def key(self, name: str) -> Tensor:
-        """Another one for every layer and forward pass."""
+        """The key of the next random draws; every layer and forward pass gets a new key."""
         return next_key(self.calls[name], self.settings.seed * 2**20 + self.numbers[name])
 
     def start(self) -> None:
-        """Once it is known what is trained, and where."""
-        job, trained = self.job, self.job.trained
+        """Start the algorithm, and add its hooks around the optimizer step. The features of SHARD have already been
+        applied."""
+        attachments, trained = self.attachments, self.attachments.trained
         for name in list(self.choice.sparse):
             if why := why_apart(trained[f"{name}.weight"], rows_too=self.settings.rows_too):
                 self._leave_dense(name, why)
         with torch.no_grad():
             self.method.start()
-        alike = all(axis in job.replicas for axis in job.data_axes if job.world.axes.get(axis, 1) > 1)
-        job.keep(self.settings.name, self, across="same" if alike else "own")  # replicas that train alone differ
+        axes = [axis for axis in attachments.data_axes if attachments.world.axes.get(axis, 1) > 1]
+        alike = all(axis in attachments.replicas for axis in axes)  # with local steps, masks differ between ranks
+        attachments.keep(self.settings.name, self, across="same" if alike else "own")
         for name, operand in self.operands.items():
             operand.remembered = self._is_whole(name)
-        job.at(Phase.FORWARD, self.method.before_step)
-        job.at(Phase.FORWARD, self._forget_operands)  # masks are others
-        job.at(Phase.GRAD, self._forget_operands)  # weights will be
-        job.at(Phase.GRAD, self.method.before_update)
-        job.at(Phase.CAPTURE, MaskMetrics(job, self.choice, self.method).read)
-
-    def _prepare_units(self) -> None:
-        for name in self.choice.sparse:
-            operand = SparseOperand(partial(self.method.pruned, name), both=self.settings.rows_too)
-            self.operands[name] = operand
-            self.units[name] = SparseUnits(operand.number, name in self.fused_first, name in self.fused_last)
+        attachments.at(Phase.FORWARD, self.method.before_step)
+        attachments.at(Phase.FORWARD, self._forget_operands)  # `before_step` may have changed masks
+        attachments.at(Phase.GRAD, self._forget_operands)  # free memory before the optimizer changes weights
+        attachments.at(Phase.GRAD, self.method.before_update)
+        attachments.at(Phase.CAPTURE, MaskMetrics(attachments, self.choice, self.method).read)
 
     def _is_whole(self, name: str) -> bool:
-        """Whether this rank has all rows of a weight at all times."""
-        return not isinstance(self.job.trained[f"{name}.weight"], DTensor)
+        """Whether a weight is unsharded, so that this rank always has all rows."""
+        return not isinstance(self.attachments.trained[f"{name}.weight"], DTensor)
 
     def _forget_operands(self) -> None:
         for operand in self.operands.values():

@@ -1,9 +1,10 @@
-"""The decay factor, found while the run begins: rows train with different factors, dense rows among them.
+"""Searches for the decay factor of masked weights during the first steps of the run.
 
-Hu et al. (2024) choose the factor so that masks flip a little less often than they would in dense training: the ratio
-of the two flip rates is to lie in [0.60, 0.95]. They measure it by short runs, one for each factor and a dense one.
-Flips depend on a weight's own gradient and decay, so here one run measures all at once, at the same learning rate: the
-rows of 4×4 tiles are dealt out in turn to the factors tried and to dense training.
+In the paper (Hu et al., 2024), the factor is chosen so that masks flip a little less often than in dense training: the
+ratio of the two flip rates should lie in [0.60, 0.95]. The authors measure this ratio with short runs, one per factor
+and one dense run. But whether a weight's mask flips depends only on the gradient and decay of that weight. So here one
+run measures all factors at once, at the same learning rate: each row of 4×4 tiles is assigned to one factor or to dense
+training.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from shoestring.sparse.product import unpack
 log = logging.getLogger("shoestring")
 
 LOWEST, HIGHEST = 0.60, 0.95
+"""Range in which the ratio of flip rates should lie (Hu et al., 2024)."""
 AIM = 0.80
+"""Ratio of flip rates that the search aims at."""
 STEPS_OF_TEN = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
-"""Powers of ten that the given factor is tried with."""
+"""Exponents of ten: the search tries the start factor times 10 to each of these powers."""
 LOOKS = 16
-"""How often masks are compared during the search."""
+"""Number of times that masks are compared during the search."""
 
 
 class Search:
-    """The flips of each cohort of rows: cohort 0 is dense, cohort k trains with factor k - 1.
+    """Counts the mask flips of each cohort of rows: cohort 0 trains dense, cohort k trains with `factors[k - 1]`.
 
     Args:
-        steps: how long the search takes.
-        start: the factor around which others are tried.
+        steps: duration of the search in steps.
+        start: decay factor around which the search tries others.
     """
 
     def __init__(self, steps: int, start: float) -> None:
@@ -45,26 +48,27 @@ class Search:
 
     @classmethod
     def over(cls, total: int, share: float, start: float) -> Self | None:
-        """A search over a share of a run; None where there is none, or the run's end is open."""
+        """Create a search over a share of the run's `total` steps; None if `share`, `start` or `total` is 0
+        (unknown)."""
         steps = math.ceil(share * total)
         return cls(steps, start) if steps and start else None
 
     def cohorts(self, rows: int, device: torch.device) -> Tensor:
-        """The cohort of each row of a weight: four rows after each other are in one; int64 (rows,)."""
+        """The cohort of each row of a weight, the same for the four rows of a tile; int64 (rows,)."""
         return torch.arange(rows, device=device) // 4 % (1 + len(self.factors))
 
     def factors_of_rows(self, rows: int, device: torch.device) -> Tensor:
-        """fp64 (rows,)."""
+        """The decay factor of each row, 0 in the dense cohort; fp64 (rows,)."""
         return torch.tensor([0.0, *self.factors], dtype=torch.float64, device=device)[self.cohorts(rows, device)]
 
     def see(self, name: str, wanted: Tensor, step: int) -> Tensor:
-        """Count how many entries of a packed mask changed since it was last seen.
+        """Count the flips of a layer's packed mask since the last call.
 
         Returns:
-            The mask to train with: dense in the rows of the dense cohort.
+            The mask to train with; rows of the dense cohort are all ones.
         """
         cohorts = self.cohorts(len(wanted), wanted.device)
-        if name in self.before and step > self.steps // 4:
+        if name in self.before and step > self.steps // 4:  # flip rates adapt slowly to the factors
             changed = unpack(wanted ^ self.before[name], 8 * wanted.shape[1]).sum(1).double()
             self.flips.index_add_(0, cohorts.cpu(), changed.cpu())
             self.seen.index_add_(0, cohorts.cpu(), torch.full_like(changed, 8 * wanted.shape[1]).cpu())
@@ -72,19 +76,23 @@ class Search:
         return wanted.masked_fill((cohorts == 0)[:, None], 255)
 
     def ratios(self) -> list[float]:
-        """The flip rate of each factor over that of dense training; empty where nothing flipped."""
+        """Flip rate with each factor, divided by the flip rate of the dense cohort; empty if no mask of that cohort
+        flipped."""
         rates = self.flips / self.seen.clamp_min(1)
         return (rates[1:] / rates[0]).tolist() if rates[0] > 0 else []
 
     def found(self) -> float:
-        """The factor whose ratio is the aim, between those tried; logged."""
+        """Return and log the decay factor at which the flip-rate ratio is AIM, interpolated between the factors
+        tried."""
         ratios = self.ratios()
         if not ratios:
             log.warning("sparse: no mask changed while the decay factor was searched; it stays %.2g", self.start)
             return self.start
         factor, ratio = interpolated(self.factors, ratios)
-        said = log.info if LOWEST <= ratio <= HIGHEST else log.warning
-        said("sparse: decay factor %.2g, where masks flip %.2f times as often as in dense training", factor, ratio)
+        level = logging.INFO if LOWEST <= ratio <= HIGHEST else logging.WARNING
+        log.log(
+            level, "sparse: decay factor %.2g, where masks flip %.2f times as often as in dense training", factor, ratio
+        )
         return factor
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,10 +105,14 @@ class Search:
 
 
 def interpolated(factors: list[float], ratios: list[float], aim: float = AIM) -> tuple[float, float]:
-    """The factor at which the ratio falls to the aim, on a line over the factor's logarithm, and the ratio there.
+    """Interpolate the factor at which the ratio falls to `aim`, linearly in log(factor); return (factor, ratio).
+
+    If all ratios are above `aim`, return the largest factor; if all are below, return the smallest.
 
     Args:
-        factors: ascending. ratios: of each; taken to fall, so that one above its predecessor counts as that.
+        factors: ascending.
+        ratios: one per factor. Ratios should fall with the factor; a rise is taken for noise and replaced by the lowest
+            earlier ratio.
     """
     falling = [min(ratios[: index + 1]) for index in range(len(ratios))]
     if falling[0] <= aim:

@@ -1,10 +1,12 @@
-"""Feed-forward layers whose activation `gates` can fuse, found by what they compute and not by the names of classes.
+"""Finds feed-forward layers whose activation `gates` can fuse; recognises them by their computation, not by class
+names.
 
-A module's forward pass is traced to a graph (torch.fx). It is a feed-forward layer if its only input goes to one or two
-linear layers, what they return goes through operations without parameters to one more, and that is what it returns. Of
-the operations between, the form and the activation are found by trying: on random numbers, in double precision, in
-training and in evaluation mode, they must return what `gates` defines. So an activation is known under any name, and
-dropout, a clamp, or a scale between the products leaves a layer as it is.
+The forward pass of a module is traced to a graph (torch.fx). The module is a feed-forward layer if its only input goes
+to one or two linear layers, their outputs pass through operations without parameters to a last linear layer, and the
+module returns the output of the last layer. Activation and form are identified by trial: on random numbers, in double
+precision, in training and in evaluation mode, the operations between the linear layers must return the same numbers as
+`gates`. So an activation is recognised under any name, and a layer with dropout, a clamp or a scale in between is left
+alone.
 """
 
 from __future__ import annotations
@@ -19,23 +21,24 @@ from torch import Tensor, fx, nn
 from shoestring._torch import real_tensors
 from shoestring.sparse.gates import ACTIVATIONS, Activation, Form, gated, reference
 
-SPREADS = (0.3, 3.0, 30.0, 300.0)  # standard deviations of the numbers that operations are tried on
+SPREADS = (0.3, 3.0, 30.0, 300.0)  # standard deviations of the random inputs of a trial
 TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
 class GatedLayers:
-    """The linear layers of one feed-forward layer, by their names below `module`, and what is between them."""
+    """One feed-forward layer: the names of its linear layers, relative to `module`, and the activation between them."""
 
     module: nn.Module
     first: tuple[str, ...]
-    """The layers that the input goes to: that of the gate first where there are two."""
+    """Names of the one or two layers that receive the input; if there are two, the gate's layer is first."""
     last: str
+    """Name of the layer whose output is returned."""
     activation: Activation
     form: Form
 
     def forward(self) -> Callable[..., Tensor]:
-        """What `module` computes, with its activation fused."""
+        """Build a forward pass for `module` that uses the fused activation."""
         module, activation, form = self.module, self.activation, self.form
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -47,56 +50,54 @@ class GatedLayers:
 
 
 def find(model: nn.Module, layers: Mapping[str, nn.Linear]) -> Iterator[tuple[str, GatedLayers]]:
-    """The feed-forward layers whose linear layers are all among `layers`, by their names in the model."""
-    names = {layer: name for name, layer in layers.items()}
-    for name in dict.fromkeys(prefix for layer in layers for prefix in _prefixes(layer)):
+    """Find the feed-forward layers whose linear layers are all among `layers`, and yield each with its module name."""
+    sparse = set(layers.values())
+    # Modules one and two levels above a layer: some models wrap each linear layer in another module.
+    above = (layer.rsplit(".", levels)[0] for layer in layers for levels in (1, 2) if layer.count(".") >= levels)
+    for name in dict.fromkeys(above):
         module = model.get_submodule(name)
-        found = recognise(module)
-        if found and all(module.get_submodule(each) in names for each in (*found.first, found.last)):
-            yield name, found
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """The modules that hold a layer: those right above it and one further, where a layer has a module of its own."""
-    parts = name.split(".")
-    for length in (len(parts) - 1, len(parts) - 2):
-        if length > 0:
-            yield ".".join(parts[:length])
+        gated_layers = recognise(module)
+        if gated_layers is None:
+            continue
+        if all(module.get_submodule(layer) in sparse for layer in (*gated_layers.first, gated_layers.last)):
+            yield name, gated_layers
 
 
 def recognise(module: nn.Module) -> GatedLayers | None:
-    """The feed-forward layer that a module is, if it is one that `gates` computes."""
+    """Recognise a module as a feed-forward layer whose activation `gates` computes; None if it is not one."""
     if isinstance(module, nn.Linear | nn.ModuleList | nn.ModuleDict) or "forward" in vars(module):
         return None
-    modes = {each: each.training for each in module.modules()}
+    modes = {submodule: submodule.training for submodule in module.modules()}
     try:
-        found = []
+        matches = []
         for training in (True, False):
-            for each in modes:
-                each.training = training
+            for submodule in modes:
+                submodule.training = training
             with real_tensors():
-                found.append(_matched(module, _LinearTracer().trace(module)))
-    except Exception:
+                matches.append(_matched(module, _LinearTracer().trace(module)))
+    except Exception:  # torch.fx may fail on the user's code with any exception
         return None
     finally:
-        for each, mode in modes.items():
-            each.training = mode
-    return found[0] if found[0] == found[1] else None
+        for submodule, mode in modes.items():
+            submodule.training = mode
+    return matches[0] if matches[0] == matches[1] else None
 
 
 class _LinearTracer(fx.Tracer):
-    """Does not look into linear layers."""
+    """Traces linear layers, including subclasses of nn.Linear, as single nodes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Linear) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _matched(module: nn.Module, graph: fx.Graph) -> GatedLayers | None:
+    """Match a traced forward pass with the structure of a feed-forward layer; None if it differs."""
     nodes = list(graph.nodes)
-    linear = [node for node in nodes if _is_linear(module, node)]
+    modules = {node: module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
+    linear = [node for node, submodule in modules.items() if isinstance(submodule, nn.Linear)]
     inputs = [node for node in nodes if node.op == "placeholder"]
     if len(inputs) != 1 or not 2 <= len(linear) <= 3 or any(not node.users for node in nodes[:-1]):
-        return None  # what nobody reads is done for its effect
+        return None  # an operation without users has a side effect
     *first, last = linear
     (returned,) = nodes[-1].args
     between = [node for node in nodes if node not in (*inputs, *linear, nodes[-1])]
@@ -114,42 +115,48 @@ def _matched(module: nn.Module, graph: fx.Graph) -> GatedLayers | None:
     return GatedLayers(module, tuple(reversed(names) if swapped else names), str(last.target), activation, form)
 
 
-def _is_linear(module: nn.Module, node: fx.Node) -> bool:
-    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.Linear)
-
-
 def _kind(
     module: nn.Module, first: list[fx.Node], last: fx.Node, between: list[fx.Node]
 ) -> tuple[Activation, Form, bool] | None:
-    """Which activation and form the operations between are, and whether the gate is the second of two layers."""
+    """Identify the operations between the layers by trial: (activation, form, whether the gate is the second of two
+    layers)."""
     inner = {node: module.get_submodule(str(node.target)) for node in between if node.op == "call_module"}
-    if any([*each.parameters(), *each.buffers()] for each in inner.values()):
+    if any([*submodule.parameters(), *submodule.buffers()] for submodule in inner.values()):
         return None
     draw = torch.Generator().manual_seed(0)
     widths = [len(module.get_parameter(f"{node.target}.weight")) for node in first]
     spread = torch.tensor(SPREADS, dtype=torch.float64, device="cpu")[:, None, None]
-    tried = [spread * torch.randn(4, 3, n, generator=draw, dtype=torch.float64, device="cpu") for n in widths]
-    values: dict[fx.Node, Any] = {node: each.clone() for node, each in zip(first, tried, strict=True)}
+    inputs = [spread * torch.randn(4, 3, n, generator=draw, dtype=torch.float64, device="cpu") for n in widths]
+    # Inputs are cloned, because an activation may work in place.
+    values: dict[fx.Node, Any] = {node: x.clone() for node, x in zip(first, inputs, strict=True)}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for node in between:
             values[node] = _computed(node, values, inner)
-        found = values[last.all_input_nodes[0]]
-        same = [candidate for candidate in _candidates(tried) if _is(found, _expected(tried, *candidate))]
-    return same[0] if same else None
+        output = values[last.all_input_nodes[0]]
+        if not isinstance(output, Tensor):
+            return None
+        for candidate in _candidates(inputs):
+            expected = _expected(inputs, *candidate)
+            alike = output.shape == expected.shape and output.dtype == expected.dtype
+            if alike and torch.allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE):
+                return candidate
+    return None
 
 
 def _computed(node: fx.Node, values: Mapping[fx.Node, Any], inner: Mapping[fx.Node, nn.Module]) -> Any:
-    args: Any = fx.map_arg(node.args, lambda each: values[each])
-    kwargs: Any = fx.map_arg(node.kwargs, lambda each: values[each])
+    """Run one node of the graph on the values of earlier nodes."""
+    args: Any = fx.map_arg(node.args, lambda argument: values[argument])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda argument: values[argument])
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = inner[node] if node.op == "call_module" else node.target
     return function(*args, **kwargs)
 
 
-def _candidates(tried: list[Tensor]) -> Iterator[tuple[Activation, Form, bool]]:
+def _candidates(inputs: list[Tensor]) -> Iterator[tuple[Activation, Form, bool]]:
+    """All (activation, form, whether the gate is the second layer) for this number of first layers."""
     for activation in ACTIVATIONS:
-        if len(tried) == 2:
+        if len(inputs) == 2:
             yield activation, "apart", False
             yield activation, "apart", True
             continue
@@ -158,15 +165,10 @@ def _candidates(tried: list[Tensor]) -> Iterator[tuple[Activation, Form, bool]]:
         yield activation, "gate_last", False
 
 
-def _expected(tried: list[Tensor], activation: Activation, form: Form, swapped: bool) -> Tensor:
+def _expected(inputs: list[Tensor], activation: Activation, form: Form, swapped: bool) -> Tensor:
     if form == "alone":
-        return reference(tried[0], activation)
-    gate, up = tried if form == "apart" else tried[0].chunk(2, dim=-1)
+        return reference(inputs[0], activation)
+    gate, up = inputs if form == "apart" else inputs[0].chunk(2, dim=-1)
     if swapped or form == "gate_last":
         gate, up = up, gate
     return reference(gate, activation) * up
-
-
-def _is(found: Any, expected: Tensor) -> bool:
-    same_kind = isinstance(found, Tensor) and found.shape == expected.shape and found.dtype == expected.dtype
-    return same_kind and torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)

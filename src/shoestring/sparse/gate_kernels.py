@@ -1,7 +1,8 @@
-"""The kernels of `gates`, which read and write every tensor by its own strides. To be imported only where Triton is.
+"""Triton kernels of `gates`, for tensors of any strides. Import this only if Triton is installed.
 
-A program holds a square of tokens by columns, so that accesses are coalesced along rows and along columns alike:
-Triton picks the order of each access by the stride that is 1, and moves values between threads where two differ.
+Each program processes a square tile of tokens by columns, so that memory accesses are coalesced in row-major and in
+column-major layout: Triton orders the threads along the dimension with stride 1, and moves values between threads if
+two tensors have different layouts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def with_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """The activation of x, and its derivative there; fp32."""
+    """The value and the derivative of the activation at x; fp32."""
     if ACTIVATION == "relu":
         value = tl.maximum(x, 0.0)
         slope = tl.where(x > 0, 1.0, 0.0)
@@ -36,7 +37,7 @@ def with_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def gated_kernel(
-    gate: tl.tensor,  # (rows, columns), as all
+    gate: tl.tensor,  # this and the next two are (rows, columns)
     up: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
@@ -51,7 +52,7 @@ def gated_kernel(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One square of the activation, times `up` where it is GATED."""
+    """Compute one tile of the activation of `gate`, multiplied by `up` if GATED."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -64,14 +65,14 @@ def gated_kernel(
 
 @triton.jit
 def gated_backward_kernel(
-    grad: tl.tensor,  # (rows, columns), as all
+    grad: tl.tensor,  # this and the next four are (rows, columns)
     gate: tl.tensor,
     up: tl.tensor,
     of_gate: tl.tensor,
     of_up: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    grad_row: tl.tensor,  # strides; gradients have those of what they are of
+    grad_row: tl.tensor,  # strides
     grad_column: tl.tensor,
     gate_row: tl.tensor,
     gate_column: tl.tensor,
@@ -85,7 +86,7 @@ def gated_backward_kernel(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One square of the gradients of gate and, where it is GATED, of `up`."""
+    """Compute one tile of the gradient of `gate` and, if GATED, of the gradient of `up`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)

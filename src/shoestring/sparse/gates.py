@@ -1,12 +1,13 @@
-"""The activation between two products of a feed-forward layer, fused with the product by its gate, in any layout.
+"""Gated activations of feed-forward layers, fused with the product by the gate, in any memory layout.
 
-cuSPARSELt computes W·xᵀ, so a sparse layer's output for tokens by rows comes cheapest by columns: `stride(0) == 1`. An
-operation that walks over it by rows reads a cache line for each entry. Here one kernel reads gate and input as they
-lie, and writes its result in the same layout, which is the one that the next product and the draws want.
+cuSPARSELt computes W·xᵀ, so the cheapest layout of a sparse layer's output (tokens, hidden) is column-major, with
+`stride(0) == 1`. An operation that reads this output row by row reads a cache line for each entry. Here one kernel
+reads gate and input in their layout, and writes the result in the same layout, which the next product and the random
+draws also read.
 
-Bytes of memory traffic for each hidden entry in 16 bits: 6 forward (2 read, 1 written, of 2 bytes) and 10 backward
-(3 read, 2 written). Apart, silu and product take 10 forward and 22 backward, and a copy to the other layout 4 more for
-each tensor that is not as its reader wants it.
+Memory traffic for each hidden entry in 16 bits is 6 bytes forward (2 entries read, 1 written) and 10 backward (3 read,
+2 written). Without fusion, silu and product move 10 bytes forward and 22 backward, and each copy to the other layout
+moves 4 more.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from shoestring.sparse import kernels
 Activation = Literal["relu", "relu2", "silu", "gelu", "gelu_tanh"]
 """`relu2` is the square of `relu`; `gelu_tanh` is the approximation of `gelu` by tanh."""
 Form = Literal["alone", "apart", "gate_first", "gate_last"]
-"""What an activation gets: one tensor without a gate; gate and input in two tensors; or both as the halves of one."""
+"""Inputs of an activation: one tensor without a gate (`alone`); gate and input in two tensors (`apart`); or the halves
+of one tensor, with the gate first or last."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 FORMS: tuple[Form, ...] = get_args(Form)
-TANH_INNER, TANH_CUBE = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and Hendrycks and Gimpel's (2016)
-INVERSE_ROOT_2, INVERSE_ROOT_2_PI = 0.7071067811865476, 0.3989422804014327
+TANH_INNER, TANH_CUBE = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and Hendrycks and Gimpel's constant (2016)
+INVERSE_ROOT_2, INVERSE_ROOT_2_PI = 0.7071067811865476, 0.3989422804014327  # 1 / sqrt(2), 1 / sqrt(2 pi)
 
 
 def gated(x: Tensor, other: Tensor | None, activation: Activation, form: Form) -> Tensor:
-    """The activation of the gate times the input; with the form `alone` the activation alone.
+    """Multiply the input by the activation of the gate; with the form `alone`, return the activation of `x`.
 
     Args:
-        x: (…, hidden); with the forms `gate_first` and `gate_last`, (…, 2 hidden).
-        other: the input where it is a tensor of its own (`apart`, where `x` is the gate), else None.
+        x: (…, hidden), or (…, 2 hidden) with the forms `gate_first` and `gate_last`. With the form `apart`, `x` is the
+            gate.
+        other: the input with the form `apart`, else None.
 
     Returns:
-        (…, hidden), of the type of `x`; arithmetic is in single precision at least, rounded once.
+        (…, hidden), in the type of `x`; computed in fp32 or wider, and rounded once.
     """
     flat = None if other is None else other.flatten(0, -2)
     return _gated(x.flatten(0, -2), flat, activation, form).unflatten(0, x.shape[:-1])
@@ -60,7 +63,7 @@ def _(x: Tensor, other: Tensor | None, activation: str, form: str) -> Tensor:
 
 @torch.library.custom_op("shoestring::gated_backward", mutates_args=())
 def _gated_backward(grad: Tensor, x: Tensor, other: Tensor | None, activation: str, form: str) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and of `other`; the latter is empty where there is none."""
+    """The gradients of `x` and of `other`; the second is an empty tensor if `other` is None."""
     gate, up = parts(x, other, form)
     of_x, of_other = empty_like(x, x.shape[1]), empty_like(x, x.shape[1] if form == "apart" else 0)
     of_gate, of_up = parts(of_x, of_other if form == "apart" else None, form)
@@ -95,17 +98,18 @@ _gated.register_autograd(_differentiate, setup_context=_save)
 
 
 def by_columns(x: Tensor) -> bool:
-    """Whether entries of a column lie side by side, and not those of a row; (rows, columns)."""
+    """Whether a matrix is column-major: neighbouring entries of a column are adjacent in memory, and neighbouring
+    entries of a row are not."""
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
 def empty_like(like: Tensor, columns: int) -> Tensor:
-    """As many rows as `like`, in its layout."""
+    """An uninitialised matrix with the rows, type and layout of `like`."""
     return like.new_empty(columns, like.shape[0]).t() if by_columns(like) else like.new_empty(like.shape[0], columns)
 
 
 def parts(x: Tensor, other: Tensor | None, form: str) -> tuple[Tensor, Tensor | None]:
-    """The gate and the input."""
+    """Split the arguments into (gate, input) according to the form; the input is None with the form `alone`."""
     if not form.startswith("gate"):
         return x, other
     first, last = x.chunk(2, dim=1)
@@ -117,7 +121,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of x, and its derivative there."""
+    """The value and the derivative of the activation at x; the same as `gate_kernels.with_slope`."""
     if activation == "relu":
         return x.relu(), (x > 0).to(x)
     if activation == "relu2":
@@ -134,7 +138,7 @@ def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def reference(x: Tensor, activation: Activation) -> Tensor:
-    """What torch calls by the activation's name."""
+    """The activation of `x`, computed by torch's own functions."""
     if activation == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)(x)

@@ -1,4 +1,7 @@
-"""Masks and draws on devices that Triton compiles for; see `triton_kernels`. Elsewhere, torch's operations do them."""
+"""Launches the Triton kernels of masks, draws and activations (`triton_kernels`, `gate_kernels`) on CUDA devices.
+
+Callers check `usable` first; if it is False, they use torch's operations.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,22 @@ from torch import Tensor
 
 from shoestring._torch import is_fake
 
-ROW_GROUPS = 1024  # groups of four that a program masks
-TILES = 64  # 4×4 tiles that a program scores
-GROUPS, COLUMNS = 16, 64  # groups of four rows, and columns of them, that a program draws
-SQUARE, WARPS = 64, 8  # tokens and hidden entries that a program gates, and its warps
+# Sizes of the block that one program (thread block) processes.
+ROW_GROUPS = 1024  # row masks: groups of four entries
+TILES = 64  # transposable masks: 4×4 tiles
+GROUPS, COLUMNS = 16, 64  # draws: groups of four rows times columns
+SQUARE, WARPS = 64, 8  # activations and pruning: side of a square tile, and warps per program
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the kernels serve this tensor. Inside torch.compile they do not: it fuses torch's operations itself."""
+    """Whether the kernels can process this tensor; False inside torch.compile, which fuses torch's operations
+    itself."""
     here = tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _has_triton()
     return here and not is_fake(tensor)
 
 
 def usable_in_single(tensor: Tensor) -> bool:
-    """Whether the kernels that compute in fp32 serve this tensor."""
+    """Whether kernels that compute in fp32 can process this tensor; False for fp64."""
     return usable(tensor) and tensor.dtype != torch.float64
 
 
@@ -53,6 +58,7 @@ def tile_codes(weight: Tensor, patterns: Tensor, *, squares: bool) -> Tensor:
     weight = weight.detach().contiguous()
     rows, columns = weight.shape
     codes = torch.empty(rows // 4, columns // 4, dtype=torch.uint8, device=weight.device)
+    # Scores of fp64 weights are summed in fp64; all others in fp32.
     bank = patterns.flatten(1).to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
     programs = -(-codes.numel() // TILES)
     kernel[(programs,)](
@@ -62,7 +68,7 @@ def tile_codes(weight: Tensor, patterns: Tensor, *, squares: bool) -> Tensor:
 
 
 def mvue(x: Tensor, key: Tensor, first: int, *, by_columns: bool = False) -> Tensor:
-    """See `mvue.mvue`; of any strides, into rows that lie one after the other, or columns."""
+    """See `mvue.mvue`. `x` may have any strides; the result is column-major if `by_columns`, else row-major."""
     from shoestring.sparse.triton_kernels import mvue_kernel
 
     kernel: Any = mvue_kernel
@@ -78,48 +84,52 @@ def mvue(x: Tensor, key: Tensor, first: int, *, by_columns: bool = False) -> Ten
 def pruned(
     weight: Tensor, mask: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The weight in `dtype`, with zeros where its packed mask has them: as it lies, transposed, or both in one pass.
+    """Compute the masked weight in `dtype` and its transpose, in one pass over the weight.
 
     Args:
-        weight: (rows, columns), with columns side by side. mask: of `product.pack`.
+        weight: (rows, columns), row-major.
+        mask: mask packed by `product.pack`.
+        straight: whether to return the masked weight.
+        transposed: whether to return its transpose.
 
     Returns:
-        (rows, columns) and (columns, rows), each None where it is not asked for. Of a weight in fp32, both in bf16 move
-        8.1 bytes an entry: 4 and a bit are read, 2 + 2 are written.
+        (rows, columns) and (columns, rows), each None unless requested. Memory traffic from an fp32 weight to both
+        results in bf16 is 8.1 bytes per entry: 4 bytes and a bit read, 2 + 2 bytes written.
     """
     from shoestring.sparse.triton_kernels import prune_kernel
 
     kernel: Any = prune_kernel
     rows, columns = weight.shape
-    one = weight.new_empty(rows, columns, dtype=dtype) if straight else None
-    other = weight.new_empty(columns, rows, dtype=dtype) if transposed else None
-    anything = other if one is None else one
+    masked = weight.new_empty(rows, columns, dtype=dtype) if straight else None
+    transpose = weight.new_empty(columns, rows, dtype=dtype) if transposed else None
+    placeholder = transpose if masked is None else masked  # an argument must be a tensor, even if it is not written
     kernel[_squares(weight)](
-        weight, mask, anything if one is None else one, anything if other is None else other,
+        weight, mask, placeholder if masked is None else masked, placeholder if transpose is None else transpose,
         rows, columns, weight.stride(0), mask.stride(0),
         STRAIGHT=straight, TRANSPOSED=transposed, BLOCK=SQUARE, num_warps=WARPS,
     )  # fmt: skip
-    return one, other
+    return masked, transpose
 
 
 def shrunk(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale` times `product.shrink` of a weight, in `dtype`; 6 bytes move an entry of fp32 that becomes bf16."""
+    """`scale` times `product.shrink` of a weight, in `dtype`; memory traffic from fp32 to bf16 is 6 bytes per entry."""
     from shoestring.sparse.triton_kernels import shrink_kernel
 
     kernel: Any = shrink_kernel
     weight = weight.detach().contiguous()
-    left = torch.empty_like(weight, dtype=dtype)
+    result = torch.empty_like(weight, dtype=dtype)
     groups = weight.numel() // 4
-    kernel[(-(-groups // ROW_GROUPS),)](weight, scale, left, groups, BLOCK=ROW_GROUPS)
-    return left
+    kernel[(-(-groups // ROW_GROUPS),)](weight, scale, result, groups, BLOCK=ROW_GROUPS)
+    return result
 
 
 def gated(gate: Tensor, up: Tensor | None, out: Tensor, activation: str) -> Tensor:
-    """See `gates`; into `out`, which it returns. All are (rows, columns) of any strides."""
+    """Compute a gated activation (see `gates`) into `out`, and return `out`. All tensors are (rows, columns), of any
+    strides."""
     from shoestring.sparse.gate_kernels import gated_kernel
 
     kernel: Any = gated_kernel
-    read = gate if up is None else up
+    read = gate if up is None else up  # an argument must be a tensor, even if it is not read
     kernel[_squares(gate)](
         gate, read, out, *gate.shape, *gate.stride(), *read.stride(), *out.stride(),
         ACTIVATION=activation, GATED=up is not None, BLOCK=SQUARE, num_warps=WARPS,
@@ -130,7 +140,8 @@ def gated(gate: Tensor, up: Tensor | None, out: Tensor, activation: str) -> Tens
 def gated_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, of_gate: Tensor, of_up: Tensor | None, activation: str
 ) -> None:
-    """See `gates`; into `of_gate` and `of_up`. All are (rows, columns) of any strides."""
+    """Compute the gradients of a gated activation (see `gates`) into `of_gate` and `of_up`. All tensors are (rows,
+    columns), of any strides."""
     from shoestring.sparse.gate_kernels import gated_backward_kernel
 
     kernel: Any = gated_backward_kernel
@@ -143,4 +154,5 @@ def gated_backward(
 
 
 def _squares(x: Tensor) -> tuple[int, int]:
+    """The grid of programs that covers a matrix with square tiles."""
     return -(-x.shape[0] // SQUARE), -(-x.shape[1] // SQUARE)

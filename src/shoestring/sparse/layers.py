@@ -1,4 +1,4 @@
-"""Which linear layers of a model are made sparse, and why others stay dense."""
+"""Chooses which linear layers of a model become sparse, and records why others stay dense."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoestring.models.blocks import is_in_block, is_transposed, read_by_others
+from shoestring.models.blocks import is_in_block, is_transposed, read_by_others, routers
+from shoestring.models.plain_layers import is_product
 
 _FEED_FORWARD = re.compile(
     r"mlp|ffn?|feed_?forward|(gate_?)?(up|gate|down)(_?proj)?|gate_up(_proj)?|w[123]|(c_)?fc[12]?|c_proj|lin(ear)?[12]"
@@ -24,13 +25,14 @@ class LinearLayers:
     """The linear layers of a model, by name."""
 
     sparse: dict[str, nn.Linear] = field(default_factory=dict)
-    dense: dict[str, str] = field(default_factory=dict)  # those that were asked for -> why they stay dense
-    rest: dict[str, nn.Linear] = field(default_factory=dict)  # those that were not asked for
-    weights: int = 0  # of all linear layers
+    dense: dict[str, str] = field(default_factory=dict)  # selected layers that stay dense -> reason
+    rest: dict[str, nn.Linear] = field(default_factory=dict)  # layers that were not selected
+    weights: int = 0  # number of weights in all linear layers
 
     @property
     def share(self) -> float:
-        """The share of the multiplications of all linear layers, for one token, that are in the sparse ones."""
+        """The fraction of the weights of all linear layers, and of their multiplications per token, that is in sparse
+        layers."""
         return self.sparse_weights / max(self.weights, 1)
 
     @property
@@ -39,12 +41,13 @@ class LinearLayers:
 
     @property
     def examples(self) -> str:
+        """Some layer names, for messages."""
         names = [*self.sparse, *self.dense, *self.rest]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
 def is_feed_forward(name: str) -> bool:
-    """Whether a layer of this name belongs to the feed-forward part of a transformer's block."""
+    """Whether the name belongs to a feed-forward layer in a transformer block."""
     parts = name.split(".")
     return (
         is_in_block(name)
@@ -60,25 +63,25 @@ def choose(
     rows_too: bool,
     default: Callable[[str], bool] = is_feed_forward,
 ) -> LinearLayers:
-    """The linear layers whose names match a pattern, or the default ones where there are no patterns.
+    """Select linear layers by name patterns, and divide them into layers that can be 2:4 and layers that cannot.
 
     Args:
-        rows_too: whether rows must come in groups of four as well.
-        default: whether a layer of this name is asked for where there are no patterns.
+        rows_too: whether the number of rows, not only of columns, must be a multiple of four.
+        default: predicate on layer names, which selects layers if there are no patterns.
     """
     choice = LinearLayers()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    readers = read_by_others(model)
+    readers = read_by_others(model) | dict.fromkeys(routers(model), "it chooses experts")
     for name, layer in model.named_modules():
-        asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default(name)
+        selected = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default(name)
         if isinstance(layer, nn.Linear):
             choice.weights += layer.weight.numel()
-        elif asked and is_transposed(layer):
-            choice.dense[name] = "it is a Conv1D, whose weight is transposed: only nn.Linear can be 2:4"
+        elif selected and is_transposed(layer):
+            choice.dense[name] = "it is a Conv1D, whose weight is transposed; only nn.Linear can be 2:4"
             continue
         else:
             continue
-        if not asked:
+        if not selected:
             choice.rest[name] = layer
         elif why := _why_dense(layer, uses[id(layer.weight)], readers.get(layer, ""), rows_too):
             choice.dense[name] = why
@@ -88,6 +91,12 @@ def choose(
 
 
 def _why_dense(layer: nn.Linear, uses: int, reader: str, rows_too: bool) -> str:
+    """Why a selected layer cannot be sparse; empty if it can.
+
+    Args:
+        uses: number of parameter names that refer to this weight.
+        reader: why another module prevents sparsity (see `read_by_others`); empty if none does.
+    """
     rows, columns = layer.weight.shape
     if columns % 4 or (rows_too and rows % 4):
         return f"{rows} x {columns} does not divide into groups of four"
@@ -97,6 +106,14 @@ def _why_dense(layer: nn.Linear, uses: int, reader: str, rows_too: bool) -> str:
         return "another layer has the same weight"
     if "forward" in vars(layer):
         return "another feature replaces its forward pass"
-    if type(layer).forward is not nn.Linear.forward:
+    if not is_product(layer):
         return f"{type(layer).__name__} has a forward pass of its own"
     return reader
+
+
+def leave_frozen(choice: LinearLayers) -> LinearLayers:
+    """Move layers with frozen weights from `sparse` to `dense`, in place: their masks would never change."""
+    for name in [name for name, layer in choice.sparse.items() if not layer.weight.requires_grad]:
+        del choice.sparse[name]
+        choice.dense[name] = "its weight is frozen"
+    return choice

@@ -1,7 +1,8 @@
-"""Weights behind masks: computed anew every few steps, with a decay of what they leave out, and an end without them.
+"""Training with masked weights: masks are refreshed every few steps, masked weights decay, and the last steps are
+dense.
 
-Every rank has all masks, one bit a weight, so that what FSDP2 gathers is masked as it arrives. Under FSDP2 each rank
-computes those of its own rows, and only the bits travel.
+Every rank holds the masks of whole weights, at one bit per weight, to mask the weights that FSDP2 gathers. Under FSDP2
+each rank computes the masks of its own rows, and an all-gather distributes the bits.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from shoestring.sparse.product import Pruned, pack, unpack
 from shoestring.sparse.shards import gathered, local, own_rows
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.sparse.settings import Masked
 
-ALL = 255  # a byte of a mask that keeps everything
+ALL = 255  # a byte of a packed mask that keeps all eight weights
 
 
 def pruned(weight: Tensor, packed: Tensor) -> Tensor:
-    """The weight with zeros where its packed mask has them."""
+    """Apply a packed mask: return the weight with zeros where the mask is 0."""
     return prune(weight, unpack(packed.to(weight.device), weight.shape[1]))
 
 
 def pruned_forms(
     weight: Tensor, packed: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See `operands.Pruning`; of a packed mask."""
+    """Apply a packed mask, and return the masked weight and its transpose as `operands.Pruning` does."""
     if kernels.usable(weight):
         return kernels.pruned(weight.contiguous(), packed, dtype, straight=straight, transposed=transposed)
-    left = pruned(weight, packed).to(dtype)
-    return left if straight else None, left.t().contiguous() if transposed else None
+    masked = pruned(weight, packed).to(dtype)
+    return masked if straight else None, masked.t().contiguous() if transposed else None
 
 
 class Masks:
-    """See `attached.SparseMethod`."""
+    """Masks by magnitude, with decay of masked weights and a dense tail; see `attached.SparseMethod`."""
 
-    def __init__(self, job: Job, settings: Masked) -> None:
-        self.job, self.settings, self.fp8, self.dense = job, settings, False, False
-        self.masks: dict[str, Tensor] = {}  # what the forward pass uses, packed
-        self.factor = settings.decay
-        self.search = Search.over(job.progress.total, settings.calibrate, settings.decay)
+    def __init__(self, attachments: Attachments, settings: Masked) -> None:
+        self.attachments, self.settings, self.fp8, self.dense = attachments, settings, False, False
+        self.masks: dict[str, Tensor] = {}  # masks of whole weights for the forward pass, packed
+        self.factor = settings.masked_decay  # decay factor of masked weights
+        self.search = Search.over(attachments.progress.total, settings.calibrate, settings.masked_decay)
         kinds: dict[str, Callable[[Tensor], Tensor]] = {
             "rows": row_mask,
             "transposable": partial(transposable_mask, norm=settings.norm),
@@ -59,7 +60,7 @@ class Masks:
 
     @property
     def two_four(self) -> bool:
-        """Not while the factor is searched for: some rows train dense."""
+        """Whether all weights are 2:4; False while the decay factor is searched, because some rows then train dense."""
         return self.search is None and not self.dense
 
     def prepare(self, name: str, weight: Tensor) -> None:
@@ -81,63 +82,65 @@ class Masks:
         self._refresh()
 
     def mask(self, name: str, weight: Tensor) -> Tensor:
-        """The mask that these rows of a weight, this rank's, would have now; packed."""
+        """Compute the mask of this rank's rows of `weight` from the current values, as packed bits."""
         return pack(self._mask(self.scores(name, weight)))
 
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """What the entries of these rows of a weight are compared by."""
+        """Scores of `weight`, this rank's rows; entries with the largest |score| are kept. Here the scores are the
+        weights."""
         return weight
 
     def before_step(self) -> None:
-        """Go over to the dense tail, end the search, and compute masks where it is time."""
-        progress, search = self.job.progress, self.search
+        """End the search for the decay factor, start the dense tail, and refresh masks, each when it is due."""
+        progress, search = self.attachments.progress, self.search
         if search is not None and progress.step >= search.steps:
             self.factor, self.search = search.found(), None
             self._refresh()
-        was_dense, self.dense = self.dense, self._in_tail()  # a run that resumes for longer leaves its tail
+        tail = self.settings.tail
+        in_tail = bool(progress.total and tail) and progress.position >= (1 - tail) * progress.total
+        was_dense, self.dense = self.dense, in_tail  # a run resumed with more steps leaves the tail
         if self.dense:
             for mask in self.masks.values():
                 mask.fill_(ALL)
         elif was_dense or progress.step % (self.search.interval if self.search else self.settings.refresh) == 0:
             self._refresh()
-        self.job.numbers["decay"] = 0.0 if self.dense else self.factor
-
-    def _in_tail(self) -> bool:
-        progress, share = self.job.progress, self.settings.tail
-        return bool(progress.total and share) and progress.position >= (1 - share) * progress.total
+        self.attachments.numbers["decay"] = 0.0 if self.dense else self.factor
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        trained = self.job.trained
+        trained = self.attachments.trained
         for name, mask in self.masks.items():
             weight = trained[f"{name}.weight"]
-            wanted = gathered(self.mask(name, local(weight)), weight)
+            newest = gathered(self.mask(name, local(weight)), weight)
             if self.search is not None:
-                wanted = self.search.see(name, wanted, self.job.progress.step)
-            mask.copy_(wanted)
+                newest = self.search.see(name, newest, self.attachments.progress.step)
+            mask.copy_(newest)  # in place, because captured graphs and compiled code read this tensor
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Add to the gradients of masked weights their decay; after clipping, so that it is not clipped away, and
-        before the optimizer, whose second moment makes it larger where gradients are small."""
+        """Add the decay of masked weights to their gradients.
+
+        The decay is added after clipping, which would reduce it, and before the optimizer: Adam divides the decay by
+        the root of the second moment, so that it has more effect where gradients are small.
+        """
         if self.dense or not (self.factor or self.search):
             return
-        trained = self.job.trained
+        trained = self.attachments.trained
         for name, mask in self.masks.items():
             weight = trained[f"{name}.weight"]
             if weight.grad is None:
                 continue
             own = local(weight)
-            out = own.masked_fill(unpack(own_rows(mask, weight), own.shape[1]), 0)
+            dropped = own.masked_fill(unpack(own_rows(mask, weight), own.shape[1]), 0)
             if self.search is not None:
                 factors = self.search.factors_of_rows(len(mask), mask.device).to(own.dtype)
-                local(weight.grad).addcmul_(out, own_rows(factors[:, None], weight))
+                local(weight.grad).addcmul_(dropped, own_rows(factors[:, None], weight))
             else:
-                local(weight.grad).add_(self.scaled(name, out), alpha=self.factor)
+                local(weight.grad).add_(self.scaled(name, dropped), alpha=self.factor)
 
-    def scaled(self, name: str, out: Tensor) -> Tensor:
-        """What the factor multiplies, of the masked weights of a layer."""
-        return out
+    def scaled(self, name: str, dropped: Tensor) -> Tensor:
+        """Scale a layer's masked weights before the decay factor is applied; here they are unchanged."""
+        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"masks": dict(self.masks), "factor": self.factor, "dense": self.dense}

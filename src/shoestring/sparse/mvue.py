@@ -1,12 +1,14 @@
-"""Unbiased 2:4 estimates of output gradients, of minimum variance, so that weight gradients are sparse products too.
+"""MVUE: minimum-variance unbiased 2:4 estimates of output gradients, so that weight gradients are sparse products too.
 
-Of four gradients, two are kept with probability p each and divided by p. Variance is least where p is in proportion to
-the magnitude and at most 1 (Chmiel et al., 2023, "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients").
-Both are drawn by one random number: laid end to end, the four probabilities fill [0, 2), and those that cover u or
-1 + u are kept (systematic sampling, Madow 1949).
+Two of every four gradients are kept. A gradient is kept with a probability p, and then divided by p. The variance is
+lowest if p is proportional to the magnitude and capped at 1 (Chmiel et al., 2023, "Minimum Variance Unbiased N:M
+Sparsity for the Neural Gradients"). One random number u in [0, 1) selects both entries: laid end to end, the four
+probabilities are intervals that fill [0, 2), and the two entries whose intervals contain u and 1 + u are kept
+(systematic sampling, Madow 1949). If fewer than two entries are nonzero, the probabilities add up to less than 2, and
+only the nonzero entries are kept.
 
-Random numbers are a bijection of a group's number, mixed with the key of the call. So no two groups of a call share
-one, whatever their number, and a draw does not depend on how the work is cut.
+The random number of a group is a bijection of the group's index, mixed with the key of the call. So no two groups of a
+call share a random number, and results do not depend on how groups are divided among threads or ranks.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from shoestring.sparse import kernels
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of splitmix64 (Steele, Lea and Flood, 2014)
-FINAL = ((16, 0x7FEB352D), (15, 0x846CA68B))  # a 32-bit finaliser (Wellons, 2018): shift and factor, twice, then shift
+FINAL = ((16, 0x7FEB352D), (15, 0x846CA68B))  # 32-bit finaliser (Wellons, 2018): (shift, factor) twice, then LAST_SHIFT
 LAST_SHIFT = 16
 
 
 def mvue(x: Tensor, key: Tensor, *, first: int = 0) -> Tensor:
-    """An unbiased estimate of `x` with at most two entries of every four consecutive rows that are not zero.
+    """Draw an unbiased estimate of `x` in which at most two of every four consecutive entries of a column are nonzero.
 
     Args:
-        x: (rows, columns); of a number of rows that is no multiple of four, the last group is smaller.
-        key: int32 (2,), of `draw_key`: another one for every call.
-        first: the number of the first group of four rows, where other ranks have those before.
+        x: (rows, columns). If the number of rows is not a multiple of four, the last group is smaller.
+        key: int32 (2,) from `draw_key`; use a new key for every call.
+        first: index of the first group of four rows; not 0 if other ranks hold earlier rows.
 
     Returns:
-        Of the shape and type of `x`.
+        (rows, columns), in the type of `x`.
     """
     if kernels.usable_in_single(x):
         return kernels.mvue(x, key, first)
@@ -41,20 +43,26 @@ def mvue(x: Tensor, key: Tensor, *, first: int = 0) -> Tensor:
     groups = F.pad(wide, (0, 0, 0, -rows % 4)).unflatten(0, (-1, 4))  # (groups, 4, columns)
     magnitudes = groups.abs()
     unit = unit_of(*magnitudes.unbind(1))[:, None]
-    chances = (magnitudes / unit).clamp_max(1)
-    reach = chances.cumsum(1)
+    probabilities = (magnitudes / unit).clamp_max(1)
+    reach = probabilities.cumsum(1)  # end of each entry's interval
+    # The number of points, out of 1 - u and 2 - u, that lie before the end of each interval.
     crossed = (reach + uniforms(key, groups.shape[0], x.shape[1], first).to(wide)[:, None]).floor().clamp_max(2)
-    crossed[:, 3] = 2  # whatever rounding left
-    crossed[:, 1:] -= crossed[:, :-1].clone()
+    # Rounding must not put both points into the first interval, nor leave the second point beyond the last interval
+    # if the probabilities add up to 2.
+    crossed[:, 0].clamp_max_(1)
+    crossed[:, 3].masked_fill_(unit[:, 0] > torch.finfo(wide.dtype).tiny, 2)
+    crossed[:, 1:] -= crossed[:, :-1].clone()  # now the number of points within each interval
+    crossed.clamp_max_(1)
     estimate = groups.sign() * torch.maximum(magnitudes, unit) * crossed
     return estimate.flatten(0, 1)[:rows].to(x.dtype)
 
 
 @torch.library.custom_op("shoestring::mvue_by_columns", mutates_args=())
 def mvue_by_columns(x: Tensor, key: Tensor, first: int) -> Tensor:
-    """The transpose of `mvue(x, key, first=first)`, contiguous: as the product with a layer's inputs takes it.
+    """The contiguous transpose of `mvue(x, key, first=first)`, for the product with a layer's inputs.
 
-    On a GPU one pass over `x`, in whatever layout, of 4 bytes an entry in 16 bits; with a transpose after it, 8.
+    On a GPU this is one pass over `x` in any layout, with a memory traffic of 4 bytes per 16-bit entry; with a separate
+    transpose it would be 8 bytes.
     """
     if kernels.usable_in_single(x):
         return kernels.mvue(x, key, first, by_columns=True).t()
@@ -67,10 +75,11 @@ def _(x: Tensor, key: Tensor, first: int) -> Tensor:
 
 
 def unit_of(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """The magnitude from which on an entry is kept for certain, of the magnitudes of the four.
+    """The unit of a group of four magnitudes: an entry is kept with probability min(magnitude / unit, 1).
 
-    Smaller ones are kept with probability magnitude / unit. The probabilities of all four add up to two. The three
-    smallest are added up by themselves: beside a large fourth one they would vanish from the sum of all.
+    The four probabilities add up to two, except where the three smallest magnitudes are (nearly) zero: the unit is then
+    the smallest normal number, and the sum is below two. The three smallest magnitudes are added first, because
+    rounding would lose them if they were added to a large fourth magnitude.
     """
     high, low = torch.maximum(a, b), torch.minimum(a, b)
     higher, lower = torch.maximum(c, d), torch.minimum(c, d)
@@ -80,10 +89,13 @@ def unit_of(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def draw_key(seed: int, call: Tensor) -> Tensor:
-    """The key of one call; int32 (2,).
+    """The random key of one call, by splitmix64; different for every seed and call.
 
     Args:
-        call: int64 0-d, the number of the call. Seeds and calls give different keys.
+        call: index of the call; int64 0-d.
+
+    Returns:
+        int32 (2,).
     """
     z = call * _signed(_GOLDEN) + _signed(seed * _MIX[0] + 1)
     z = (z ^ _shifted(z, 30)) * _signed(_MIX[0])
@@ -94,10 +106,10 @@ def draw_key(seed: int, call: Tensor) -> Tensor:
 
 @torch.library.custom_op("shoestring::next_key", mutates_args={"calls"})
 def next_key(calls: Tensor, seed: int) -> Tensor:
-    """The key of the next call; counts it in `calls`, int64 0-d.
+    """Add 1 to the call counter `calls` (int64, 0-d), and return the key of the call.
 
-    An operator of its own because torch.compile would compute the key again for the backward pass, from the count
-    that is one higher by then.
+    This is a custom operator because torch.compile would otherwise recompute the key in the backward pass, when the
+    counter has already changed.
     """
     calls.add_(1)
     return draw_key(seed, calls)
@@ -109,23 +121,25 @@ def _(calls: Tensor, seed: int) -> Tensor:
 
 
 def uniforms(key: Tensor, groups: int, columns: int, first: int = 0) -> Tensor:
-    """A random number in [0, 1) for each group of a column; fp32 (groups, columns), of 24 bits."""
+    """A random number of 24 bits in [0, 1) for each group of four rows and each column; fp32 (groups, columns)."""
     numbers = torch.arange(groups * columns, dtype=torch.int32, device=key.device) + _signed(first * columns, 32)
     return (_mixed(_mixed(numbers ^ key[0]) ^ key[1]) >> 8 & 0xFFFFFF).float().mul_(2.0**-24).view(groups, columns)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of int32; shifts are of the bits, not of the number."""
+    """A bijection of int32. Bit masks make the shifts logical, because torch's shift of a negative number copies the
+    sign bit."""
     for shift, factor in FINAL:
         x = (x ^ (x >> shift & ((1 << 32 - shift) - 1))) * _signed(factor, 32)
     return x ^ (x >> LAST_SHIFT & 0xFFFF)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
     return x >> bits & ((1 << 64 - bits) - 1)
 
 
 def _signed(word: int, bits: int = 64) -> int:
-    """The integer of `bits` bits, with a sign, that has the low bits of `word`."""
+    """The low `bits` bits of `word` as a signed integer."""
     word &= (1 << bits) - 1
     return word - (1 << bits) if word >> (bits - 1) else word

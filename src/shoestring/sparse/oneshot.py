@@ -1,7 +1,7 @@
-"""Pruning at once, without training: by magnitude, or by Wanda (Sun et al., 2024).
+"""One-shot pruning without training: by magnitude, or by Wanda (Sun et al., 2024).
 
-Wanda keeps the weights with the largest |W_ij| · ‖X_j‖: X_j is input j of the layer over all calibration tokens. Blocks
-are pruned one after the other, and each is measured on what the pruned ones before it return.
+Wanda keeps the weights with the largest |W_ij| · ‖X_j‖, where X_j is input j of the layer over all calibration tokens.
+Blocks are pruned in order, so that the inputs of a block are measured with all earlier blocks pruned.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Metric = Literal["magnitude", "wanda"]
 
 @dataclass
 class PruningResult:
-    """What became 2:4, by the names of linear layers."""
+    """Names of the linear layers that were pruned to 2:4, and how much of their weights was kept."""
 
     kept_energy: dict[str, float] = field(default_factory=dict)
-    """Of the layers that are 2:4, the share of the sum of squares that is kept."""
+    """Maps each pruned layer to the fraction of the weight's sum of squares that the mask keeps."""
     dense: dict[str, str] = field(default_factory=dict)
-    """Why layers that were asked for stay dense."""
+    """Maps each selected layer that stays dense to the reason."""
     others: list[str] = field(default_factory=list)
-    """The layers that were not asked for."""
+    """Layers that were not selected."""
     share: float = 0.0
-    """The share of the weights of all linear layers that is in those that are 2:4."""
+    """Fraction of the weights of all linear layers that is in pruned layers."""
 
 
 @torch.no_grad()
@@ -49,13 +49,13 @@ def prune_model(
         hint = f"name layers by patterns; there are {choice.examples}"
         raise ConfigError(f"no linear layer of {type(model).__name__} can be pruned {reasons}".rstrip(), hint=hint)
     if metric == "wanda" and not batches:
-        raise ConfigError("Wanda's metric needs batches to measure inputs on", hint="give some, or prune by magnitude")
+        raise ConfigError("the metric `wanda` needs batches to measure inputs", hint="give some, or prune by magnitude")
     result = PruningResult({}, choice.dense, list(choice.rest), choice.share)
     for block, group in _groups(model, choice.sparse):
         norms = input_norms(model, group, batches, until=block) if metric == "wanda" else {}
         for name, layer in group.items():
             weight = layer.weight
-            # Without inputs (an expert that no token was sent to) there is nothing to weigh by.
+            # An expert that received no token has no inputs to measure, so it is pruned by magnitude.
             scores = weight.to(norms[name]) * norms[name] if name in norms and norms[name].any() else weight
             mask = row_mask(scores)
             result.kept_energy[name] = float(kept_energy(weight, mask))
@@ -64,26 +64,26 @@ def prune_model(
 
 
 def _groups(model: nn.Module, layers: dict[str, nn.Linear]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """The layers of each block, in order, with the block; and the rest, with the model."""
-    left = dict(layers)
+    """Yield (block, layers in the block) in the order of the blocks, then (model, layers outside all blocks)."""
+    remaining = dict(layers)
     for block in repeated(model):
         inside = set(block.modules())
-        group = {name: layer for name, layer in left.items() if layer in inside}
-        left = {name: layer for name, layer in left.items() if name not in group}
+        group = {name: layer for name, layer in remaining.items() if layer in inside}
+        remaining = {name: layer for name, layer in remaining.items() if name not in group}
         if group:
             yield block, group
-    if left:
-        yield model, left
+    if remaining:
+        yield model, remaining
 
 
 @torch.no_grad()
 def input_norms(
     model: nn.Module, layers: dict[str, nn.Linear], batches: Sequence[Batch], *, until: nn.Module
 ) -> dict[str, Tensor]:
-    """‖X_j‖ of each input of the layers over all tokens of the batches; (columns,), in single precision at least.
+    """The norm ‖X_j‖ of each input of each layer over all tokens of the batches; (columns,), in fp32 or wider.
 
     Args:
-        until: the module that holds them; what comes after it is not computed.
+        until: the module that contains the layers; forward passes stop after it.
     """
     squares = {}
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def _add_squares(total: Tensor, layer: nn.Module, args: tuple[Any, ...]) -> None
 
 
 class _DoneError(Exception):
-    """All that is measured has been computed."""
+    """Raised to end a forward pass once all layers have been measured."""
 
 
 def _stop(*_: object) -> None:
@@ -113,6 +113,7 @@ def _stop(*_: object) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which the model is in evaluation mode; each module's previous mode is restored afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,16 +1,16 @@
-"""Sparse weights in the forms that products take, computed once after an optimizer step and not for each product.
+"""Packed sparse weights, computed once per optimizer step and shared by all matrix products of the step.
 
-A step reads each weight at least twice, forward and backward, and once more for every further micro-batch and every
-activation that is recomputed. What changes between are activations alone. So a weight is pruned, rounded to 16 bits
-and packed when it is first needed, and forgotten before the optimizer changes it.
+A step multiplies by each weight at least twice, forward and backward, and again for every further micro-batch and for
+recomputed activations. The weight does not change during the step. So it is pruned, rounded to 16 bits and packed when
+it is first needed, and the packed form is dropped before the optimizer changes the weight.
 
-Bytes of memory traffic for each weight, from fp32, once a step, where both directions are sparse: 6.1 to prune (4 and
-the mask's bit read, 2 written) and 4.3 to pack W and Wᵀ by torch's tile kernel (2 read, 2 · 9/8 written); 8.1 and 6.3
-by cuSPARSELt's own packing, from W and Wᵀ written in one pass. For each product anew it would be 6.1 + 3.1 forward and
-backward, and 4 more for the transpose, for every micro-batch.
+Memory traffic per step and fp32 weight, if both directions are sparse: 6.1 bytes to prune (4 bytes and the mask's bit
+read, 2 written), and 4.3 to pack W and Wᵀ by torch's tile kernel (2 read, 2 · 9/8 written). If cuSPARSELt packs
+instead, W and Wᵀ are written in one pass, and the two costs are 8.1 and 6.3 bytes. Without the cache, every product
+would prune and pack again, at 6.1 + 3.1 bytes, and the backward product would also transpose, at 4 bytes.
 
-Held from the first product to the optimizer's step: 9/8 bytes for each packed direction, where dense layers hold the 2
-of autocast's copy, and 2 more where a direction is dense.
+Memory held from the first product to the optimizer's step: 9/8 bytes per weight for each packed direction, and 2 for
+each dense direction. Dense layers hold 2 bytes per weight, for autocast's copy.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ from shoestring.sparse.semi_structured import (
 
 
 class Pruning(Protocol):
-    """Computes the sparse weight of one layer from its dense one."""
+    """Computes the sparse weight of one layer from the dense weight."""
 
     def __call__(
         self, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The sparse weight (rows, columns) and its transpose, contiguous, in `dtype`; each where it is asked for."""
+        """Compute the sparse weight (rows, columns), if `straight`, and its transpose, if `transposed`.
+
+        Both results are contiguous and in `dtype`; a result that was not requested is None.
+        """
         ...
 
 
 class SparseOperand:
-    """The sparse weight of one layer.
+    """Cache of the packed forms of one layer's sparse weight.
 
     Args:
-        both: whether it is 2:4 in its columns, too.
-        remembered: whether its forms may be kept; not those of a weight that FSDP gathers and frees.
+        both: whether the weight is 2:4 along columns too, so that the weight and its transpose can be packed.
+        remembered: whether packed forms may be cached; False if FSDP gathers and frees the weight.
     """
 
     def __init__(self, prune: Pruning, *, both: bool, remembered: bool = True) -> None:
         self.prune, self.both, self.remembered = prune, both, remembered
-        self.needs_dense = False  # a direction is multiplied densely, so that the pruned weight is worth keeping
+        self.needs_dense = False  # whether some product runs dense, and needs the pruned weight unpacked
         self.number = next(_numbers)
         self._key: tuple[Any, ...] = ()
         self._forms: WeightForms | None = None
@@ -62,7 +65,10 @@ class SparseOperand:
         operands[self.number] = self
 
     def forms(self, weight: Tensor, dtype: torch.dtype) -> WeightForms:
-        """Those that are there, if the weight is still the same; in a CUDA graph new ones, as it runs again later."""
+        """Return the cached forms if the weight has not changed, else new forms.
+
+        Forms are never cached inside a CUDA graph: every replay must compute them again.
+        """
         if not self.remembered or weight.is_inference() or capturing():
             return WeightForms(self, weight, dtype, both=False)
         key = (weight.data_ptr(), weight._version, weight.dtype, dtype)
@@ -71,26 +77,27 @@ class SparseOperand:
         return self._forms
 
     def imagine(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Hold as many bytes as the forms of a step, for a weight that is fake: what its memory is predicted by."""
-        kept = 2 * _PACKED if self.both else _PACKED + 1  # dense in the backward pass, where columns are not 2:4
+        """For a fake weight, allocate as many bytes as the forms would take, so that memory is predicted correctly."""
+        entries = 2 * _PACKED if self.both else _PACKED + 1  # without 2:4 columns the backward product is dense
         if self._imagined is None:
-            self._imagined = weight.new_empty(round(weight.numel() * kept), dtype=dtype)
+            self._imagined = weight.new_empty(round(weight.numel() * entries), dtype=dtype)
 
     def forget(self) -> None:
+        """Drop the cached forms, because the weight or its mask is about to change."""
         self._key, self._forms, self._imagined = (), None, None
 
 
 operands: WeakValueDictionary[int, SparseOperand] = WeakValueDictionary()
-"""By their numbers, which operators can take where they cannot take objects."""
+"""All operands by number, because a custom operator can take a number but no object."""
 _numbers = count()
-_PACKED = 9 / 16  # entries of a packed weight over those of the weight
+_PACKED = 9 / 16  # size relative to the weight: half of the entries, and two bits per kept entry
 
 
 class WeightForms:
-    """The forms of one weight as it is now, each made when it is first needed.
+    """The dense and packed forms of one weight at its current values; each form is computed when it is first needed.
 
     Args:
-        both: whether to pack both directions when the first is needed.
+        both: whether to pack both the weight and its transpose as soon as one of them is needed.
     """
 
     def __init__(self, operand: SparseOperand, weight: Tensor, dtype: torch.dtype, *, both: bool) -> None:
@@ -99,34 +106,34 @@ class WeightForms:
         self._packed: dict[bool, Tensor] = {}
 
     def dense(self) -> Tensor:
-        """(rows, columns)."""
+        """The pruned weight, unpacked; (rows, columns)."""
         self._dense = self._straight()
         return self._dense
 
     def packed(self, *, transposed: bool) -> Tensor:
-        """One direction, for cuSPARSELt."""
+        """The pruned weight, or its transpose, packed for cuSPARSELt."""
         if transposed not in self._packed:
-            made = self.pack(transposed=transposed)
-            self._packed |= dict(zip((transposed, not transposed), made, strict=False))
+            packed = self.pack(transposed=transposed)
+            self._packed |= dict(zip((transposed, not transposed), packed, strict=False))
         return self._packed[transposed]
 
     def pack(self, *, transposed: bool) -> list[Tensor]:
-        """Pack one direction anew, and after it the other one where both are wanted."""
+        """Pack the pruned weight or its transpose without using the cache. With `both`, the other one follows in the
+        list."""
         if not self.both:
             return [cslt_compress(self._pruned(transposed=True) if transposed else self._straight())]
         shape, device = self.weight.shape, self.weight.device
         if tiles_fit(shape, self.dtype, device, self._straight):
             packed = packed_both(self._straight())
             return [packed[transposed], packed[not transposed]]
-        straight, other = self.operand.prune(self.weight, self.dtype, straight=True, transposed=True)
-        assert straight is not None and other is not None
+        straight, transpose = self.operand.prune(self.weight, self.dtype, straight=True, transposed=True)
+        assert straight is not None and transpose is not None
         if self.operand.needs_dense:
             self._dense = straight
-        pair = (other, straight) if transposed else (straight, other)
-        return [cslt_compress(each) for each in pair]
+        return [cslt_compress(matrix) for matrix in ((transpose, straight) if transposed else (straight, transpose))]
 
     def _straight(self) -> Tensor:
-        """The pruned weight, kept where a dense product will want it, too."""
+        """The pruned weight, unpacked; cached if a dense product needs it too."""
         if self._dense is not None:
             return self._dense
         straight = self._pruned(transposed=False)
@@ -135,20 +142,21 @@ class WeightForms:
         return straight
 
     def _pruned(self, *, transposed: bool) -> Tensor:
-        made = self.operand.prune(self.weight, self.dtype, straight=not transposed, transposed=transposed)[transposed]
-        assert made is not None
-        return made
+        pair = self.operand.prune(self.weight, self.dtype, straight=not transposed, transposed=transposed)
+        pruned = pair[transposed]
+        assert pruned is not None
+        return pruned
 
 
 @torch.library.custom_op("shoestring::times_weight_24", mutates_args=())
 def times_weight(dense: Tensor, weight: Tensor, operand: int, transposed: bool, by_columns: bool) -> Tensor:
-    """What a sparse layer multiplies: with its weight in the forward pass, with the transpose for input gradients.
+    """Multiply by a layer's sparse weight: by Wᵀ in the forward pass, by W for input gradients (`transposed`).
 
     Args:
         dense: (tokens, columns), or (tokens, rows) with `transposed`, in 16 bits.
-        weight: (rows, columns), the dense one that is trained.
-        operand: the number of its `SparseOperand`.
-        by_columns: the layout of the result.
+        weight: the trained dense weight; (rows, columns).
+        operand: number of the weight's `SparseOperand`.
+        by_columns: whether the result is column-major.
 
     Returns:
         (tokens, rows), or (tokens, columns) with `transposed`.

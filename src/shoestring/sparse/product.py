@@ -1,6 +1,7 @@
-"""The products of a sparse linear layer, and the gradients that pass straight through to its dense weight.
+"""Matrix products of sparse linear layers, with straight-through gradients to the dense weight.
 
-Everything is an autograd function of torch's operations, which torch.compile traces without a break.
+They are autograd functions made of torch's operations and custom operators, so that torch.compile traces them without a
+graph break.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from shoestring.sparse.mvue import mvue, mvue_by_columns
 from shoestring.sparse.operands import times_weight
 from shoestring.sparse.semi_structured import times, usable
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # gradients need range more than precision
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A mask as bits: bool (rows, columns) -> uint8 (rows, columns / 8, rounded up), the first column lowest."""
+    """Pack a mask to bits: bool (rows, columns) -> uint8 (rows, ceil(columns / 8)). The first column is bit 0."""
     bits = F.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8))
     return (bits << _places(mask)).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
-    """The mask of `pack`; bool (rows, columns)."""
+    """Unpack a mask that `pack` packed; bool (rows, columns)."""
     return (packed[..., None] >> _places(packed) & 1).flatten(1)[:, :columns].bool()
 
 
 def _places(like: Tensor) -> Tensor:
+    """The positions of the bits of a byte, on the device of `like`."""
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 class Pruned(torch.autograd.Function):
-    """weight (rows, columns), packed mask -> weight with zeros; the gradient goes to all of it."""
+    """Applies a packed mask to a weight (rows, columns); the gradient passes unchanged to all weights."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, packed: Tensor) -> Tensor:
@@ -47,8 +49,9 @@ class Pruned(torch.autograd.Function):
 
 
 def shrink(weight: Tensor) -> Tensor:
-    """The soft threshold of S-STE: of every four entries of a row, each moves towards zero by the third largest
-    magnitude, and stops there. It is continuous in the weight, and at most two of four are left."""
+    """The soft threshold of S-STE. In every four entries of a row, magnitudes shrink by the third largest magnitude,
+    down to zero. So at most two of four entries stay nonzero, and the result is continuous in the weight."""
+    # The third largest of four is min(the larger of the two pairs' minima, the smaller of the two pairs' maxima).
     a, b, c, d = weight.abs().unflatten(-1, (-1, 4)).movedim(-1, 0).contiguous()
     lower = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
     upper = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
@@ -58,7 +61,7 @@ def shrink(weight: Tensor) -> Tensor:
 
 
 class Shrinking(torch.autograd.Function):
-    """weight, scale (0-d) -> scale x shrink(weight); the gradient goes to the weight as it is."""
+    """scale * shrink(weight), from a weight and a scale (0-d); the gradient passes unchanged to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
@@ -70,13 +73,18 @@ class Shrinking(torch.autograd.Function):
 
 
 def rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """`x` rounded to a type of 8 bits, with one scale that puts its largest magnitude at the type's."""
+    """Round `x` to an 8-bit type and back, with one scale that maps the largest magnitude of `x` to the type's
+    maximum."""
     scale = torch.finfo(to).max / x.abs().amax().float().clamp_min(2.0**-100)
     return ((x.float() * scale).to(to).float() / scale).to(x.dtype)
 
 
 class Product(torch.autograd.Function):
-    """inputs (…, columns), weight (rows, columns) -> (…, rows): in 8 bits, or with a weight gradient of draws."""
+    """Linear layer computed by dense products: x (…, columns), weight (rows, columns) -> (…, rows).
+
+    With `fp8`, operands are rounded to 8 bits. With a key, the weight gradient is computed from a 2:4 estimate of
+    `grad` (MVUE).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, key: Tensor | None, first: int, fp8: bool) -> Tensor:
@@ -102,15 +110,16 @@ class SparseUnits:
     """How a layer's products run on the sparse units of a GPU."""
 
     operand: int
-    """The number of its `operands.SparseOperand`."""
+    """Number of the layer's `operands.SparseOperand`."""
     outputs_by_columns: bool = False
-    """The layout of its output, for an activation that is fused."""
+    """Whether the output is column-major, which a fused activation after the layer reads fastest."""
     inputs_by_columns: bool = False
-    """The layout of its input's gradient."""
+    """Whether the gradient of the input is column-major, which a fused activation before the layer reads fastest."""
 
 
 class UnitProduct(torch.autograd.Function):
-    """As `Product`, on sparse units, of the dense weight, which is all that is saved of it for the backward pass."""
+    """`Product` on a GPU's sparse units. Of the weight, only the dense form is saved for the backward pass, because the
+    layer's `SparseOperand` holds the packed forms."""
 
     @staticmethod
     def forward(
@@ -148,11 +157,13 @@ def product(
     fp8: bool = False,
     units: SparseUnits | None = None,
 ) -> Tensor:
-    """The output of a linear layer of `weight`: of the sparse one, or with `units` of the dense one that is trained.
+    """The output of a sparse linear layer.
 
     Args:
-        key: of `mvue.draw_key`; None computes the gradient of the weight from the whole gradient of the output.
-        first: the number of the first group of four tokens, where other ranks have those before.
+        weight: the sparse weight; if `units` is given, the trained dense weight.
+        key: key from `mvue.draw_key`, to estimate the weight gradient from a 2:4 draw; None computes the exact
+            gradient.
+        first: index of the first group of four tokens; not 0 if other ranks hold earlier tokens.
     """
     if dtype := autocast_dtype(x):
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
@@ -168,13 +179,14 @@ def product(
 
 
 def on_units(x: Tensor, weight: Tensor) -> bool:
-    """Whether a layer's products are of a type and of sizes for sparse units; by what a compiled graph knows."""
+    """Whether type and shape allow a layer's products to run on sparse units; uses only what is known at compile
+    time."""
     dtype = autocast_dtype(x)
     same = dtype is not None or x.dtype == weight.dtype
     return same and x.dim() > 1 and usable(dtype or weight.dtype, weight.shape, weight.device)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has products of `x` computed in; None where it is off."""
+    """The type in which autocast computes products of `x`; None if autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

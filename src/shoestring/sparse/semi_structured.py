@@ -1,8 +1,8 @@
-"""Products with a 2:4 operand on the sparse units of a GPU, through cuSPARSELt, where they are faster than dense ones.
+"""2:4 sparse matrix products on a GPU's sparse units by cuSPARSELt, used where they are faster than dense products.
 
-Whether one is faster is found by trying: at the first product of a shape the fastest algorithm is searched, and its
-time, the packing of the operand included, compared with that of the dense product. Where the dense one is faster, or
-the sparse one gives another result, products of that shape stay dense.
+The first product of a shape runs a trial: it finds cuSPARSELt's fastest algorithm, and compares its time, including
+packing, with the time of the dense product. Products of the shape stay dense if the dense product is faster, or if the
+sparse result differs.
 """
 
 from __future__ import annotations
@@ -22,89 +22,98 @@ from shoestring._torch import cslt_compress, cslt_sparse_mm, cslt_sparse_mm_sear
 
 log = logging.getLogger("shoestring")
 
-MULTIPLE = 16  # cuSPARSELt's, of both sizes of the sparse operand and of the other's free size, in 16-bit types
-TILE_MULTIPLE = 128  # of both sizes of a matrix that torch's tile kernel packs
-RUNS, ROUNDS = 10, 5  # of each product that a trial times
-WORTHWHILE = 1.02  # times as fast as the dense product, at least: less is the timer's noise
-TOLERANCE = 0.02  # of the norm of a result; products of 16-bit numbers differ by some 2⁻⁸
-COMPARED = 512  # rows of a result at most, spread evenly, so that a trial needs little memory beside both results
-PROBES = 64  # columns that packed matrices are multiplied with to see whether they are packed right
+MULTIPLE = 16  # in 16-bit types cuSPARSELt requires token counts and weight sizes that are multiples of this
+TILE_MULTIPLE = 128  # torch's tile kernel requires row and column counts that are multiples of this
+RUNS, ROUNDS = 10, 5  # a trial times each product in 5 rounds of 10 runs
+WORTHWHILE = 1.02  # smallest speed-up for which a sparse product is used; smaller ones are timer noise
+TOLERANCE = 0.02  # largest accepted relative difference of results; 16-bit products differ by about 2⁻⁸
+COMPARED = 512  # maximum number of rows compared, evenly spaced, so that a trial needs little memory
+PROBES = 64  # columns of the random matrix that checks whether a matrix was packed correctly
 
 
 @dataclass(frozen=True)
 class ProductTrial:
-    """The measured speed of the products of one shape."""
+    """The result of the trial for one shape of product."""
 
     faster: bool
+    """Whether the sparse product is faster; products of the shape then run sparse."""
     algorithm: int
+    """cuSPARSELt's number of the fastest algorithm."""
     speedup: float
-    """Time of the dense product over that of the sparse one, packing included; 0 where that failed."""
+    """Time of the dense product divided by the time of the sparse product with packing; 0 if the sparse product
+    failed."""
 
 
 trials: dict[tuple[Any, ...], ProductTrial] = {}
-"""By device, type, shape and layouts; of this process."""
+"""Trials run in this process, by device, type, shape and layouts."""
 tiled: dict[tuple[Any, ...], bool] = {}
-"""Whether torch's tile kernel packs as cuSPARSELt does, by device, type and shape; of this process."""
+"""Whether torch's tile kernel packs in the format that cuSPARSELt reads, by device, type and shape; tested once
+each."""
 
 
 def speedups() -> dict[str, float]:
-    """The speed-ups of the products that were tried, by their sizes; of several layouts, the least."""
-    found: dict[str, float] = {}
+    """The measured speed-ups, by shape; the smallest one if several layouts were tried."""
+    smallest: dict[str, float] = {}
     for (_, _, (rows, columns), tokens, *_), trial in trials.items():
         name = f"{rows} x {columns}, {tokens} columns"
-        found[name] = min(trial.speedup, found.get(name, trial.speedup))
-    return found
+        smallest[name] = min(trial.speedup, smallest.get(name, trial.speedup))
+    return smallest
 
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether this device multiplies 2:4 matrices, by this build of torch."""
+    """Whether this build of torch can use cuSPARSELt on this device: a GPU of compute capability 8.0 or later."""
     if device.type != "cuda" or not torch.backends.cusparselt.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def usable(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> bool:
-    """Whether products with a sparse operand of this shape are tried at all; known when a graph is compiled."""
+    """Whether sparse products of this type and shape are possible; uses only what is known at compile time."""
     fits = dtype in (torch.bfloat16, torch.float16) and not any(size % MULTIPLE for size in shape)
     return fits and available(device)
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is recorded: nothing can be timed then, and what a graph reads it must compute itself."""
+    """Whether a CUDA graph is being captured. Then nothing can be timed, and cached tensors must not be used."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def readable(dense: Tensor) -> Tensor:
-    """A dense operand in one of the two layouts that cuSPARSELt reads: by rows or by columns.
+    """The dense operand in a layout that cuSPARSELt reads, row-major or column-major; copied if it has neither.
 
-    torch takes any tensor that is not contiguous for the transpose of one that is, and would read beside an expanded
-    gradient or a slice.
+    Torch assumes that a non-contiguous tensor is the transpose of a contiguous one. It would read the wrong memory for
+    a slice or an expanded gradient.
     """
     return dense if dense.is_contiguous() or dense.t().is_contiguous() else dense.contiguous()
 
 
 def multiplied(packed: Tensor, dense: Tensor, algorithm: int, *, by_columns: bool = False) -> Tensor:
-    """dense (n, k) times the transpose of a packed (m, k) -> (n, m), by rows or by columns."""
+    """dense (n, k) times the transpose of a packed (m, k) -> (n, m), row-major or column-major."""
     result = cslt_sparse_mm(packed, dense.t(), transpose_result=not by_columns, alg_id=algorithm)
     return result.t() if by_columns else result
 
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """One product, by both ways: dense (n, k) times the transpose of a sparse (m, k) -> (n, m)."""
+    """A product that can run sparse or dense: dense (n, k) times the transpose of a sparse (m, k) -> (n, m)."""
 
     shape: tuple[int, int]
-    """Of the sparse operand."""
+    """(m, k), the shape of the sparse operand."""
     dense: Tensor
+    """The dense operand; (n, k)."""
     pack: Callable[[], Sequence[Tensor]]
-    """Packs the sparse operand, and after it what is packed at the same time, which bears its part of the cost."""
+    """Packs the sparse operand. The result may be followed by other matrices packed at the same time, which share the
+    cost."""
     dense_product: Callable[[], Tensor]
+    """Computes the same product as a dense product."""
     by_columns: bool
+    """Whether the result is column-major."""
 
     def trial(self) -> ProductTrial | None:
-        """Which way is faster, tried once for a shape; None where nothing can be tried, or the sizes do not fit."""
-        tokens = self.dense.shape[0]  # need not be known when a graph is compiled
+        """The trial of this shape, run at the shape's first product; None if sizes do not fit, or while a CUDA graph is
+        captured."""
+        tokens = self.dense.shape[0]
         if not self.dense.numel() or any(size % MULTIPLE for size in (tokens, *self.shape)):
             return None
         key = (self.dense.device, self.dense.dtype, self.shape, tokens, self.dense.is_contiguous(), self.by_columns)
@@ -113,12 +122,14 @@ class ProductChoice:
         return trials.get(key)
 
     def _tried(self) -> ProductTrial:
+        """Find the fastest algorithm, compare its result with the dense result, and time both products."""
         shape = " x ".join(map(str, self.shape))
         try:
             (packed, *others), expected = self.pack(), _some_rows(self.dense_product())
             multiply = partial(multiplied, packed, self.dense, by_columns=self.by_columns)
-            found = cslt_sparse_mm_search(packed, self.dense.t(), transpose_result=not self.by_columns)
-            algorithm = min({0, found}, key=lambda each: _seconds(partial(multiply, each)))  # the search may err
+            fastest = cslt_sparse_mm_search(packed, self.dense.t(), transpose_result=not self.by_columns)
+            # The search may be wrong, so its result is timed against the default algorithm, 0.
+            algorithm = min({0, fastest}, key=lambda number: _seconds(partial(multiply, number)))
             result = _some_rows(multiply(algorithm))
         except RuntimeError as error:
             log.warning("sparse: products with a weight of %s stay dense: cuSPARSELt fails: %s", shape, error)
@@ -126,13 +137,14 @@ class ProductChoice:
         if not (result - expected).norm() <= TOLERANCE * expected.norm():
             log.warning("sparse: products with a weight of %s stay dense: cuSPARSELt's result differs", shape)
             return ProductTrial(faster=False, algorithm=algorithm, speedup=0.0)
-        ways = (self.dense_product, partial(multiply, algorithm), self.pack)
-        rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
+        works = (self.dense_product, partial(multiply, algorithm), self.pack)
+        rounds = [[_seconds(work) for work in works] for _ in range(ROUNDS)]  # interleaved, because clock rates drift
         speedup = median(dense / (sparse + packing / (1 + len(others))) for dense, sparse, packing in rounds)
         return ProductTrial(faster=speedup >= WORTHWHILE, algorithm=algorithm, speedup=speedup)
 
 
 def _some_rows(result: Tensor) -> Tensor:
+    """At most COMPARED evenly spaced rows, in fp32."""
     return result[:: -(-len(result) // COMPARED)].float()
 
 
@@ -141,7 +153,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def times(sparse: Tensor, dense: Tensor) -> Tensor:
-    """sparse (m, k), 2:4 in its rows, times dense (k, n) -> (m, n)."""
+    """Multiply a matrix that is 2:4 along rows (m, k) by a dense matrix (k, n) -> (m, n); uses a sparse product if it
+    is faster."""
     if not usable(dense.dtype, sparse.shape[:1], dense.device) or dense.shape[1] % MULTIPLE:
         return sparse @ dense
     return _times(sparse, dense)
@@ -167,10 +180,11 @@ def _(sparse: Tensor, dense: Tensor) -> Tensor:
 
 
 def tiles_fit(shape: torch.Size, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]) -> bool:
-    """Whether torch's tile kernel packs matrices of this shape as cuSPARSELt reads them on this device.
+    """Whether torch's tile kernel packs matrices of this shape in the format that cuSPARSELt reads on this device.
 
-    It writes a layout that was found out for Ampere. So it is tried: once for a shape, a matrix that `make` returns is
-    packed by it and multiplied with random numbers, in both directions.
+    The kernel writes a layout that torch's authors worked out for Ampere; cuSPARSELt does not document it. So the
+    kernel is tested once per shape: the matrix that `make` returns and its transpose are packed and multiplied with
+    random numbers.
     """
     key = (device, dtype, tuple(shape))
     if any(size % TILE_MULTIPLE for size in shape):
@@ -194,11 +208,11 @@ def _packs_right(pruned: Tensor) -> bool:
 
 
 def packed_both(pruned: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix that is 2:4 in rows and columns of every 4×4 tile, packed, and its transpose, in one pass over it.
+    """Pack a matrix that is 2:4 in rows and columns of every 4×4 tile, and its transpose, in one pass.
 
-    The kernel picks the largest magnitudes of a tile as long as its rows and columns have room. Of such a matrix these
-    are its own entries, in any order. It reads 2 bytes an entry and writes 2 · 9/8; cuSPARSELt alone would have to read
-    the matrix twice, the second time transposed by a pass of 4 bytes before it.
+    Torch's tile kernel keeps the largest magnitudes of a tile, two in each row and column. A matrix that is already 2:4
+    keeps all of its entries. The kernel reads 2 bytes per entry and writes 2 · 9/8 bytes. cuSPARSELt would read the
+    matrix twice, and need 4 bytes more per entry to transpose it.
     """
     straight, _, transposed, _, _ = sparse_semi_structured_tile(
         pruned, algorithm="largest_abs_values_greedy", use_cutlass=False

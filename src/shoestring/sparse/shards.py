@@ -1,4 +1,4 @@
-"""What ranks that hold rows of one matrix each need: their part, sums over all parts, and all rows of a small thing."""
+"""Operations on weights whose rows are sharded over ranks: local rows, sums over all rows, and all-gather of rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a weight."""
+    """This rank's rows of a weight; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def why_apart(weight: Tensor, *, rows_too: bool) -> str:
-    """Why the masks of a weight's shards are not those of the whole weight; empty where they are.
+    """Why masks cannot be computed shard by shard; empty if they can.
 
     Args:
-        rows_too: whether masks are of tiles of four rows, not of single rows.
+        rows_too: whether masks cover tiles of four rows, not single rows.
     """
     if not isinstance(weight, DTensor):
         return ""
@@ -33,7 +33,7 @@ def why_apart(weight: Tensor, *, rows_too: bool) -> str:
 
 
 def summed(numbers: Tensor, weight: Tensor) -> Tensor:
-    """The sum of a few numbers over the ranks that hold rows of `weight`; in place."""
+    """All-reduce a few numbers over the ranks that hold shards of `weight`, in place."""
     if isinstance(weight, DTensor):
         for axis, placement in enumerate(weight.placements):
             if isinstance(placement, Shard):
@@ -42,7 +42,7 @@ def summed(numbers: Tensor, weight: Tensor) -> Tensor:
 
 
 def gathered(rows: Tensor, weight: Tensor) -> Tensor:
-    """All rows of what every rank has of its own rows of `weight`: (its rows, n) -> (rows of the weight, n)."""
+    """All-gather a tensor with one row for each row of `weight`: (local rows, n) -> (all rows, n)."""
     if not isinstance(weight, DTensor):
         return rows
     shape = torch.Size((weight.shape[0], rows.shape[1]))
@@ -53,7 +53,7 @@ def gathered(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def own_rows(whole: Tensor, weight: Tensor) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole; nothing travels."""
+    """Slice this rank's rows out of a tensor that every rank holds whole, as `weight` is sharded; no communication."""
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

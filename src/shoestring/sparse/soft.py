@@ -1,4 +1,4 @@
-"""The weights of S-STE: shrunk by a soft threshold, and stretched by a scale that stays as it was at the start."""
+"""S-STE: a soft threshold shrinks the weights, and a scale per layer, fixed at the start, multiplies the result."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from shoestring.sparse.product import FORWARD, Shrinking, pack, rounded, shrink
 from shoestring.sparse.shards import local, summed
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.sparse.settings import SSTE
 
 __all__ = ["Shrunk", "least_squares_scale", "shrink"]
 
 
 def least_squares_scale(weight: Tensor) -> Tensor:
-    """The b that minimises |weight - b shrink(weight)|²; 1 where nothing is left. fp64, 0-d.
+    """The scale b that minimises |weight - b shrink(weight)|², or 1 if shrinking leaves only zeros; fp64, 0-d.
 
-    Of a DTensor, that of the whole weight: its ranks add up two numbers.
+    For a DTensor it is the scale of the whole weight: ranks all-reduce two numbers.
     """
     part = local(weight).detach()
-    left = shrink(part).double()
-    products = summed(torch.stack([(part * left).sum(), left.square().sum()]), weight)
+    shrunk = shrink(part).double()
+    products = summed(torch.stack([(part * shrunk).sum(), shrunk.square().sum()]), weight)
     return torch.where(products[1] > 0, products[0] / products[1], torch.ones_like(products[0]))
 
 
 class Shrunk:
-    """See `attached.SparseMethod`."""
+    """Soft-thresholded weights of S-STE; see `attached.SparseMethod`."""
 
-    def __init__(self, job: Job, settings: SSTE) -> None:
-        self.job, self.fp8, self.dense, self.two_four = job, settings.fp8, False, True
+    def __init__(self, attachments: Attachments, settings: SSTE) -> None:
+        self.attachments, self.fp8, self.dense, self.two_four = attachments, settings.fp8, False, True
         self.scales: dict[str, Tensor] = {}
 
     def prepare(self, name: str, weight: Tensor) -> None:
@@ -50,13 +50,13 @@ class Shrunk:
         self, name: str, weight: Tensor, dtype: torch.dtype, *, straight: bool, transposed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         scale = self.scales[name]
-        left = kernels.shrunk(weight, scale, dtype) if kernels.usable(weight) else (shrink(weight) * scale).to(dtype)
-        left = rounded(left, FORWARD) if self.fp8 else left
-        return left if straight else None, left.t().contiguous() if transposed else None
+        shrunk = kernels.shrunk(weight, scale, dtype) if kernels.usable(weight) else (shrink(weight) * scale).to(dtype)
+        shrunk = rounded(shrunk, FORWARD) if self.fp8 else shrunk
+        return shrunk if straight else None, shrunk.t().contiguous() if transposed else None
 
     def start(self) -> None:
-        """The scales, from the weights that training starts with; ranks have the same ones by now."""
-        trained = self.job.trained
+        """Compute the scales from the initial weights, which are already equal on all ranks."""
+        trained = self.attachments.trained
         for name, scale in self.scales.items():
             scale.copy_(least_squares_scale(trained[f"{name}.weight"]))
 
@@ -67,7 +67,7 @@ class Shrunk:
         return
 
     def mask(self, name: str, weight: Tensor) -> Tensor:
-        """This rank's rows of the mask of the two largest of four, which the threshold leaves; packed."""
+        """The mask of this rank's rows: the two largest of every four weights, which stay nonzero; packed to bits."""
         return pack(row_mask(weight))
 
     def state_dict(self) -> dict[str, Any]:

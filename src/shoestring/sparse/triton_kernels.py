@@ -1,7 +1,8 @@
-"""The kernels of `kernels`. To be imported only where Triton is.
+"""Triton kernels that compute masks and random draws, launched by `kernels`. Import this only if Triton is installed.
 
-They give the bits that torch's operations give: comparisons and the integer arithmetic of draws are exact, and sums
-are of the same terms in the same order, but for scores of tiles, whose sums are ordered as the device likes.
+Results are bit-identical to those of torch's operations: comparisons and the integer arithmetic of draws are exact, and
+sums add the same terms in the same order. There are two exceptions: the scores of tiles, because the order of summation
+depends on the device, and entries beside NaN.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def two_of(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    """Whether at least two of the three are true."""
     return (a & b) | (c & (a | b))
 
 
@@ -22,14 +24,16 @@ def row_mask_kernel(
     groups: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """1 at the two largest magnitudes of each group, of equal ones the first, and 0 elsewhere."""
+    """See `masks.row_mask`: 1 at the two largest magnitudes of each group, among equals at the first; NaN is
+    largest."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
     a = tl.abs(tl.load(scores + 4 * group, mask=inside, other=0.0))
     b = tl.abs(tl.load(scores + 4 * group + 1, mask=inside, other=0.0))
     c = tl.abs(tl.load(scores + 4 * group + 2, mask=inside, other=0.0))
     d = tl.abs(tl.load(scores + 4 * group + 3, mask=inside, other=0.0))
-    ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
+    ab, ac, ad = (a >= b) | (a != a), (a >= c) | (a != a), (a >= d) | (a != a)
+    bc, bd, cd = (b >= c) | (b != b), (b >= d) | (b != b), (c >= d) | (c != c)
     tl.store(mask + 4 * group, two_of(ab, ac, ad).to(tl.uint8), mask=inside)
     tl.store(mask + 4 * group + 1, two_of(ab == 0, bc, bd).to(tl.uint8), mask=inside)
     tl.store(mask + 4 * group + 2, two_of(ac == 0, bc == 0, cd).to(tl.uint8), mask=inside)
@@ -42,13 +46,13 @@ def tile_codes_kernel(
     bank: tl.tensor,  # (PATTERNS, 16)
     codes: tl.tensor,  # (tiles,) uint8
     tiles: tl.tensor,
-    across: tl.tensor,  # tiles of a row
+    across: tl.tensor,  # number of tiles side by side
     SQUARES: tl.constexpr,
     PATTERNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BANK: tl.constexpr,  # PATTERNS, up to a power of two
+    BANK: tl.constexpr,  # PATTERNS, rounded up to a power of two
 ) -> None:
-    """The lowest pattern among those that keep most of each 4×4 tile."""
+    """See `masks.tile_codes`: for each 4×4 tile, the lowest code among the patterns with the best score."""
     tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = tile < tiles
     corner = (tile // across) * 16 * across + (tile % across) * 4
@@ -68,6 +72,7 @@ def tile_codes_kernel(
 
 @triton.jit
 def mixed(x: tl.tensor) -> tl.tensor:
+    """The bijection of uint32 that `mvue._mixed` computes with signed integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -88,7 +93,7 @@ def mvue_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """GROUPS groups of four rows, at COLUMNS columns: see `mvue.mvue`."""
+    """The same steps as `mvue.mvue`, for GROUPS groups of four rows and COLUMNS columns."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row, inside = (group * 4).to(tl.int64), column < columns
@@ -110,50 +115,52 @@ def mvue_kernel(
     reach_a = tl.minimum(tl.abs(a) / unit, 1.0)
     reach_b = reach_a + tl.minimum(tl.abs(b) / unit, 1.0)
     reach_c = reach_b + tl.minimum(tl.abs(c) / unit, 1.0)
-    before_b = tl.minimum(tl.floor(reach_a + u), 2.0)
+    reach_d = reach_c + tl.minimum(tl.abs(d) / unit, 1.0)
+    before_b = tl.minimum(tl.floor(reach_a + u), 1.0)
     before_c = tl.minimum(tl.floor(reach_b + u), 2.0)
     before_d = tl.minimum(tl.floor(reach_c + u), 2.0)
+    all_four = tl.where(unit > 1.1754943508222875e-38, 2.0, tl.minimum(tl.floor(reach_d + u), 2.0))
     there = estimate + row * estimate_row + column.to(tl.int64) * estimate_column
     store(there, a, unit, before_b, inside & (row < rows))
     store(there + estimate_row, b, unit, before_c - before_b, inside & (row + 1 < rows))
     store(there + 2 * estimate_row, c, unit, before_d - before_c, inside & (row + 2 < rows))
-    store(there + 3 * estimate_row, d, unit, 2.0 - before_d, inside & (row + 3 < rows))
+    store(there + 3 * estimate_row, d, unit, all_four - before_d, inside & (row + 3 < rows))
 
 
 @triton.jit
 def store(where: tl.tensor, x: tl.tensor, unit: tl.tensor, crossed: tl.tensor, inside: tl.tensor) -> None:
-    """Write an entry's estimate: 0, or its magnitude over its probability, with its sign."""
-    magnitude = tl.maximum(tl.abs(x), unit) * crossed
-    tl.store(where, tl.where(x < 0, -magnitude, tl.where(x > 0, magnitude, 0.0)), mask=inside)
+    """Write the estimate of an entry: 0, or the entry divided by the probability of keeping it; NaN stays NaN."""
+    magnitude = tl.maximum(tl.abs(x), unit) * tl.minimum(crossed, 1.0)
+    tl.store(where, tl.where(x < 0, -magnitude, tl.where(x > 0, magnitude, x + 0.0)), mask=inside)
 
 
 @triton.jit
 def prune_kernel(
     weight: tl.tensor,  # (rows, columns)
-    mask: tl.tensor,  # (rows, columns / 8, rounded up), of bits
+    mask: tl.tensor,  # bits; (rows, columns / 8, rounded up)
     straight: tl.tensor,  # (rows, columns)
     transposed: tl.tensor,  # (columns, rows)
     rows: tl.tensor,
     columns: tl.tensor,
-    weight_row: tl.tensor,  # its stride
+    weight_row: tl.tensor,  # stride of a row
     mask_row: tl.tensor,
     STRAIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A square of the weight with zeros where the mask has them, as it lies, transposed, or both."""
+    """Write one square tile of the masked weight, of its transpose, or of both."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
     value = tl.load(weight + row * weight_row + column, mask=inside, other=0.0)
     byte = tl.load(mask + row * mask_row + column // 8, mask=inside, other=0).to(tl.int32)
-    kept = ((byte >> (column % 8).to(tl.int32)) & 1) != 0
+    bit = ((byte >> (column % 8).to(tl.int32)) & 1) != 0
     if STRAIGHT:
-        left = tl.where(kept, value, 0.0).to(straight.dtype.element_ty)
-        tl.store(straight + row * columns + column, left, mask=inside)
+        masked = tl.where(bit, value, 0.0).to(straight.dtype.element_ty)
+        tl.store(straight + row * columns + column, masked, mask=inside)
     if TRANSPOSED:
-        left = tl.where(kept, value, 0.0).to(transposed.dtype.element_ty)
-        tl.store(transposed + column * rows + row, left, mask=inside)
+        masked = tl.where(bit, value, 0.0).to(transposed.dtype.element_ty)
+        tl.store(transposed + column * rows + row, masked, mask=inside)
 
 
 @triton.jit
@@ -164,7 +171,7 @@ def shrink_kernel(
     groups: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Scale times what is left of each group when its third largest magnitude is taken off; see `product.shrink`."""
+    """Compute `scale` times `product.shrink` of each group of four weights."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
     a = tl.load(weight + 4 * group, mask=inside, other=0.0).to(tl.float32)
@@ -183,5 +190,6 @@ def shrink_kernel(
 
 @triton.jit
 def store_left(where: tl.tensor, x: tl.tensor, third: tl.tensor, by: tl.tensor, inside: tl.tensor) -> None:
-    left = (x - tl.minimum(tl.maximum(x, -third), third)) * by
-    tl.store(where, left.to(where.dtype.element_ty), mask=inside)
+    """Shrink an entry by `third`, multiply it by `by`, and write it."""
+    shrunk = (x - tl.minimum(tl.maximum(x, -third), third)) * by
+    tl.store(where, shrunk.to(where.dtype.element_ty), mask=inside)

@@ -1,1 +1,1 @@
-"""Files that are whole or not there, and places where other users may have put something: for all areas."""
+"""Atomic writes, and safe reading of files and folders that other users may have created; used by all areas."""

@@ -1,7 +1,7 @@
-"""Opening what somebody else may have put there: another user of this host, or whoever made a folder.
+"""Opens files and folders safely where another user of this host or a folder's author may have placed links or devices.
 
-Folders are this user's own, links are not followed, and files are files: not pipes, which would be waited for, nor
-devices, which might never end.
+A private folder belongs to this user alone and is opened without following links. Only regular files are opened:
+reading a pipe would block, and reading a device may never end.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from shoestring import figures
 from shoestring.core.errors import ShoestringError
 
 _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(root: Path, *names: str, make: bool = True) -> Path:
-    """The folder `root/name/…/name`, which no other user can look into or change.
+    """Return the folder `root/name/…/name`, which no other user can read or change.
 
-    `root` may be everybody's, such as /dev/shm, so that somebody else may have put something there by these names: a
-    link to where this user's files are, for this process to overwrite, or a folder with what it is to read. Each is
-    opened in the folder above it, links are not followed, and owner and mode of what was opened are checked.
+    Everybody may be allowed to write to `root`, as to /dev/shm, so another user may have created these names: as a link
+    to files of this user, which this process would overwrite, or as a folder with content for this process to read. So
+    each folder is opened relative to its parent without following links, and owner and mode are checked on the opened
+    folder.
 
     Args:
-        make: make what is missing.
+        make: whether to create missing folders.
 
     Raises:
-        ShoestringError: something there is another user's, or others may write to it.
-        OSError: it cannot be made.
+        ShoestringError: a folder belongs to another user, or others may write to it.
+        OSError: a folder cannot be created.
     """
     path = root.joinpath(*names)
     if make:
@@ -39,7 +41,7 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
         return path
     above = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_everybodys(root, os.fstat(above))
+        _check_root(root, os.fstat(above))
         for name in names:
             root = root / name
             below = _below(above, name, root, make)
@@ -55,7 +57,11 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
 
 
 def _below(above: int, name: str, path: Path, make: bool) -> int | None:
-    """A folder opened in the one above; None where there is none."""
+    """Open a folder by its name in its parent, whose descriptor is `above`.
+
+    Returns:
+        The descriptor of the folder; None if it does not exist.
+    """
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=above)
@@ -71,66 +77,67 @@ def _below(above: int, name: str, path: Path, make: bool) -> int | None:
         raise
 
 
-def _check_everybodys(path: Path, found: os.stat_result) -> None:
-    """What is in a folder can be taken away or renamed by whoever may write to it, unless it is sticky."""
-    if not found.st_mode & stat.S_ISVTX:
-        if found.st_uid not in (0, os.geteuid()):
-            raise _not_private(path, f"it belongs to user {found.st_uid}")
-        if found.st_mode & stat.S_IWOTH:
-            raise _not_private(path, f"everybody may rename what is in it (mode {stat.S_IMODE(found.st_mode):o})")
+def _check_root(path: Path, status: os.stat_result) -> None:
+    """Refuse a root folder in which other users can rename or remove entries; a sticky bit prevents that."""
+    if not status.st_mode & stat.S_ISVTX:
+        if status.st_uid not in (0, os.geteuid()):
+            raise _not_private(path, f"it belongs to user {status.st_uid}")
+        if status.st_mode & stat.S_IWOTH:
+            raise _not_private(path, f"everybody may rename what is in it (mode {stat.S_IMODE(status.st_mode):o})")
 
 
-def _check_own(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
-        raise _not_private(path, f"it belongs to user {found.st_uid}")
-    if found.st_mode & _SHARED:
-        raise _not_private(path, f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})")
+def _check_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise _not_private(path, f"it belongs to user {status.st_uid}")
+    if status.st_mode & _SHARED:
+        raise _not_private(path, f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})")
 
 
-def _not_private(path: Path, why: str) -> ShoestringError:
+def _not_private(path: Path, reason: str) -> ShoestringError:
     return ShoestringError(
-        f"`{path}` is not private to this user: {why}", hint="remove it, or name another folder in its place"
+        f"`{path}` is not private to this user: {reason}", hint="remove it, or name another folder in its place"
     )
 
 
 def open_regular(path: Path, *, private: bool = False, write: bool = False) -> BinaryIO:
-    """Open a file that must be one: reading a pipe would wait, and reading a device might never end.
+    """Open a regular file; anything else, such as a pipe or a device, is refused.
 
     Args:
-        private: it must be this user's and nobody else's, not a link, and have no second name.
-        write: open it for reading and writing; make it, for this user only, where there is none.
+        private: require that the file belongs to this user, that nobody else may write to it, and that it is neither a
+            symbolic link nor has a second hard link.
+        write: open the file for reading and writing; a missing file is created, with access for this user only.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: the file cannot be opened, is not a regular file, or is not private as required.
     """
-    with suppress(FileNotFoundError):  # before it is opened, which may do something to a device
+    with suppress(FileNotFoundError):  # checked before opening, since opening a device may have side effects
         _check_regular(path, path.stat(follow_symlinks=not private), private)
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
     file = os.fdopen(os.open(path, flags, 0o600), "r+b" if write else "rb")
     try:
-        _check_regular(path, os.fstat(file.fileno()), private)
+        _check_regular(path, os.fstat(file.fileno()), private)  # again, since the path may lead to another file by now
     except OSError:
         file.close()
         raise
     return file
 
 
-def _check_regular(path: Path, found: os.stat_result, private: bool) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_regular(path: Path, status: os.stat_result, private: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if private and (found.st_uid != os.geteuid() or found.st_mode & _SHARED or found.st_nlink > 1):
+    if private and (status.st_uid != os.geteuid() or status.st_mode & _SHARED or status.st_nlink > 1):
         raise PermissionError(errno.EACCES, "it is not private to this user", str(path))
 
 
 def read_regular(path: Path, limit: int, *, private: bool = False) -> bytes:
-    """The content of a file that must be one, and at most `limit` bytes long.
+    """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be read, or is something else.
+        OSError: the file cannot be read, is not a regular file, or is longer than `limit` bytes.
     """
     with open_regular(path, private=private) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it is longer than {limit / 1e6:.0f} MB", str(path))
+        raise OSError(errno.EFBIG, f"it is longer than {figures.size(limit)}", str(path))
     return data

@@ -1,4 +1,4 @@
-"""Writing files and folders so that a crash leaves all of one or nothing."""
+"""Writes files and folders atomically and durably: a crash leaves either the old content or all of the new content."""
 
 from __future__ import annotations
 
@@ -7,43 +7,68 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
-_ATTEMPTS = 100  # to make a file that no other process takes for one that was left
+from shoestring.core.errors import ShoestringError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux' system call renameat2
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+"""Error numbers for a disk that is full, read-only or has failed, or a file that is too large."""
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how Rust libraries give the error number in messages
+_SHORT_WRITES = ("inline_container", "iostream error", "file write failed")  # in torch's and numpy's messages
+_PROBE = 1 << 20  # bytes allocated to find out whether the disk is full
+_PATIENCE, _NAP = 2.0, 0.01  # seconds to wait for another writer to finish its renames, and between attempts to lock
+_ATTEMPTS = 100  # attempts to create a temporary file and lock it before another process removes it as a leftover
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Put `data`, or its pieces in a row, at `path`: write aside, flush, fsync, rename, fsync the folder.
+    """Write `data`, or the concatenation of its chunks, to `path` atomically and durably.
 
-    An exception leaves nothing behind; what a kill leaves is removed by whoever writes this file next.
+    Writes a temporary file beside `path`, calls fsync on it, renames it to `path`, and calls fsync on the folder. After
+    an exception the temporary file is removed; if the process is killed, the next writer of `path` removes it.
+
+    Raises:
+        OSError: the disk is full or failed; the error names the path.
     """
-    file = open_aside(path)
-    try:
+    with put_aside(path) as file:
         file.writelines([data] if isinstance(data, bytes) else data)
-        put_in_place(file, path)
-    except BaseException:
-        with suppress(OSError):
-            Path(file.name).unlink()
-        raise
-    finally:
-        with suppress(OSError):  # what could not be written is flushed once more
-            file.close()
+
+
+@contextmanager
+def put_aside(path: Path) -> Iterator[BinaryIO]:
+    """Context with a temporary file to write to, which is renamed to `path` at the end; see `write_atomic`."""
+    with made_above(path):
+        file = open_aside(path)
+        try:
+            with writing(path):
+                yield file
+                put_in_place(file, path)
+        except BaseException:
+            with suppress(OSError):
+                Path(file.name).unlink()
+            raise
+        finally:
+            with suppress(OSError):  # close() tries once more to write what could not be written
+                file.close()
 
 
 def open_aside(path: Path) -> BinaryIO:
-    """Open a new file beside `path`, to which `put_in_place` gives that name. Files that killed processes left go.
+    """Open a new temporary file beside `path`, for `put_in_place` to rename; removes leftovers of killed processes.
 
-    A lock, which ends with its process, tells a file that is being written from one that was left.
+    The file is locked while it is written, and the kernel releases the lock when the process ends. So a file without a
+    lock is a leftover.
 
     Raises:
-        OSError: no file can be made there; or another process took each of several for one that was left.
+        OSError: the file cannot be created, or other processes removed each new one as a leftover.
     """
     make_folder(path.parent)
     _remove_left(path)
@@ -56,7 +81,7 @@ def open_aside(path: Path) -> BinaryIO:
 
 
 def put_in_place(file: BinaryIO, path: Path) -> None:
-    """Give a file from `open_aside` its name, durably."""
+    """Rename a file from `open_aside` to its final name, durably."""
     file.flush()
     os.fsync(file.fileno())
     Path(file.name).replace(path)
@@ -64,40 +89,44 @@ def put_in_place(file: BinaryIO, path: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
+    """Return a new random name beside `path` for a temporary file or folder."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
 
 
 def _remove_left(path: Path) -> None:
+    """Remove the temporary files and folders of `path` that no process has locked."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
-        with suppress(OSError):  # another one removed it, or is writing it
+        with suppress(OSError):  # another process has removed the file, or is still writing it
             descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if left.with_suffix(".former").exists():  # an exchange that `_recover` has to undo
+                    continue
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             finally:
                 os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder without waiting; False where another process took it for one that was left."""
-    with suppress(OSError):  # a file system without locks: then nobody can take it for one that was left, either
+    """Lock a new file or folder without waiting; False if another process is removing it as a leftover."""
+    with suppress(OSError):  # without locks on this file system, other processes cannot remove leftovers either
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is being removed
+        except BlockingIOError:  # the process that is removing it holds the lock
             return False
     return os.fstat(descriptor).st_nlink > 0
 
 
 def _always_taken(path: Path) -> OSError:
-    return OSError(errno.EBUSY, "another process removes each file or folder that is begun for it", str(path))
+    return OSError(errno.EBUSY, "another process removes each temporary file or folder made for it", str(path))
 
 
 def _make_aside(path: Path) -> tuple[Path, int]:
-    """A new, locked folder beside `path`, and its descriptor; see `open_aside`."""
+    """Create a locked temporary folder beside `path`; returns the folder and its descriptor. See `open_aside`."""
     for _ in range(_ATTEMPTS):
         aside = _aside(path)
         aside.mkdir()
-        with suppress(FileNotFoundError):  # removed before it was opened
+        with suppress(FileNotFoundError):  # another process removed the folder before it was opened
             descriptor = os.open(aside, os.O_RDONLY | os.O_CLOEXEC)
             if _lock(descriptor):
                 return aside, descriptor
@@ -106,60 +135,161 @@ def _make_aside(path: Path) -> tuple[Path, int]:
 
 
 @contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
-    """A new folder, which takes the place of `path` as a whole and durably at the end.
+def replaced_folder(path: Path, keep: Callable[[str], bool] | None = None) -> Iterator[Path]:
+    """Context with a new folder to fill, which replaces the folder `path` atomically and durably at the end.
 
-    Until then, and after an exception, what was there before is there. A link to a folder stays a link.
+    Until then, and after an exception, the former folder is unchanged. If `path` is a link, the folder that it points
+    to is replaced.
+
+    Args:
+        keep: takes the name of an entry of the former folder, and decides whether to copy the entry to the new folder;
+            an entry of this name in the new folder takes precedence. None copies nothing.
+
+    Raises:
+        OSError: the disk is full or failed; the error names the path.
     """
     path = path.resolve()
-    make_folder(path.parent)
-    _remove_left(path)
-    aside, descriptor = _make_aside(path)
-    try:
-        yield aside
-        for folder, _, names in os.walk(aside):
-            for each in (Path(folder, name) for name in names):
-                if each.is_file():
-                    sync_folder(each)
-            sync_folder(Path(folder))
-        _exchange(aside, path)
-        sync_folder(path.parent)
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(aside, ignore_errors=True)  # the former folder by now, or what was not finished
+    with made_above(path), writing(path):
+        with _alone(path.parent):
+            _recover(path, keep)
+        _remove_left(path)
+        aside, descriptor = _make_aside(path)
+        try:
+            yield aside
+            _sync_below(aside)
+            for name in _carried(path, aside, keep):
+                copy = aside / name
+                if copy.is_dir() and not copy.is_symlink():
+                    _sync_below(copy)
+                elif copy.is_file():
+                    sync_folder(copy)
+            sync_folder(aside)
+            with _alone(path.parent):
+                _recover(path, keep)
+                _exchange(aside, path)
+                sync_folder(path.parent)
+            _take_late(aside, path, keep)
+        finally:
+            os.close(descriptor)
+            # After the exchange, `aside` is the former folder; otherwise, it is the unfinished new one.
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Restore a folder that a killed process was replacing by renames, on a file system without an atomic exchange."""
+    with suppress(OSError, ValueError, RuntimeError):  # `path` may be a model's name, or a cycle of links
+        path = path.resolve()
+        if not path.exists() and _formers(path):
+            with _alone(path.parent):
+                _recover(path)
+
+
+def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
+    """Undo or finish an interrupted `_rename_twice`: removes a former folder only once its replacement is in place."""
+    for former in _formers(path):
+        with suppress(OSError):
+            if not path.exists():
+                former.rename(path)
+                sync_folder(path.parent)
+            elif not former.with_suffix(".tmp").exists():
+                _take_late(former, path, keep)
+                left = former.rename(_aside(path))  # renamed first: a half-deleted folder must never be restored
+                shutil.rmtree(left)
+
+
+def _formers(path: Path) -> list[Path]:
+    """List the former folders that `_rename_twice` renamed and an interruption left behind, newest first."""
+    formers = path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.former")
+    return sorted(formers, key=lambda former: former.lstat().st_ctime_ns, reverse=True)
 
 
 def _exchange(new: Path, path: Path) -> None:
-    """Give `new` the name `path`, and what has that now the other one; in one act where the file system can."""
+    """Exchange the names of the folders `new` and `path`, atomically if the file system can."""
     if not path.exists():
         new.rename(path)
         return
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None or swap(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE):
-        former = _aside(path)
-        path.rename(former)
-        try:
-            new.rename(path)
-        except BaseException:
-            former.rename(path)
-            raise
-        former.rename(new)
+        _rename_twice(new, path)
+
+
+def _rename_twice(new: Path, path: Path) -> None:
+    """Exchange the names of two folders by three renames; the second one puts the new folder in place.
+
+    The former folder first gets the temporary name of the new one with the suffix `.former`. As long as the new folder
+    still has its temporary name, it is not in place.
+    """
+    former = new.with_suffix(".former")
+    path.rename(former)
+    try:
+        new.rename(path)
+    except BaseException:
+        former.rename(path)
+        raise
+    former.rename(new)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, so that no other process exchanges entries in it.
+
+    Waits at most `_PATIENCE` seconds for the lock and then continues without it, so that a suspended process blocks
+    nobody.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(_NAP)
+                    continue
+            except OSError:  # a file system without locks on folders
+                pass
+            break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _carried(former: Path, new: Path, keep: Callable[[str], bool] | None) -> list[str]:
+    """Copy the entries that `keep` selects from the former folder to the new one; returns their names."""
+    names = [path.name for path in former.iterdir()] if keep and former.is_dir() else []
+    carried = [name for name in names if keep and keep(name) and not os.path.lexists(new / name)]
+    for name in carried:
+        path = former / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / name, symlinks=True)
+        else:
+            shutil.copy2(path, new / name, follow_symlinks=False)
+    return carried
+
+
+def _take_late(former: Path, path: Path, keep: Callable[[str], bool] | None) -> None:
+    """Move entries to the new folder that were added to the former one after its content was copied."""
+    if keep is None or not former.is_dir():
+        return
+    for late in former.iterdir():
+        if keep(late.name) and not os.path.lexists(path / late.name):
+            late.rename(path / late.name)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above that are missing, durably."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Create a folder and its missing parents, durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        with suppress(PermissionError):  # one that may be written to, but not read
-            sync_folder(each.parent)
+    for path in missing:
+        with suppress(PermissionError):  # a parent folder may be writable but not readable
+            sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (a rename, say) durable; of a file, its content."""
+    """Call fsync on a folder, which makes renames in it durable, or on a file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,7 +298,70 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_above(folder: Path) -> None:
-    """Make all folders above durable, whoever made them: without them all is lost with the power."""
+    """Call fsync on all parent folders: if a power failure loses the entry of one, everything below it is lost."""
     for above in folder.absolute().parents:
-        with suppress(OSError):  # those that are not ours
+        with suppress(OSError):  # a parent folder of another user may not be readable
             sync_folder(above)
+
+
+def _sync_below(folder: Path) -> None:
+    """Call fsync on a folder and on all files and folders in it."""
+    for below, _, names in os.walk(folder):
+        for path in (Path(below, name) for name in names):
+            if path.is_file():
+                sync_folder(path)
+        sync_folder(Path(below))
+
+
+@contextmanager
+def made_above(path: Path) -> Iterator[None]:
+    """Context that creates the missing parent folders of a path; after an exception, removes them if they are empty."""
+    missing = [folder for folder in path.parents if not folder.exists()]
+    make_folder(path.parent)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context that adds the path to disk errors, and converts the exceptions that libraries raise for them to OSError.
+
+    safetensors puts the error number into its message. numpy and torch only report a short write. The reason is then
+    found by allocating a file on the same disk, so the unfinished file must still exist.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise _disk_error(path) from error
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    except ShoestringError:
+        raise
+    except Exception as error:
+        if number := _SYSTEM_ERROR.search(str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        if any(words in str(error) for words in _SHORT_WRITES):
+            raise _disk_error(path) from error
+        raise
+
+
+def _disk_error(path: Path) -> OSError:
+    """Find the cause of a failed write: return the error that a second write to the disk raises; EIO if it succeeds."""
+    folder = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    number = errno.EIO
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, _PROBE)
+    except OSError as error:
+        number = error.errno or number
+    return OSError(number, os.strerror(number), str(path))

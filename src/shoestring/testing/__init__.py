@@ -1,9 +1,9 @@
-"""What tests of a feature need: the conformance suite, ranks that stay, and (in `netlab`) several hosts on one machine.
+"""Tests of features: the conformance suite, a pool of ranks, and (in `netlab`) virtual hosts on one machine.
 
     class TestHalve(FeatureSuite):
         feature = Halve(share=0.5)
 
-The names are imported when first used, because pytest and torch are not needed for all of them.
+Each public name is imported when it is first used, because not all of them need pytest and torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One feature with what is declared about it, and the means to run it."""
+"""Test cases: a feature under test, its declared properties, and methods that train with it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shoestring.testing.pool import Pool, RankError
 
 
 class ViolationError(AssertionError):
-    """A feature does not keep to a clause."""
+    """A feature violates a clause."""
 
 
 class NotApplicableError(Exception):
-    """A clause says nothing about this feature; the message says why."""
+    """A clause does not apply to this feature; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A feature under test. `FeatureSuite` documents the declarations."""
+    """A feature under test and its declared properties, which `FeatureSuite` documents."""
 
     feature: Feature
     pool: Pool
@@ -49,24 +49,24 @@ class Case:
     baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def company(self, ranks: int, *features: Feature) -> list[Feature]:
-        """The features with those that they need: the declared ones, and one that keeps several ranks equal."""
+        """Add to the features what they need: the declared companions, and DDP if several ranks would lack it."""
         several = [*self.companions, *features]
         if ranks > 1 and not any(Seam.SHARD in feature.seams for feature in several):
             several.insert(0, DDP())
         return several
 
     def run(self, scenario: Callable[..., Any], ranks: int, features: Sequence[Feature], **arguments: Any) -> list[Any]:
-        """Each rank's result.
+        """Run a scenario with features on a number of ranks; returns a list with the result of each rank.
 
         Raises:
-            RankError: the scenario raised.
+            RankError: the scenario raised an exception.
         """
-        arguments |= {"model": self.model, "features": [scenarios.encode(each) for each in features]}
+        arguments |= {"model": self.model, "features": [scenarios.encode(feature) for feature in features]}
         arguments.setdefault("folder", self.fresh())
         if ranks > 1:
             return self.pool.call(scenario, **arguments)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in a pool: threads that spin on shared cores would cost more than they bring
+        torch.set_num_threads(1)  # as in a pool: with one thread per test, cores are not oversubscribed
         try:
             return [scenario(**arguments)]
         except Exception as error:
@@ -75,27 +75,28 @@ class Case:
             torch.set_num_threads(threads)
 
     def train(self, ranks: int, *features: Feature, **arguments: Any) -> list[dict[str, Any]]:
-        """`scenarios.train` in company."""
+        """Run `scenarios.train` with the features and their companions."""
         return self.run(scenarios.train, ranks, self.company(ranks, *features), **arguments)
 
     def without(self, ranks: int, **arguments: Any) -> list[dict[str, Any]]:
-        """`scenarios.train` without the feature; cases that share `baselines` run it once."""
-        companions = [scenarios.encode(each) for each in self.companions]
+        """Run `scenarios.train` without the feature; the results are stored in `baselines`, which cases may share."""
+        companions = [scenarios.encode(companion) for companion in self.companions]
         key = json.dumps([self.model, ranks, companions, arguments])
         if key not in self.baselines:
             self.baselines[key] = self.train(ranks, **arguments)
         return self.baselines[key]
 
     def fresh(self) -> str:
-        """An empty folder."""
+        """Create a new empty folder, and return its path."""
         return mkdtemp(dir=self.folder)
 
 
 def weights(result: Mapping[str, Any]) -> np.ndarray:
-    """All weights of a result as one vector."""
+    """Decode the weights in the result of a training run as one vector of fp64."""
     return np.frombuffer(base64.b64decode(result["weights"]))
 
 
 def require(condition: object, message: str) -> None:
+    """Raise ViolationError with a message unless the condition is true."""
     if not condition:
         raise ViolationError(message)

@@ -1,7 +1,8 @@
-"""What every feature promises, clause by clause. Each is a function of a `Case` that raises when it is not kept.
+"""The clauses of the conformance suite, which are the requirements that each feature must meet.
 
-Runs are compared bitwise where the same arithmetic is done in the same order, and in double precision with a small
-tolerance where only the order of sums differs, so that rounding cannot hide a fault.
+A clause is a function of a `Case` that raises ViolationError if the feature violates the requirement. Runs that do the
+same arithmetic in the same order are compared bitwise. Runs that differ in the order of sums are compared in fp64 with
+a small tolerance, so that a fault cannot pass for rounding.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ import numpy as np
 import tomli_w
 
 from shoestring import run
+from shoestring.areas import AREAS
 from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import AREAS, Feature, Seam, area_of
+from shoestring.core.feature import Feature, Seam, area_of
 from shoestring.settings import help_texts, structure
 from shoestring.testing import imports, refused_features, scenarios
 from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
 from shoestring.testing.pool import RankError
 
-STEPS = 6  # of the runs that are compared bitwise
-STOP = 3  # where they are interrupted
-ROUNDING = 1e-9  # relative difference that the order of sums makes in double precision
+STEPS = 6  # number of steps of the runs that are compared bitwise
+STOP = 3  # step after which runs are interrupted and resumed
+ROUNDING = 1e-9  # tolerance for the effect of the order of sums in fp64
 ENDINGS = ("normally", "in forward", "in backward", "while attaching")
 Result = Mapping[str, Any]
 Clause = Callable[[Case], None]
 
 
 def neutral_is_absence(case: Case) -> None:
-    """The neutral setting gives the bits that a job without the feature gives."""
+    """With its neutral setting, the feature leaves the results of a job bit-identical to those without the feature."""
     neutral = type(case.feature).neutral
     if neutral is None:
         raise NotApplicableError("states no neutral setting")
@@ -43,7 +45,7 @@ def neutral_is_absence(case: Case) -> None:
 
 
 def resumes_bitwise(case: Case) -> None:
-    """A run that is stopped and resumed ends with the bits of one that was not."""
+    """A run that is stopped and resumed ends with the same bits as a run that is not interrupted."""
     for ranks in case.ranks:
         whole = _with_checkpoints(case, ranks, case.fresh())
         _same_on_ranks(whole)
@@ -56,9 +58,9 @@ def resumes_bitwise(case: Case) -> None:
 
 
 def resumes_on_other_ranks(case: Case) -> None:
-    """A run may continue with another number of ranks."""
+    """A run may be resumed on another number of ranks."""
     if not case.reshards or len(case.ranks) < 2:
-        raise NotApplicableError("is not declared to continue with another number of ranks")
+        raise NotApplicableError("is not declared to resume on another number of ranks")
     few, many = case.ranks[0], case.ranks[-1]
     for before, after in ((few, many), (many, few)):
         folder = case.fresh()
@@ -72,7 +74,7 @@ def resumes_on_other_ranks(case: Case) -> None:
 
 
 def round_trips_through_toml(case: Case) -> None:
-    """Settings written to a run file are read back equal."""
+    """Settings that are written to a run file are equal when they are read back."""
     for feature in _settings(case.feature):
         try:
             back = _round_trip(feature)
@@ -82,16 +84,16 @@ def round_trips_through_toml(case: Case) -> None:
 
 
 def explains_its_fields(case: Case) -> None:
-    """The class and each field have a text for `--help` and the reference."""
+    """The feature's class and each of its fields have a help text."""
     kind = type(case.feature)
     require(kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("), f"{kind.__name__} has no docstring")
     texts = help_texts(kind)
-    for each in fields(kind):
-        require(texts.get(each.name), f"the field `{each.name}` has no text under it")
+    for field in fields(kind):
+        require(texts.get(field.name), f"the field `{field.name}` has no text under it")
 
 
 def one_rank_equals_two(case: Case) -> None:
-    """Several ranks on a share of the batch each compute what one rank computes, also when they count differently."""
+    """Training on several ranks gives the same result as on one, even if ranks have different numbers of targets."""
     if not case.exact_across_ranks or len(case.ranks) < 2:
         raise NotApplicableError("is not declared exact across ranks")
     one = case.train(case.ranks[0], case.feature, steps=STEPS, precise=True, ragged=True)
@@ -101,7 +103,7 @@ def one_rank_equals_two(case: Case) -> None:
 
 
 def converges(case: Case) -> None:
-    """Held-out loss ends within the declared tolerance of a job without the feature."""
+    """The final held-out loss exceeds that of a job without the feature by at most the declared tolerance."""
     ranks = case.ranks[-1]
     without = case.without(ranks, steps=case.steps)[0]["held_out"]
     try:
@@ -118,38 +120,47 @@ def converges(case: Case) -> None:
 
 
 def refuses_before_it_takes(case: Case) -> None:
-    """A second owner of a seam, or another feature's refusal, is raised before anything is taken."""
+    """A conflict, or a refusal by another feature, is raised before the feature changes anything.
+
+    A conflict arises if two features want to own the same seam.
+    """
     for ranks in case.ranks:
         company = case.company(ranks, case.feature)
         unsaid = case.run(scenarios.owns, ranks, company)[0]
         require(
-            not unsaid, f"takes {', '.join(unsaid)} without naming it among its seams: nobody refuses a second owner"
+            not unsaid,
+            f"takes {', '.join(unsaid)} without declaring it in its seams, so that no second owner is refused",
         )
-        for other, error in (*_second_owners(case.feature), (refused_features.RefusesEveryJob(), "ConfigError")):
+        refusals: list[tuple[Feature, str]] = [
+            (rival, "ConflictError")
+            for rival in (refused_features.ShardOwner(), refused_features.WireOwner(), refused_features.OptimOwner())
+            if rival.seams[0] in case.feature.seams and (rival.seams[0] is Seam.OPTIM or case.feature.over)
+        ]
+        for other, error in (*refusals, (refused_features.RefusesEveryJob(), "ConfigError")):
             for result in case.run(scenarios.refuse, ranks, [*company, other]):
                 got = f"{result['error']}: {result['message']}" if result["error"] else "nothing"
                 require(result["error"] == error, f"beside {other.name}: raised {got}, not a {error}")
-                require(not result["left"], f"took before all had been checked: {', '.join(result['left'])}")
+                require(not result["left"], f"changed before all features were checked: {', '.join(result['left'])}")
 
 
 def releases_what_it_takes(case: Case) -> None:
-    """Hooks, patches, threads, files and groups are gone once the job is closed, also after an exception.
+    """Hooks, patches, threads, files and process groups are released when the job is closed, even after an exception.
 
-    What it writes lies in the folder that `placed` was given.
+    The feature writes files only to the folder that its method `placed` has set.
     """
     for ranks in case.ranks:
         for ending in ENDINGS:
             company = case.company(ranks, case.feature)
             arguments = {"ending": ending, "returns_model": case.returns_model}
             for held in case.run(scenarios.release, ranks, company, **arguments):
-                left = [each for each in held if each not in case.stays]
-                require(not left, f"ended {ending}, on {ranks} rank(s), still there: {', '.join(left[:5])}")
+                left = [resource for resource in held if resource not in case.stays]
+                require(not left, f"ended {ending}, on {ranks} rank(s), not released: {', '.join(left[:5])}")
 
 
 def attaches_to_a_foreign_loop(case: Case) -> None:
-    """One line in a training script that knows nothing of the library has the effect that it has in a job.
+    """In a user's own training loop, `attach` gives a feature the same effect as `compose` does in a job.
 
-    A feature at LOSS cannot reach the loss of such a script, and must be refused there.
+    A feature at the seam LOSS cannot change the loss of such a loop, and must be refused.
     """
     for ranks in case.ranks:
         shared = [*case.companions, case.feature]
@@ -166,7 +177,10 @@ def attaches_to_a_foreign_loop(case: Case) -> None:
         before = 0.0 if case.feature.adds_parameters else weights(without)
         effect = np.abs(weights(job) - before).max()
         apart = np.abs(weights(loop[0]) - weights(job)).max()
-        what = "does nothing there" if effect > apart * 0.9 and _equal(loop[0], without) else f"is {apart:.2g} off"
+        plain = loop[0]["names"] == without["names"] and np.allclose(
+            weights(loop[0]), weights(without), rtol=1e-4, atol=1e-5
+        )
+        what = "does nothing there" if effect > apart * 0.9 and plain else f"is {apart:.2g} off"
         require(
             apart <= max(0.05 * effect, 1e-5),
             f"in a foreign loop on {ranks} rank(s) it {what}: in a job it changes weights by {effect:.2g}",
@@ -174,20 +188,20 @@ def attaches_to_a_foreign_loop(case: Case) -> None:
 
 
 def exports_what_it_computes(case: Case) -> None:
-    """A plain model with the weights that leave the run computes what the job's model does."""
+    """A model without the feature that loads the exported weights computes the same as the job's model."""
     if Seam.MODEL not in case.feature.seams:
         raise NotApplicableError("does not change what a module computes")
     ranks = case.ranks[0]
     trained, exported = case.run(scenarios.exported, ranks, case.company(ranks, case.feature), steps=STEPS)[0]
     require(
         abs(trained - exported) <= case.tolerance,
-        f"held-out loss is {trained:.4f} in the job and {exported:.4f} with the weights that leave it: "
-        "`export` does not give what the module computes with",
+        f"held-out loss is {trained:.4f} in the job and {exported:.4f} with the exported weights: "
+        "`export` does not return the weights that the module computes with",
     )
 
 
 def imports_no_other_area(case: Case) -> None:
-    """The feature's area stands alone, and its settings are read without torch."""
+    """The feature's area imports no other area, and importing the feature's settings does not import torch."""
     kind = type(case.feature)
     for place, area in imports.areas_named(kind):
         raise ViolationError(f"{place} imports the area `{area}`")
@@ -199,7 +213,10 @@ def imports_no_other_area(case: Case) -> None:
 
 
 def composes(case: Case) -> None:
-    """Beside each representative of another area it trains, keeps ranks equal, names parameters alike and resumes."""
+    """The feature trains together with the representative of each other area.
+
+    All ranks then have equal weights, parameters keep their names, and a resumed run has the same bits.
+    """
     if not case.representative:
         raise NotApplicableError("is not its area's representative")
     names = case.without(case.ranks[-1], steps=1)[0]["names"]
@@ -235,16 +252,19 @@ CLAUSES: tuple[Clause, ...] = (
 
 
 def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
-    """Train with checkpoints: by the feature itself, where it is of that area."""
+    """Train with checkpoints; plain ones are added unless one of the features writes checkpoints itself."""
     several = [*others, case.feature]
-    if not any(isinstance(each, Plain | Tiered) for each in several):
+    if not any(isinstance(feature, Plain | Tiered) for feature in several):
         several.insert(0, Plain())
     arguments = {"steps": STEPS, "dropout": 0.0 if arguments.get("precise") else 0.1} | arguments
     return case.train(ranks, *several, folder=folder, **arguments)
 
 
 def _partners(case: Case) -> Iterator[Feature]:
-    """The representatives of other areas; where the feature is one itself, those after it, so that a pair runs once."""
+    """Yield the representatives of other areas to test with; a representative skips those before it in the list.
+
+    So each pair of representatives is tested once.
+    """
     kinds = [type(partner) for partner in case.partners]
     after = kinds.index(type(case.feature)) + 1 if type(case.feature) in kinds else 0
     for partner in case.partners[after:]:
@@ -256,8 +276,10 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
     ranks = case.ranks[-1]
     whole = _with_checkpoints(case, ranks, case.fresh(), partner)
     require(np.isfinite(weights(whole[0])).all(), "the weights are not finite")
-    kept = [name for name in whole[0]["names"] if name in names] if case.feature.adds_parameters else whole[0]["names"]
-    require(kept == names, "parameters have other names")
+    common = (
+        [name for name in whole[0]["names"] if name in names] if case.feature.adds_parameters else whole[0]["names"]
+    )
+    require(common == names, "parameters have other names")
     _same_weights(whole)
     folder = case.fresh()
     _with_checkpoints(case, ranks, folder, partner, stop=STOP)
@@ -266,22 +288,22 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
 
 
 def _refused(attempt: Callable[[], object], reason: str) -> None:
-    """What is known not to work must be refused."""
+    """Require that an attempt is refused by ConfigError or ConflictError; `reason` says why it cannot work."""
     try:
         attempt()
     except RankError as error:
         require(error.kind in ("ConfigError", "ConflictError"), f"fails instead of being refused ({reason}): {error}")
         return
-    raise ViolationError(f"runs, though it is declared that it cannot: {reason}")
+    raise ViolationError(f"runs, although it should be refused: {reason}")
 
 
 def _settings(feature: Feature) -> Iterator[Feature]:
-    """The feature as given, its neutral setting, and its defaults where it has them all."""
+    """Yield the feature under test, its neutral setting if it has one, and its defaults if all fields have one."""
     kind = type(feature)
     yield feature
     if kind.neutral is not None:
         yield kind.neutral
-    if all(each.default is not MISSING or each.default_factory is not MISSING for each in fields(kind)):
+    if all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind)):
         yield kind()
 
 
@@ -295,18 +317,11 @@ def _round_trip(feature: Feature) -> Feature:
 
 
 def _is_exported(feature: Feature) -> bool:
-    """Whether `run.packages` opens a table for a feature of another package."""
+    """Whether a feature of a package outside of shoestring is found by way of `run.packages`."""
     try:
         return type(feature) in run.techniques(area_of(type(feature))).values()
     except ConfigError:
         return False
-
-
-def _second_owners(feature: Feature) -> Iterator[tuple[Feature, str]]:
-    """A second owner of each seam that has one owner."""
-    for rival in (refused_features.ShardOwner(), refused_features.WireOwner(), refused_features.OptimOwner()):
-        if rival.seams[0] in feature.seams and (rival.seams[0] is Seam.OPTIM or feature.over):
-            yield rival, "ConflictError"
 
 
 def _same_bits(results: list[dict[str, Any]], expected: list[dict[str, Any]], what: str) -> None:
@@ -339,10 +354,6 @@ def _same_weights(results: list[dict[str, Any]]) -> None:
         require(result["weights"] == results[0]["weights"], f"rank {rank} ends with other weights than rank 0")
 
 
-def _equal(result: Result, other: Result) -> bool:
-    return result["names"] == other["names"] and np.allclose(weights(result), weights(other), rtol=1e-4, atol=1e-5)
-
-
 def _close(result: Result, expected: Result, what: str) -> None:
     for key, one, two in (
         ("losses", np.array(result["losses"]), np.array(expected["losses"])),
@@ -350,4 +361,4 @@ def _close(result: Result, expected: Result, what: str) -> None:
     ):
         require(one.shape == two.shape, f"{what}: {len(one)} {key}, not {len(two)}")
         apart = np.abs(one - two).max(initial=0.0)
-        require(apart <= ROUNDING, f"{what}: {key} are {apart:.2g} apart, more than the order of sums makes")
+        require(apart <= ROUNDING, f"{what}: {key} differ by {apart:.2g}, more than the order of sums explains")

@@ -1,4 +1,4 @@
-"""Ranks and commands as processes that are forked from one that has imported torch (`shoestring.forking`)."""
+"""Fork servers (`shoestring.forking`) that have imported torch, from which tests start ranks and commands quickly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from typing import Any
 from shoestring.forking import ForkServer
 
 PRELOADED = (
-    "shoestring.testing.checkpointing.strikes",
+    "shoestring.checkpoint.attached",
+    "shoestring.checkpoint.recovery.resume",
+    "shoestring.checkpoint.tiers.tiered",
+    "shoestring.comm.settings",
+    "shoestring.naming",
     "shoestring.testing.scenarios",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -27,12 +31,13 @@ PRELOADED = (
 
 @cache
 def fork_server(number: int, faketime: str = "") -> ForkServer:
-    """This process's fork server of that number, started by the first who asks and ended with this process.
+    """Return the fork server with a number; it starts at the first call and ends with this process.
 
-    The number seeds the hashes of strings, so that the order of sets differs between ranks of different servers.
+    The number seeds the hashes of strings, so that sets have another order in the processes of another server.
 
     Args:
-        faketime: path of libfaketime: then the date of its processes is off by what is in their variable FAKETIME.
+        faketime: path of libfaketime, a library that shifts the clock of the forked processes as their environment
+            variable FAKETIME says; empty for the real clock.
     """
     more = {"PYTHONHASHSEED": str(number)}
     if faketime:
@@ -43,12 +48,12 @@ def fork_server(number: int, faketime: str = "") -> ForkServer:
 
 
 class ForkedProcess:
-    """A process that a fork server of this one has forked; it prints to this process's standard error.
+    """A process that a fork server has started; its output goes to the standard error of this process.
 
     Args:
-        function: of a module, which the process calls before it ends.
-        arguments: of JSON types.
-        number: of the fork server.
+        function: function of a module that the process calls.
+        arguments: arguments of JSON types.
+        number: number of the fork server.
         faketime: see `fork_server`.
     """
 
@@ -61,34 +66,34 @@ class ForkedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """The status that it ended with, or minus the signal that ended it; None while it runs."""
+        """Exit status of the process, or minus the number of the signal that ended it; None while it runs."""
         with suppress(TimeoutError):
             return self.join(0.0)
         return None
 
     def join(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; `exitcode`.
+        """Wait for the process to end, and return its `exitcode`.
 
         Raises:
-            TimeoutError: it has not within `timeout` seconds.
+            TimeoutError: the process did not end within `timeout` seconds.
         """
         if self._status is None:
             self._status = self._server.wait(self.pid, timeout)
         return self._status
 
     def resume(self) -> None:
-        """Let it continue, where it was stopped."""
+        """Continue the process after a SIGSTOP."""
         if self.exitcode is None:
             os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it with SIGKILL, unless it has ended."""
+        """End the process with SIGKILL if it still runs."""
         if self.exitcode is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def rank_environment() -> dict[str, str]:
-    """This process's environment for ranks that meet on one machine: they need loopback only, and share its cores."""
+    """Return an environment for ranks on one machine: the loopback interface for Gloo, and one OpenMP thread each."""
     path = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

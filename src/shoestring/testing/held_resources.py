@@ -1,4 +1,4 @@
-"""The resources that a process and a model hold at one moment, so that before and after can be compared."""
+"""Lists the resources that a process and a model hold, so that a test can compare them before and after a job."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoestring.distributed.join import wait_for_gloo_threads
 from shoestring.testing._torch import TorchDispatchMode, global_module_hooks, process_groups, saved_tensor_hooks
 
-HOST_BYTES = 1 << 20  # Python objects below this may come and go
+HOST_BYTES = 1 << 20  # growth of Python's memory in bytes that does not count as a leak
 
 
 def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()) -> Counter[str]:
-    """Name every resource held now, so that `after - before` is what was taken and not released."""
+    """Count all resources that are held now, by name; `after - before` counts those taken and not released."""
     gc.collect()
     held = Counter(_process_resources())
     if model is not None:
@@ -38,7 +39,7 @@ def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()
 
 @contextmanager
 def fresh_garbage() -> Iterator[None]:
-    """Collecting garbage looks at objects made inside only, which is some hundred times faster."""
+    """Context in which garbage collection only examines objects made inside it, which is about 100 times faster."""
     gc.freeze()
     try:
         yield
@@ -83,7 +84,7 @@ def _open_files() -> Iterator[str]:
     for entry in Path("/proc/self/fd").glob("*"):
         try:
             yield str(entry.readlink())
-        except OSError:  # the descriptor that lists the folder
+        except OSError:  # the descriptor with which the folder was listed is closed by now
             continue
 
 
@@ -91,12 +92,12 @@ def _children() -> Iterator[str]:
     for entry in Path("/proc/self/task").glob("*/children"):
         try:
             yield from entry.read_text().split()
-        except OSError:  # a thread that has ended meanwhile
+        except OSError:  # the thread has ended in the meantime
             continue
 
 
 def _settings() -> Iterator[tuple[str, object]]:
-    """What is set for the whole process or thread, and changes what other code computes or does."""
+    """Yield the name and value of settings of the process or thread that affect other code, such as autocast."""
     yield "hooks for saved tensors", saved_tensor_hooks()
     yield "gradients", torch.is_grad_enabled()
     yield "autocast", torch.is_autocast_enabled("cpu")
@@ -110,7 +111,7 @@ def _settings() -> Iterator[tuple[str, object]]:
 
 
 class Allocations(TorchDispatchMode):
-    """Records the tensors created inside its `with` block, and the growth of Python's own memory."""
+    """Context that records the tensors created inside it, and the growth of Python's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +120,7 @@ class Allocations(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         gc.collect()
+        wait_for_gloo_threads()  # CPython crashes if a thread frees memory while tracing starts or stops (gh-128679)
         tracemalloc.start()
         self._grown = -tracemalloc.get_traced_memory()[0]
         super().__enter__()
@@ -129,17 +131,18 @@ class Allocations(TorchDispatchMode):
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         gc.collect()
+        wait_for_gloo_threads()
         self._grown += tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, tuple | list) else (result,)
-        self._tensors.extend(weakref.ref(each) for each in results if isinstance(each, Tensor))
+        self._tensors.extend(weakref.ref(tensor) for tensor in results if isinstance(tensor, Tensor))
         return result
 
     def kept(self) -> list[str]:
-        """What is still held, in words."""
+        """Describe the tensors from inside the context that still exist, and the growth of Python's memory."""
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
         held = [f"a tensor of {tensor.nbytes} bytes" for tensor in alive]
         return held + ([f"{self._grown} bytes of host memory"] if self._grown > HOST_BYTES else [])

@@ -1,4 +1,4 @@
-"""Which areas a feature's code imports: as it is written, and as a fresh interpreter loads it."""
+"""Finds the areas that a feature's code imports, in its source code and in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shoestring.core.feature import AREAS, Feature, area_of
+from shoestring.areas import AREAS
+from shoestring.core.feature import Feature, area_of
 
 
 def areas_named(kind: type[Feature]) -> Iterator[tuple[str, str]]:
-    """(file:line, area) of every import of an area that is not the feature's own."""
+    """Yield ("file:line", area) for every import of an area that is not the feature's own."""
     own, file = area_of(kind), Path(inspect.getfile(kind))
     inside = kind.__module__.startswith("shoestring.")
     for path in sorted(file.parent.rglob("*.py")) if inside else [file]:
@@ -26,19 +27,19 @@ def areas_named(kind: type[Feature]) -> Iterator[tuple[str, str]]:
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of what is imported anywhere in a module, and of `shoestring.name` as an expression."""
+    """Yield (line, dotted name) for every import in a module, and for every expression `shoestring.name`."""
     aliases = {"shoestring"}
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
-                aliases |= {each.asname for each in names if each.name == "shoestring" and each.asname}
-                yield from ((node.lineno, each.name) for each in names)
+                aliases |= {alias.asname for alias in names if alias.name == "shoestring" and alias.asname}
+                yield from ((node.lineno, alias.name) for alias in names)
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = ".".join(package.split(".")[: 2 - level + 1]) if level else ""
                 start = ".".join(part for part in (base, module) if part)
-                yield from ((node.lineno, f"{start}.{each.name}") for each in names)
+                yield from ((node.lineno, f"{start}.{alias.name}") for alias in names)
             case ast.Constant(value=str(text)) if text.startswith("shoestring."):
-                yield node.lineno, text  # for importlib
+                yield node.lineno, text  # a string that may be passed to importlib
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in aliases:
@@ -46,7 +47,7 @@ def _imported(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
 
 
 def loaded_with(kind: type[Feature]) -> frozenset[str]:
-    """The modules that a fresh interpreter has loaded once it has imported the feature's settings."""
+    """Return the names of the modules that are loaded after a fresh interpreter has imported the feature's settings."""
     return _loaded(kind.__module__, tuple(path for path in sys.path if path))
 
 

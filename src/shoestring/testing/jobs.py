@@ -1,7 +1,7 @@
-"""The tiny task of the conformance suite: a model with what trips features up, and text that it can learn.
+"""The training task of the conformance suite: a tiny model, and synthetic text that it can learn.
 
-The model has tied weights, biases, norms, a frozen parameter, dropout and a list of blocks. A token is followed by
-one fixed successor nine times of ten, and by any token otherwise.
+The model has parts that features often handle wrongly: tied weights, biases, norms, a frozen parameter, dropout and a
+list of blocks. In the text, a token is followed by a fixed successor with probability 0.9, else by a random token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 VOCABULARY, WIDTH, BLOCKS, SEQUENCE, BATCH = 32, 16, 2, 8, 8
-HELD_OUT = 1_000_000  # the number of the first batch that is never trained on
+HELD_OUT = 1_000_000  # number of the first held-out batch; training batches count from 0
 
 
 class ResidualBlock(nn.Module):
-    """A residual layer over each token and its predecessor."""
+    """A residual block whose input is each token's hidden state and the previous token's."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
+    """Tiny language model from tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Tiny(nn.Module):
 
 
 def tiny(dropout: float = 0.0) -> nn.Module:
-    """The same weights at every call."""
+    """Build the tiny model; every call gives the same initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Tiny(dropout)
@@ -61,15 +61,19 @@ def tiny(dropout: float = 0.0) -> nn.Module:
 
 
 def sgd(lr: float = 0.2) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """The optimizer where the feature under test builds none: no adaptivity that would hide what it did."""
+    """Return a function that makes the optimizer for features that make none: SGD with momentum.
+
+    An adaptive optimizer such as Adam would hide changes of the gradients' scale.
+    """
     return lambda parameters: SGD(parameters, lr=lr, momentum=0.9)
 
 
 def batch(number: int, rank: int = 0, size: int = 1, *, ragged: bool = False) -> dict[str, Tensor]:
-    """This rank's share of batch `number`, which is the same text for any number of ranks.
+    """Return this rank's part of batch `number`; the whole batch is the same for any number of ranks.
 
     Args:
-        ragged: leave out targets, more of them at the end of the batch, so that ranks count differently many.
+        number: number of the batch, which seeds its random numbers.
+        ragged: whether to leave out targets, more in later rows, so that ranks have different numbers of targets.
     """
     generator = torch.Generator().manual_seed(7919 + number)
     draws = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)

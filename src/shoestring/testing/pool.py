@@ -1,10 +1,11 @@
-"""Ranks that stay: processes in one Gloo group on loopback, which run one scenario after the other.
+"""A pool of ranks: processes in one Gloo process group on this machine, which run test functions called scenarios.
 
     with Pool(2) as pool:
         pool.call(scenario, steps=3)      # [what rank 0 returned, what rank 1 returned]
 
-A scenario is a function of a module; it travels as `module:name` with arguments of JSON types, and its result comes
-back as JSON, so nothing is pickled. Ranks are forked by two servers, so that ranks 0 and 1 order sets differently.
+A scenario is a top-level function of a module. Its name (`module:name`), its arguments and its result are sent as JSON,
+so nothing is pickled. Ranks are forked by two fork servers with different hash seeds, so that tests fail if ranks
+depend on the order of a set.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from typing import Any, Self
 from shoestring.forking import ForkServer
 from shoestring.testing.fork_server import fork_server
 
-GRACE = 5.0  # seconds to end, or to add up, for ranks that have nothing else to do
+GRACE = 5.0  # time limit in seconds for idle ranks to end, and for the all-reduce that tests the process group
 Reply = dict[str, Any]
 
 
 class RankError(AssertionError):
-    """A scenario failed on a rank, or did not end in time; `kind` is the exception's class, or "Timeout"."""
+    """A scenario failed on a rank or did not end in time; `kind` is the exception's class, or for example "Timeout"."""
 
     def __init__(self, kind: str, message: str, detail: str = "") -> None:
         super().__init__(f"{message}\n{detail}" if detail else message)
@@ -42,13 +43,14 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`ranks` processes, started at the first call and kept until `close`.
+    """A pool of `ranks` processes, which start with the first `call` and end with `close`.
 
-    After a scenario that failed, the group is tried, and the processes are started afresh if it no longer works.
+    After a scenario has failed, an all-reduce tests the process group; if that fails too, new processes are started.
 
     Args:
-        timeout: seconds that one scenario may take; then the processes are killed and RankError says where they were.
-        patience: seconds that the other ranks have left, once one has failed.
+        timeout: time limit of a scenario in seconds. After it, RankError gives the ranks' call stacks, and the
+            processes are killed.
+        patience: seconds that the other ranks may still take after one rank has failed.
     """
 
     def __init__(self, ranks: int = 2, *, timeout: float = 120.0, patience: float = 5.0) -> None:
@@ -57,17 +59,17 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that are running now."""
+        """Process ids of the running ranks."""
         return [worker.pid for worker in self._workers]
 
     def call(self, scenario: Callable[..., Any], /, **arguments: Any) -> list[Any]:
-        """Run `scenario(**arguments)` on every rank at once.
+        """Run `scenario(**arguments)` on every rank at the same time.
 
         Returns:
-            Each rank's result, after a round trip through JSON.
+            A list with the result of each rank, after a round trip through JSON.
 
         Raises:
-            RankError: it raised on a rank, a rank died, or the time was up.
+            RankError: the scenario raised an exception on a rank, a rank died, or the time limit was exceeded.
         """
         if not self._workers:
             self._start()
@@ -77,11 +79,15 @@ class Pool:
             return [reply["result"] for reply in replies]
         if not self._usable(failed):
             self._kill()
-        rank, first = min(failed, key=lambda each: _secondary(each[1]))
+
+        def order(failure: tuple[int, Reply]) -> tuple[bool, int]:  # ranks that died first, then by time of failure
+            return failure[1]["kind"] != "Died", failure[1].get("order", 1 << 30)
+
+        rank, first = min(failed, key=order)  # the first failure explains those of the other ranks
         raise RankError(first["kind"], f"rank {rank}: {first['message']}", first["detail"])
 
     def close(self) -> None:
-        """Stop the processes: they are asked to, and killed when they do not."""
+        """Ask the processes to end, and kill those that do not."""
         for worker in self._workers:
             worker.requests.close()
         deadline = time.monotonic() + GRACE
@@ -96,7 +102,7 @@ class Pool:
         self.close()
 
     def _usable(self, failed: list[tuple[int, Reply]]) -> bool:
-        """Whether the group survived: all ranks failed alike, and they still add up."""
+        """Whether the process group still works: no rank died or timed out, and an all-reduce succeeds."""
         if len(failed) < self.ranks or any(reply["kind"] in ("Timeout", "Waiting", "Died") for _, reply in failed):
             return False
         replies = self._ask("shoestring.testing.pool:healthy", {}, GRACE)
@@ -107,7 +113,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoestring-pool-")
         folder = Path(self._folder.name)
-        servers = [fork_server(number) for number in range(min(self.ranks, 2))]  # both import at the same time
+        servers = [fork_server(number) for number in range(min(self.ranks, 2))]  # both import torch concurrently
         self._workers = [
             _Worker(rank, self.ranks, folder, self.timeout, servers[rank % 2]) for rank in range(self.ranks)
         ]
@@ -126,7 +132,10 @@ class Pool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[Reply]:
-        """One reply a rank. Once one has failed the others get a little longer only: they may wait for it in vain."""
+        """Receive one reply from each rank; after a failure the others get only `patience` seconds more.
+
+        Other ranks may wait for the failed rank in a collective.
+        """
         replies: dict[int, Reply] = {}
         deadline, late = time.monotonic() + timeout, "Timeout"
         with selectors.DefaultSelector() as selector:
@@ -144,13 +153,8 @@ class Pool:
         return [replies.get(w.rank) or w.overdue(late, timeout) for w in self._workers]
 
 
-def _secondary(reply: Reply) -> tuple[int, int]:
-    """A rank that died explains the errors of those that talked to it; then whatever came first explains the rest."""
-    return (0 if reply["kind"] == "Died" else 1, reply.get("order", 1 << 30))
-
-
 class _Worker:
-    """One rank: its process, a pipe each way, and a file for what it prints."""
+    """The parent's side of one rank: its process, pipes for requests and replies, and the file with its output."""
 
     def __init__(self, rank: int, size: int, folder: Path, timeout: float, server: ForkServer) -> None:
         self.rank, self._server = rank, server
@@ -167,12 +171,12 @@ class _Worker:
         self._status: int | None = None
 
     def send(self, request: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it died; `receive` finds out and says so
+        with contextlib.suppress(BrokenPipeError):  # the process died, which `receive` will report
             self.requests.write(request)
             self.requests.flush()
 
     def receive(self) -> Reply | None:
-        """The reply, once its last byte is here."""
+        """Read from the pipe; returns the rank's reply, or None if the reply is not complete yet."""
         part = self.replies.read(1 << 20)
         if not part:
             status = self.wait()
@@ -184,7 +188,7 @@ class _Worker:
         return reply
 
     def overdue(self, kind: str, timeout: float) -> Reply:
-        """A reply in place of one that did not come, with the place in the code where the rank is."""
+        """Make the reply of a rank that did not answer in time, with the rank's call stack."""
         before = self.output.stat().st_size
         os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
@@ -197,7 +201,7 @@ class _Worker:
         return self.output.read_text(errors="replace")[-4000:]
 
     def await_end(self, deadline: float) -> None:
-        """Until the rank has closed its pipe, which it does last of all."""
+        """Wait until the rank has closed its pipe, which it does when it ends, or until the deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0 and selector.select(left):
@@ -205,7 +209,7 @@ class _Worker:
                     return
 
     def wait(self) -> int:
-        """The status that the process ended with."""
+        """Wait for the process to end, and return its exit status."""
         if self._status is None:
             self._status = self._server.wait(self.pid)
         return self._status
@@ -223,7 +227,7 @@ class _Worker:
 
 
 def healthy() -> bool:
-    """A scenario: whether the ranks of the group still add up."""
+    """Scenario that tests the process group: whether an all-reduce gives the right sum."""
     import torch
     import torch.distributed as dist
 
@@ -233,14 +237,14 @@ def healthy() -> bool:
 
 
 def serve(requests: int, replies: int, rank: int, size: int, store: str, timeout: float) -> None:
-    """Answer requests until the pipe closes, which it also does when the parent dies."""
+    """Run the scenarios that the parent requests, until the pipe is closed, as it also is when the parent dies."""
     import torch
     import torch.distributed as dist
 
     faulthandler.register(signal.SIGUSR1)
-    faulthandler.enable()  # a rank that crashes prints where each of its threads was
+    faulthandler.enable()  # a rank that crashes prints the call stacks of its threads
     torch.set_num_threads(1)
-    # The parent's clock rings first, and tells where the ranks are.
+    # The limit is longer than the parent's timeout, so that the parent can report the call stacks first.
     limit = timedelta(seconds=timeout + 2 * GRACE)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     with os.fdopen(requests) as incoming, os.fdopen(replies, "w") as outgoing:

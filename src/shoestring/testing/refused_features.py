@@ -1,4 +1,4 @@
-"""Features that a composition must refuse beside another owner, or in their own check."""
+"""Features for tests that `compose` must refuse: second owners of a seam, and a feature that refuses every job."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOwner(Feature):
-    """A second owner of SHARD."""
+    """A feature that owns the seam SHARD; must be refused beside another owner."""
 
     seams: ClassVar = (Seam.SHARD,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         raise AssertionError(f"{self.name} was applied beside another owner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireOwner(Feature):
-    """A second owner of WIRE."""
+    """A feature that owns the seam WIRE; must be refused beside another owner."""
 
     seams: ClassVar = (Seam.WIRE,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         raise AssertionError(f"{self.name} was applied beside another owner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimOwner(Feature):
-    """A second owner of OPTIM."""
+    """A feature that owns the seam OPTIM; must be refused beside another owner."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         raise AssertionError(f"{self.name} was applied beside another owner")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefusesEveryJob(Feature):
-    """Refuses every job in its check, which runs after all others."""
+    """A feature whose check refuses every job; the check runs after those of all other features."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         raise ConfigError("refused as planned")
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         raise AssertionError(f"{self.name} was applied though it refused")

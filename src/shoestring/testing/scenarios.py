@@ -1,6 +1,6 @@
-"""What the clauses run, on one rank in the test's own process or on each rank of a pool.
+"""The scenarios of the conformance suite: functions that train or compose, on one rank or on each rank of a pool.
 
-Arguments and results are of JSON types. Features travel as `encode` writes them.
+A single rank is the test's own process. Arguments and results are of JSON types; `encode` serialises features.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.core.attachments import Attachments
 from shoestring.core.compose import attach, compose
 from shoestring.core.feature import Feature, Seam, export_weights
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.task import call_model, cross_entropy
 from shoestring.core.world import World
@@ -55,7 +56,7 @@ def decode(encoded: Encoded) -> Feature:
 
 @cache
 def here() -> World:
-    """This process's world, one for all scenarios, with the groups of its mesh made."""
+    """Return the world of this process with its process groups; all scenarios in a process share it."""
     if not dist.is_initialized():
         return World()
     world = World.current()
@@ -64,7 +65,7 @@ def here() -> World:
 
 
 def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Module:
-    if "torch._dynamo" in sys.modules:  # many models in one process: running uncompiled in silence would prove nothing
+    if "torch._dynamo" in sys.modules:  # by default, dynamo silently stops compiling after a few recompilations
         config = sys.modules["torch._dynamo"].config
         config.recompile_limit, config.fail_on_recompile_limit_hit = 128, True
     module, _, name = model.partition(":")
@@ -73,13 +74,13 @@ def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Modu
 
 
 def features_of(encoded: Iterable[Encoded], folder: str = "") -> list[Feature]:
-    """The features; those that write to a folder write to `folder`."""
-    features = [decode(each) for each in encoded]
+    """Decode features; features that write files get `folder` to write to, unless it is empty."""
+    features = [decode(feature) for feature in encoded]
     return [feature.placed(Path(folder)) if folder else feature for feature in features]
 
 
-def _elsewhere(scenario: Callable[..., T]) -> Callable[..., T]:
-    """The scenario in an empty current directory, so that what a feature writes there disappears."""
+def _in_empty_folder(scenario: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a scenario to run in an empty working folder, which is deleted afterwards."""
 
     @wraps(scenario)
     def run(**arguments: Any) -> T:
@@ -92,7 +93,7 @@ def _elsewhere(scenario: Callable[..., T]) -> Callable[..., T]:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@_elsewhere
+@_in_empty_folder
 def train(
     *,
     model: str,
@@ -106,11 +107,15 @@ def train(
     ragged: bool = False,
     open_end: bool = False,
 ) -> dict[str, Any]:
-    """Train with features, from the start or a checkpoint.
+    """Train a model with features, from step 0 or from the newest checkpoint.
 
     Args:
-        stop: end after this step by `Job.stop`, as a signal does; 0 trains all `steps`.
-        open_end: do not tell the job how many steps there are, which a foreign loop does not either.
+        folder: folder that features write to.
+        stop: step after which `Job.stop` ends the run, as a signal would; 0 trains for all `steps`.
+        resume: whether to resume from the newest checkpoint.
+        precise: whether to train in fp64.
+        ragged: whether ranks have different numbers of targets.
+        open_end: whether the job does not know the number of steps, as in a user's own training loop.
     """
     world = here()
     progress = Progress(total=0 if open_end else steps)
@@ -124,21 +129,21 @@ def train(
             if number + 1 == stop:
                 job.stop()
             losses.append(float(job.step(jobs.batch(number, world.rank, world.size, ragged=ragged))))
-            if job.stopping:
+            if attachments_of(job).stopping:
                 break
         return {"start": start, "losses": losses, "held_out": _held_out(job)} | _state(job)
 
 
 def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> list[float]:
-    """The held-out loss of a trained job, and that of a plain model with the weights that leave the job."""
+    """Return the held-out loss of a trained job, and that of a model without features that has its exported weights."""
     world = here()
     several = features_of(features, folder)
     with compose(Job(build(model), optimizer=jobs.sgd(), progress=Progress(total=steps), world=world), several) as job:
         for number in range(steps):
             job.step(jobs.batch(number, world.rank, world.size))
-        kept = {name: kept.state.state_dict() for name, kept in job.kept.items()}
-        weights = {name: value.clone() for name, value in job.weights().items()}
-        weights = export_weights(job.features, weights, kept)
+        states = {name: entry.state.state_dict() for name, entry in job.kept.items()}
+        weights = {name: value.clone() for name, value in attachments_of(job).weights().items()}
+        weights = export_weights(attachments_of(job).features, weights, states)
         trained = _held_out(job)
     plain = build(model)
     slorb.fill(plain, weights)
@@ -146,20 +151,20 @@ def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str
 
 
 def _held_out(job: Job) -> float:
-    """Nats a token on text that was not trained on, without features that act in `job.loss`."""
+    """Return the held-out loss in nats per token; features that change only the training loss do not affect it."""
     world = job.world
     total, count = job.evaluate(jobs.batch(jobs.HELD_OUT + number, world.rank, world.size) for number in range(4))
     return total / count
 
 
 def _state(job: Job) -> dict[str, Any]:
-    """The weights, and a digest of each state that is kept as the same on all ranks."""
-    same = {name: _digest(kept.state.state_dict()) for name, kept in job.kept.items() if kept.across == "same"}
+    """Return the weights, and a digest of each state that should be the same on all ranks."""
+    same = {name: _digest(entry.state.state_dict()) for name, entry in job.kept.items() if entry.across == "same"}
     return _weights(job.model) | {"same": same}
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    """Of the content, as it comes back from a checkpoint; the bytes differ, because its head is in no order."""
+    """Hash the content of a state after a round trip through the checkpoint format; the order of keys matters."""
     total = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -169,8 +174,8 @@ def _digest(state: Mapping[str, Any]) -> str:
         elif isinstance(value, Mapping):
             add(list(value.items()))
         elif isinstance(value, list | tuple):
-            for each in value:
-                add(each)
+            for item in value:
+                add(item)
         else:
             total.update(repr(value).encode())
 
@@ -185,19 +190,19 @@ def _weights(model: nn.Module) -> dict[str, Any]:
     return {"names": list(whole), "weights": base64.b64encode(flat.tobytes()).decode()}
 
 
-@_elsewhere
+@_in_empty_folder
 def foreign(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> dict[str, Any]:
-    """A training loop that knows nothing of the library but one line; with two ranks the DDP is its own."""
+    """Train in a loop like a user's own, with one call of `attach`; on several ranks the loop itself uses DDP."""
     world = here()
     network = build(model)
     several = features_of(features, folder)
     if world.size > 1 and not any(Seam.SHARD in feature.seams for feature in several):
         network = DistributedDataParallel(network)
-    optimizer = jobs.sgd()([each for each in network.parameters() if each.requires_grad])
+    optimizer = jobs.sgd()([parameter for parameter in network.parameters() if parameter.requires_grad])
     torch.manual_seed(1000 + world.rank)
 
     job = attach(network, optimizer, *several)
-    network, optimizer = job.model, job.built_optimizer
+    network, optimizer = job.model, job.optimizer
     losses = []
     for number in range(steps):
         batch = jobs.batch(number, world.rank, world.size)
@@ -215,29 +220,30 @@ def foreign(*, model: str, features: Sequence[Encoded], steps: int, folder: str)
 
 
 class PlannedError(Exception):
-    """What a scenario raises to see who cleans up."""
+    """Exception that scenarios raise on purpose, to test that everything is released."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stumble(Feature):
-    """Fails when it is attached, after all others were."""
+    """A feature that raises when it is applied, which happens after all other features were applied."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def why_not_replayed(self, job: Job) -> str:
-        return ""  # no step will be done
+    def why_not_replayed(self, attachments: Attachments) -> str:
+        return ""  # no step is run with this feature
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         raise PlannedError
 
 
-@_elsewhere
+@_in_empty_folder
 def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str, returns_model: bool) -> list[str]:
-    """What is still held after a job has been used and closed.
+    """Use a job and close it; returns the names of resources that were not released.
 
     Args:
-        ending: "normally"; "in forward", "in backward": by an exception there; "while attaching": of a later feature.
-        returns_model: False where the model cannot be had back; then nothing may keep it alive.
+        ending: how the job ends: "normally", or by an exception "in forward", "in backward" or "while attaching" a
+            later feature.
+        returns_model: whether closing the job must restore the model; if not, nothing may keep the model alive.
     """
     with fresh_garbage():
         left = _left(build(model), features_of(features, folder), ending, returns_model)
@@ -247,7 +253,9 @@ def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str
 def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: bool) -> list[str]:
     world = here()
     optimizers: list[Optimizer] = []
-    jobs.sgd()([nn.Parameter(torch.zeros(1))])  # the first optimizer loads torch's compiler, which sets variables
+    jobs.sgd()(
+        [nn.Parameter(torch.zeros(1))]
+    )  # the first optimizer imports torch's compiler, which sets environment variables
     before = held_resources(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
     with suppress(PlannedError):
@@ -266,6 +274,9 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
 def _use(model: nn.Module, features: list[Feature], world: World, optimizers: list[Optimizer], ending: str) -> None:
     steps = 0
 
+    def fail(_: Tensor) -> None:
+        raise PlannedError
+
     def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
         optimizers.append(jobs.sgd()(parameters))
         return optimizers[-1]
@@ -279,23 +290,19 @@ def _use(model: nn.Module, features: list[Feature], world: World, optimizers: li
     def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = cross_entropy(output, batch)
         if ending == "in backward" and steps:
-            total.register_hook(_raise)
+            total.register_hook(fail)
         return total, count
 
     with compose(Job(model, forward, loss, optimizer, Progress(total=3), world), features) as job:
-        for steps in range(2):  # the closures above read it
+        for steps in range(2):  # the functions above read `steps`
             job.step(jobs.batch(steps, world.rank, world.size))
 
 
-def _raise(_: Tensor) -> None:
-    raise PlannedError
-
-
-@_elsewhere
+@_in_empty_folder
 def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str, Any]:
-    """Compose what must be refused: with which error it was, whose `apply` ran, and what was taken.
+    """Compose features that must be refused; returns the error, and the resources that were taken nevertheless.
 
-    The second of two attempts is the one that is watched: the first may import modules.
+    Resources are compared for the second of two attempts, because the first one may import modules.
     """
     with suppress(Exception):
         compose(Job(build(model), optimizer=jobs.sgd(), world=here()), features_of(features, folder))
@@ -315,15 +322,15 @@ def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str,
     return {"error": error, "message": message, "left": left}
 
 
-@_elsewhere
+@_in_empty_folder
 def owns(*, model: str, features: Sequence[Encoded], folder: str) -> list[str]:
-    """The seams that features take although they do not say so."""
+    """Return the names of seams that features take without declaring them in their `seams`."""
     several, factory = features_of(features, folder), jobs.sgd()
     seams = {seam for feature in several for seam in feature.seams}
     job = Job(build(model), optimizer=factory, world=here())
     with compose(job, several):
         took = {
-            Seam.OPTIM: job.optimizer is not factory,
-            Seam.SHARD: job.model is not job.module,
+            Seam.OPTIM: attachments_of(job).build_optimizer is not factory,
+            Seam.SHARD: job.model is not attachments_of(job).module,
         }
         return [seam.name for seam, changed in took.items() if changed and seam not in seams]

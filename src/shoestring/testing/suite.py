@@ -1,4 +1,4 @@
-"""The conformance suite for pytest: subclass `FeatureSuite`, give a feature, run pytest."""
+"""The conformance suite for pytest: subclass `FeatureSuite`, set its `feature`, and run pytest."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REPRESENTATIVES: tuple[Feature, ...] = (
     Clip(max_norm=0.5),
     Tiered(),
 )
-"""One feature an area, which every other area's features are tried with."""
+"""One feature of each area; features of the other areas are tested together with it."""
 
 
 class FeatureSuite:
-    """What every feature must keep to. A subclass gives the feature, and declares what differs from the defaults.
+    """The tests that every feature must pass. A subclass sets the feature, and overrides defaults that do not fit it.
 
     class TestHalve(FeatureSuite):
         feature = Halve(share=0.5)
@@ -43,31 +43,32 @@ class FeatureSuite:
     """
 
     feature: ClassVar[Feature]
-    """The setting under test, one that changes something; a fixture of this name serves as well."""
+    """Feature under test, with settings that have an effect; a subclass may define it as a fixture instead."""
     tolerance: ClassVar[float] = 0.02
-    """Nats a token by which the held-out loss may end above that without the feature."""
+    """Number of nats per token by which the feature may raise the held-out loss."""
     steps: ClassVar[int] = 60
-    """Steps after which that is compared."""
+    """Number of training steps after which held-out losses are compared."""
     ranks: ClassVar[tuple[int, ...]] = (1, 2)
-    """The numbers of ranks it works on."""
+    """Numbers of ranks to test."""
     exact_across_ranks: ClassVar[bool] = True
-    """Two ranks compute what one does, but for the order of sums."""
+    """Whether two ranks compute the same as one rank, apart from the order of sums."""
     reshards: ClassVar[bool] = True
-    """What it keeps survives a change of the number of ranks."""
+    """Whether a run may be resumed on another number of ranks."""
     returns_model: ClassVar[bool] = True
-    """The model is as it was once the job is closed; False where torch cannot undo it (`fully_shard`)."""
+    """Whether closing the job restores the model; False if torch cannot undo a change, such as `fully_shard`."""
     stays: ClassVar[Sequence[str]] = ()
-    """What a library that it uses takes once for the whole process and keeps, e.g. "the thread `tqdm_monitor`"."""
+    """Resources that a library takes once per process and never releases, such as "the thread `tqdm_monitor`"."""
     representative: ClassVar[bool] = True
-    """Try it with the representative of every other area."""
+    """Whether to test the feature together with the representative of every other area."""
     companions: ClassVar[Sequence[Feature]] = ()
-    """Features without which it cannot work."""
+    """Features that the feature under test needs in order to work."""
     partners: ClassVar[Sequence[Feature]] = REPRESENTATIVES
-    """The representatives; those of its own area are left out."""
+    """Representatives to test the feature with; those of its own area are left out."""
     clashes: ClassVar[Mapping[str, str]] = {}
-    """Partners (`area.technique`) that it must refuse, each with the reason."""
+    """Maps the names (`area.technique`) of partners that must be refused beside the feature to the reason."""
     model: ClassVar[str] = "shoestring.testing.jobs:tiny"
-    """`module:callable` that makes the model from a dropout rate, the same at every call; tokens in, logits out."""
+    """Function that makes the model, as `module:callable`, from a dropout rate, with the same weights at every call.
+    The model maps tokens to logits."""
 
     @pytest.fixture
     def case(self, request: pytest.FixtureRequest, tmp_path: Path) -> Case:
@@ -119,7 +120,7 @@ class FeatureSuite:
 
 
 def check(clause: clauses.Clause, case: Case) -> None:
-    """Run one clause as a test; one that says nothing about the feature is skipped with its reason."""
+    """Run one clause as a test; skip it if it does not apply to the feature."""
     try:
         clause(case)
     except NotApplicableError as reason:
@@ -127,7 +128,7 @@ def check(clause: clauses.Clause, case: Case) -> None:
 
 
 def shared(config: pytest.Config) -> dict[str, Any]:
-    """What all cases of one test session share: its pool, which is stopped at the end, and runs without the feature."""
+    """Return what all cases of a test session share: the pool, and the results of runs without the feature."""
     if _SHARED not in config.stash:
         pool = Pool(2)
         config.stash[_SHARED] = {"pool": pool, "baselines": {}}

@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it."""
+"""The training loop, with the data, evaluations, metrics and run folder of a run."""

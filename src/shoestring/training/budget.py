@@ -1,54 +1,52 @@
-"""What [memory.budget] chooses: the settings of a run that stay below a peak of memory and cost the least time.
+"""The search of [memory.budget]: the fastest settings with which a run's peak of memory stays within the budget.
 
-Peaks are predicted on fake tensors. Four of each way to hold the model's state, with the smallest micro-batches and
-with and without recomputation, say roughly what every combination takes; those that seem to fit are predicted one by
-one, from the one that costs the least time, until one does fit. Times are those of operators by what they compute and
-move, at rates that are measured here.
+Peaks are predicted on fake tensors. Predicting every combination of settings would take too long. So for each way to
+store the model's state four peaks are predicted (two sizes of micro-batches, with and without recomputation), and the
+peaks of all combinations are interpolated. Combinations whose interpolated peak fits are then predicted one by one,
+fastest first, until one fits. The time of an operator is computed from its operations and bytes, at rates measured on
+this machine.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import tomllib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from shoestring import figures
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring.core.feature import Feature, Seam, arrange_mesh, check_owners
-from shoestring.core.job import Job
-from shoestring.core.task import cross_entropy
+from shoestring.core.feature import Feature, Seam, arrange_mesh, check_owners, resolve_all
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.memory import Budget, Offload, OffloadActivations, Recompute, Zero
 from shoestring.memory.predicted import predict
-from shoestring.memory.settings.budget import Knob
+from shoestring.memory.settings.budget import BudgetChoice, Knob
 from shoestring.memory.step_cost import CostedTensors, RecomputeLevel, levels, measure_rates
 from shoestring.models.blocks import repeated
 from shoestring.models.loading import build_model
-from shoestring.naming import resolve
 from shoestring.optim import AdamW, AdamW8bit
 from shoestring.parallel import DDP, FSDP
-from shoestring.report.figures import size
 from shoestring.run import Run, parse
 from shoestring.training.data_loading import is_own, model_arguments
+from shoestring.training.user_code import import_user_code
 
 log = logging.getLogger("shoestring")
 
 GIB = 2**30
 ROUGHLY = 1.05
-"""What a peak that is not predicted itself may be wrong by."""
+"""Factor by which an interpolated peak may exceed the budget, in case the interpolation is too high."""
 LINK = 1e9
-"""Bytes/s between ranks, where nobody has measured them."""
+"""Assumed bandwidth between ranks in bytes/s."""
 EIGHT_BITS = 8.0
-"""Times as long as AdamW's as a step with its state in 8 bits takes."""
+"""Duration of an optimizer step of 8-bit AdamW, relative to a step of AdamW."""
 
 
 _ACTIVATIONS = "memory.offloadactivations"
@@ -58,14 +56,15 @@ NOT_AT_ALL = RecomputeLevel((), 0, 0.0)
 
 @dataclass(frozen=True)
 class Way:
-    """A way to hold parameters, gradients and optimizer state."""
+    """A way to store parameters, gradients and optimizer state: sharded, offloaded or rounded."""
 
     features: tuple[Feature, ...]
-    said: str
+    label: str
+    """Names of the added features, for messages; empty for the run's own features."""
 
 
 class PeakBytes(NamedTuple):
-    """Of a rank: at the peak of its device, infinite where features do not go together; and leased of its host."""
+    """Bytes of a rank: its peak on the device (infinite if features conflict), and its leases of host memory."""
 
     device: float
     host: float = 0.0
@@ -73,95 +72,68 @@ class PeakBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """A combination of all that may be chosen."""
+    """One candidate: a combination of settings that the search may choose."""
 
     way: Way
     accumulate: int
     blocks: int = 0
     level: RecomputeLevel = NOT_AT_ALL
     added: float = 0.0
-    """Seconds that a step takes longer than with what the run file says, predicted."""
+    """Predicted seconds by which a step takes longer than with the run file's own settings."""
     roughly: float = 0.0
-    """Bytes at the peak, roughly."""
+    """Peak of a rank in bytes, interpolated and not yet predicted."""
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        recompute = (Recompute(blocks=self.blocks, keep=self.level.keep),) if self.blocks else ()
+        recompute = (Recompute(blocks=self.blocks, saved_operators=self.level.keep),) if self.blocks else ()
         return (*self.way.features, *recompute)
 
     def describe(self, run: Run, blocks: int) -> str:
-        said = [self.way.said] if self.way.said else []
+        words = [self.way.label] if self.way.label else []
         if self.accumulate != run.settings.accumulate:
-            said.append(f"{self.accumulate} micro-batches")
+            words.append(f"{self.accumulate} micro-batches")
         if self.blocks:
             held = f" but for {', '.join(self.level.keep)}" if self.level.keep else ""
-            said.append(f"recomputation of {self.blocks} of {blocks} blocks{held}")
-        return ", ".join(said)
-
-
-def within_budget(run: Run, world: World) -> Run:
-    """The completed run with what its [memory.budget] chooses; as it is without one. Every rank calls it.
-
-    Raises:
-        ConfigError: nothing that may be chosen fits, and then the least that would do is said; or it cannot be known.
-    """
-    budget = next((feature for feature in run.features if isinstance(feature, Budget)), None)
-    if budget is None or budget.chosen:
-        return run
-    if not dist.is_initialized():
-        return BudgetSearch(run, world).within(budget)
-    return replace(run, **_parts(world.decide(lambda: _elsewhere(run, world))))
-
-
-def _elsewhere(run: Run, world: World) -> str:
-    """The same in a process of its own: it imagines ranks, and this one has real ones."""
-    command = [sys.executable, "-m", "shoestring.training.budget", str(world.size), str(world.local_size)]
-    done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
-    if done.returncode == ShoestringError.code:
-        raise ShoestringError.from_parts(json.loads(done.stdout))
-    if done.returncode:
-        raise ConfigError(f"nothing could be chosen for `memory.budget`: {done.stderr.strip()[-500:]}")
-    return done.stdout
-
-
-def _parts(text: str) -> dict[str, Any]:
-    """What a choice changes of a run, from the run's text."""
-    chosen = parse(tomllib.loads(text))
-    return {"settings": chosen.settings, "features": chosen.features}
+            words.append(f"recomputation of {self.blocks} of {blocks} blocks{held}")
+        return ", ".join(words)
 
 
 class BudgetSearch:
-    """All that a completed run may be changed to, and the peaks of that; in a process without ranks.
+    """Searches for the fastest settings within a budget; works only in a process without a process group.
+
+    Args:
+        run: the run, with the default features that `Run.completed` adds.
 
     Raises:
-        ConfigError: the shapes of the run's data are not known.
+        ConfigError: the shapes of the run's data are not known, because it is not text.
     """
 
     def __init__(self, run: Run, world: World) -> None:
         if is_own(run):
-            raise ConfigError("`memory.budget` knows the shapes of text only", hint="choose by hand, with `check`")
+            message = "`memory.budget` cannot predict memory for data sets of your own, whose shapes it does not know"
+            raise ConfigError(message, hint="choose memory features by hand")
         self.run = run
         self.world = arrange_mesh(world, run.features)
-        self.loss = resolve(run.settings.loss, "run.loss") if run.settings.loss else cross_entropy
-        self.others = tuple(each for each in run.features if not isinstance(each, Budget))
+        self.arguments = model_arguments(run)
+        self.code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
+        self.others = tuple(feature for feature in run.features if not isinstance(feature, Budget))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.readers = self.world.ranks_over(("hosts", "local"))
         self.samples = run.settings.batch // self.readers
         model = self._model()
         self.blocks = len(repeated(model))
-        self.weights = sum(each.nbytes for each in model.parameters())
+        self.weights = sum(parameter.nbytes for parameter in model.parameters())
         self.predicted = cache(self._predicted)
         self.rates = measure_rates(self.device)
 
-    def within(self, budget: Budget) -> Run:
-        """The run with the choice that costs the least time among those that fit.
+    def within(self, budget: Budget) -> BudgetChoice:
+        """Return the fastest choice that fits into the budget.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: no choice fits.
         """
-        if budget.gib <= 0:
-            raise ConfigError(f"`{budget.name}.gib` must be positive, got {budget.gib}")
-        log.info("choosing what fits into %g GiB; a large model takes a minute", budget.gib)
+        budget.check_limit()
+        log.info("choosing settings that fit into %g GiB; this takes a minute for a large model", budget.gib)
         room, least = budget.gib * GIB, MemoryChoice(Way((), ""), 1, roughly=float("inf"))
         for rounding in (False, True):
             for choice in self.choices(budget.allow, rounding):
@@ -169,41 +141,42 @@ class BudgetSearch:
                 if choice.roughly <= ROUGHLY * room:
                     peak = self.peak(choice.features, choice.accumulate)
                     if peak <= room:
-                        return self._with(choice, budget, peak)
+                        return self._describe_choice(choice, peak)
         peak = self.peak(least.features, least.accumulate)
         raise ConfigError(
-            f"`{budget.name}.gib` of {budget.gib:g} cannot be met: a rank takes at least {size(int(peak))}"
-            + (f", with {said}" if (said := least.describe(self.run, self.blocks)) else ""),
-            hint=f"gib = {-(-peak // (GIB / 1000)) / 1000:g} would do; a shorter `data.sequence` takes less, too",
+            f"`{budget.name}.gib` of {budget.gib:g} cannot be met: a rank takes at least {figures.memory(int(peak))}"
+            + (f", with {words}" if (words := least.describe(self.run, self.blocks)) else ""),
+            hint=f"gib = {-(-peak // (GIB / 1000)) / 1000:g} is enough; a shorter `data.sequence` also lowers the peak",
         )
 
     def _model(self) -> torch.nn.Module:
         with torch.device("meta"):
-            return build_model(
-                self.run.settings.model, self.run.model, model_arguments(self.run), self.run.settings.seed
-            )
+            settings = self.run.settings
+            return build_model(settings.model, self.run.model, self.arguments, settings.seed, trust=self.code.model)
 
     def peak(self, features: tuple[Feature, ...], accumulate: int) -> float:
-        """Bytes at the peak of a rank; infinite where features do not go together."""
+        """Predicted peak of a rank in bytes; infinite if features conflict."""
         return self.predicted(features, accumulate).device
 
     def _predicted(
         self, features: tuple[Feature, ...], accumulate: int, live: CostedTensors | None = None
     ) -> PeakBytes:
         model = self._model()
-        resolved = [feature.resolve(self.world) for feature in features]
+        resolved = resolve_all(features, self.world)
         job = Job(model, world=self.world)
-        job.features = tuple(resolved)
+        attachments_of(job).features = resolved
         try:
             check_owners(resolved)
             for feature in resolved:
-                feature.check(job)
+                feature.check(attachments_of(job))
         except ConfigError:
             return PeakBytes(float("inf"))
         shape = max(self.samples // accumulate, 1), self.run.data.sequence
         try:
-            found = predict(model, resolved, self.loss, shape, ranks=self.world.size, accumulate=accumulate, live=live)
-            return PeakBytes(found.peak, found.host)
+            prediction = predict(
+                model, resolved, self.code.loss, shape, ranks=self.world.size, accumulate=accumulate, live=live
+            )
+            return PeakBytes(prediction.peak, prediction.host)
         except Exception as error:
             if features == self.others:
                 raise ConfigError(f"the peak cannot be predicted: {type(error).__name__}: {error}") from error
@@ -211,7 +184,7 @@ class BudgetSearch:
 
     @cached_property
     def step(self) -> CostedTensors:
-        """A micro-batch of the run as it is."""
+        """The operators and tensors of one micro-batch, and their costs, with the run file's own settings."""
         block = ""
         if self.blocks:
             model = self._model()
@@ -222,37 +195,48 @@ class BudgetSearch:
         return live
 
     def ways(self, allow: Container[Knob], rounding: bool) -> Iterator[Way]:
-        """Those that may be chosen, with the optimizer's state as it is or in 8 bits."""
-        plain = not any(Seam.SHARD in each.seams and not isinstance(each, DDP) for each in self.others)
-        alone = tuple(each for each in self.others if not isinstance(each, DDP))
-        found = [Way(self.others, "")]
+        """The ways to store the model's state that the search may choose from.
+
+        Args:
+            rounding: yield only ways with optimizer state in 8 bits; otherwise only ways without.
+        """
+        replaceable = (DDP(), DDP(hosts="leave"))  # the defaults; DDP with other settings is the user's wish, and stays
+        plain = not any(Seam.SHARD in feature.seams and feature not in replaceable for feature in self.others)
+        alone = tuple(feature for feature in self.others if not isinstance(feature, DDP))
+        ways = [Way(self.others, "")]
         if plain and self.readers > 1 and "zero" in allow:
-            found.append(Way((*alone, Zero()), "memory.zero"))
+            ways.append(Way((*alone, Zero()), "memory.zero"))
         if plain and self.readers > 1 and "fsdp" in allow:
-            found.append(Way((*alone, FSDP()), "parallel.fsdp"))
+            ways.append(Way((*alone, FSDP()), "parallel.fsdp"))
         if plain and self.device != "cpu" and "offload" in allow:
-            found.append(Way((*alone, Offload()), "memory.offload"))
+            ways.append(Way((*alone, Offload()), "memory.offload"))
         if self.device != "cpu" and "activations" in allow and self.blocks > 1 and not self._on(OffloadActivations):
-            found += [Way((*way.features, OffloadActivations()), _and(way.said, _ACTIVATIONS)) for way in found]
-        for way in found:
-            rounded = tuple(_rounded(each) for each in way.features)
+            ways += [Way((*way.features, OffloadActivations()), _and(way.label, _ACTIVATIONS)) for way in ways]
+        for way in ways:
+            in_8_bits = tuple(rounded(feature) for feature in way.features)
             if not rounding:
                 yield way
-            elif "8bit" in allow and rounded != way.features:
-                yield Way(rounded, _and(way.said, "optim.adamw8bit"))
+            elif "8bit" in allow and in_8_bits != way.features:
+                yield Way(in_8_bits, _and(way.label, "optim.adamw8bit"))
 
     def choices(self, allow: Container[Knob], rounding: bool) -> list[MemoryChoice]:
-        """Combinations from the one that adds the least time to a step: with state as it is, or in 8 bits."""
+        """All combinations of settings, sorted by the time that they add to a step, shortest first.
+
+        Args:
+            rounding: return only combinations with optimizer state in 8 bits; otherwise only those without.
+        """
         start = self.run.settings.accumulate
         counts = [n for n in range(start, self.samples + 1) if self.samples % n == 0]
         if "accumulate" not in allow:
             counts = [start]
         recomputes = "recompute" in allow and self.blocks and not self._on(Recompute)
         ways = levels(self.step.calls[: self.step.needed]) if recomputes else []
-        found = list(chain.from_iterable(self._of(way, counts, ways) for way in self.ways(allow, rounding)))
-        return sorted(found, key=lambda choice: (round(choice.added, 4), choice.blocks, choice.accumulate))
+        choices = list(chain.from_iterable(self._combinations(way, counts, ways) for way in self.ways(allow, rounding)))
+        return sorted(choices, key=lambda choice: (round(choice.added, 4), choice.blocks, choice.accumulate))
 
-    def _of(self, way: Way, counts: Sequence[int], levels: Sequence[RecomputeLevel]) -> Iterator[MemoryChoice]:
+    def _combinations(
+        self, way: Way, counts: Sequence[int], levels: Sequence[RecomputeLevel]
+    ) -> Iterator[MemoryChoice]:
         start = self.run.settings.accumulate
         held = self._line(way.features, counts)
         recomputed = self._line((*way.features, Recompute()), counts) if levels else held
@@ -262,7 +246,7 @@ class BudgetSearch:
         choosing = len(self.step.calls) * self.rates.chosen
         for accumulate in counts:
             added = state + (accumulate - start) * pass_again
-            share = start / accumulate  # of the samples of the micro-batch whose cost is known
+            share = start / accumulate  # samples of a micro-batch, relative to the run file's own micro-batches
             yield MemoryChoice(way, accumulate, added=added, roughly=held(accumulate))
             for level in levels:
                 for blocks in range(1, self.blocks + 1):
@@ -272,7 +256,7 @@ class BudgetSearch:
                     yield MemoryChoice(way, accumulate, blocks, level, added + again, peak)
 
     def _line(self, features: tuple[Feature, ...], counts: Sequence[int]) -> Any:
-        """Bytes by the number of micro-batches, from those of one sample and of two where there may be several."""
+        """Return a function: number of micro-batches -> peak in bytes, interpolated linearly in their size."""
         fewest, most = self.samples // counts[-1], self.samples // counts[0]
         low = self.peak(features, counts[-1])
         if most == fewest:
@@ -282,61 +266,72 @@ class BudgetSearch:
         return lambda accumulate: low + slope * (self.samples // accumulate - fewest)
 
     def _seconds_of_state(self, way: Way) -> float:
-        """Of a step of the optimizer and of what is exchanged, as far as ways differ in it."""
-        ranks = self.readers if any(isinstance(each, Zero | FSDP) for each in way.features) else 1
+        """Seconds of an optimizer step and its exchanges, without those that are the same for all ways."""
+        ranks = self.readers if any(isinstance(feature, Zero | FSDP) for feature in way.features) else 1
+        # AdamW reads weights, gradients and both moments, and writes weights and both moments: 7 times the weights.
         seconds = 7 * self.weights / self.rates.copied / ranks
-        if any(isinstance(each, AdamW8bit) for each in way.features):
+        if any(isinstance(feature, AdamW8bit) for feature in way.features):
             seconds *= EIGHT_BITS
-        if any(isinstance(each, FSDP) for each in way.features):
-            seconds += self.weights / LINK  # gathered once more for the backward pass
-        if any(isinstance(each, Offload) for each in way.features):
+        if any(isinstance(feature, FSDP) for feature in way.features):
+            seconds += self.weights / LINK  # FSDP gathers the weights once more for the backward pass
+        if any(isinstance(feature, Offload) for feature in way.features):
             seconds += 2 * self.weights / self.rates.host
         return seconds
 
     def _seconds_of_activations(self, way: Way, accumulate: int) -> float:
-        """Of a step: how much longer the copies of activations take than the forward and the backward pass."""
-        without = tuple(each for each in way.features if not isinstance(each, OffloadActivations))
+        """Seconds by which copies of offloaded activations take longer than the passes that they overlap."""
+        without = tuple(feature for feature in way.features if not isinstance(feature, OffloadActivations))
         if without == way.features or self._on(OffloadActivations):
             return 0.0
         micro = self.predicted(way.features, accumulate).host - self.predicted(without, accumulate).host
-        copied = max(accumulate * micro, 0.0) / self.rates.host  # down, and as long up
+        copied = max(accumulate * micro, 0.0) / self.rates.host  # to the host; the way back takes as long
         computed = self.run.settings.accumulate * self.step.seconds
         return max(copied - computed / 3, 0.0) + max(copied - 2 * computed / 3, 0.0)
 
     def _on(self, kind: type[Feature]) -> bool:
-        """Whether the run file says so already."""
-        return any(isinstance(each, kind) for each in self.others)
+        """Whether the run file has a feature of this kind."""
+        return any(isinstance(feature, kind) for feature in self.others)
 
-    def _with(self, choice: MemoryChoice, budget: Budget, peak: float) -> Run:
-        """The run with a choice."""
+    def _describe_choice(self, choice: MemoryChoice, peak: float) -> BudgetChoice:
         without = self.peak(self.others, self.run.settings.accumulate)
-        settled = replace(
-            budget,
+        before = {feature.name: feature for feature in self.others}
+        after = {feature.name: feature for feature in choice.features}
+        in_8_bits = any(isinstance(feature, AdamW8bit) for feature in choice.features if feature.name not in before)
+        adamw = {AdamW().name, AdamW8bit().name} if in_8_bits else set[str]()
+        return BudgetChoice(
             chosen=choice.describe(self.run, self.blocks) or "nothing: it fits as it is",
+            accumulate=choice.accumulate,
+            replaced=tuple(sorted(before.keys() - after.keys() - adamw)),
+            added_features={name: asdict(feature) for name, feature in after.items() if name not in {*before, *adamw}},
+            rounded=in_8_bits,
             predicted_gib=float(f"{peak / GIB:.4g}"),
             without_gib=float(f"{without / GIB:.4g}"),
             added=round(choice.added / (self.run.settings.accumulate * self.step.seconds), 4),
         )
-        settings = replace(self.run.settings, accumulate=choice.accumulate)
-        return replace(self.run, settings=settings, features=(*choice.features, settled)).completed(self.world)
 
 
-def _and(said: str, more: str) -> str:
-    return f"{said}, {more}" if said else more
+def _and(label: str, more: str) -> str:
+    return f"{label}, {more}" if label else more
 
 
-def _rounded(feature: Feature) -> Feature:
+def rounded(feature: Feature) -> Feature:
+    """Return 8-bit AdamW with the same settings for AdamW, and any other feature unchanged."""
     if type(feature) is not AdamW:
         return feature
-    return AdamW8bit(**{each.name: getattr(feature, each.name) for each in fields(feature)})
+    return AdamW8bit(**{setting.name: getattr(feature, setting.name) for setting in fields(feature)})
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Choose for the run on standard input, for so many ranks of which so many are on this host."""
+    """Read a run file from standard input, and print the choice of [memory.budget] for it as JSON.
+
+    Args:
+        arguments: number of ranks, and number of ranks per host.
+    """
     ranks, local = map(int, arguments)
     run = parse(tomllib.loads(sys.stdin.read()))
     try:
-        print(within_budget(run, World(size=ranks, local_size=local)).dump())
+        (budget,) = (feature for feature in run.features if isinstance(feature, Budget))
+        print(json.dumps(asdict(BudgetSearch(run, World(size=ranks, local_size=local)).within(budget))))
     except ShoestringError as error:
         print(json.dumps(error.parts()))
         return error.code

@@ -1,4 +1,4 @@
-"""What a run trains on: a prepared corpus, or data sets of the user's own."""
+"""Open the data of a run: prepare a text corpus, or call the user's function that returns data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import Priority
 from shoestring.core.task import Batch
 from shoestring.core.world import World
@@ -22,57 +22,58 @@ from shoestring.data import BYTES, Data, chats
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import is_mnist, mnist
+from shoestring.data.piped import is_piped
 from shoestring.data.sources import open_source
 from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.data.tokens import read_header
-from shoestring.decode import Distill
 from shoestring.models import hf
 from shoestring.models.saving import model_folder
 from shoestring.naming import resolve
-from shoestring.run import Run
+from shoestring.run import Run, Settings
+from shoestring.training.packing import packing_refused, unpack
 
 log = logging.getLogger("shoestring.data")
 
 _SAMPLES = "samples"
-"""Name of the lease of the memory in which samples are kept."""
+"""Name of the host-memory lease of the sample cache."""
 
 
 @dataclass(frozen=True)
 class DataSets:
-    """Training and held-out samples; `corpus` is None for data sets of the user's own."""
+    """Training and held-out samples; `corpus` is None for data sets that the user's own code returned."""
 
     train: Dataset[Any]
     held_out: Dataset[Any] | None
     corpus: Corpus | None
 
     def close(self) -> None:
-        """Give back the memory of a cache."""
+        """Free the memory of the sample cache."""
         if isinstance(self.train, Cached):
             self.train.close()
 
     def answer_calls(self, job: Job) -> None:
-        """Give the memory of a cache back between two steps, once others on this host need it; see `Priority`."""
+        """After each step, free the sample cache if uses of a higher `Priority` on this host need its memory."""
         shared, memory = self.train.shared if isinstance(self.train, Cached) else None, job.world.memory
 
         def answer() -> None:
             if shared is not None and _SAMPLES in memory.called_back:
                 shared.give_back()
                 memory.give(_SAMPLES)
-                log.warning("others on this host need the memory of data.cache_memory: samples are not kept in it now")
+                log.warning("other processes need the memory of data.cache_memory: samples are no longer cached in it")
 
         if _SAMPLES in memory.leases:
-            job.at(Phase.CAPTURE, answer)
+            attachments_of(job).at(Phase.CAPTURE, answer)
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments for models that follow from the data: `vocab_size` and `context`."""
+        """Arguments of the model that follow from the data: `vocab_size` and `context`; empty for own data sets."""
         if self.corpus is None:
             return {}
         return {"vocab_size": self.corpus.vocab_size, "context": self.corpus.train.sequence}
 
     def bits(self, *, held_out: bool) -> float:
-        """Bits per byte for each nat per token of that part's text; 0 where the bytes are unknown."""
+        """Factor that converts nats per token to bits per byte; 0 for data sets that are not text."""
         if self.corpus is None:
             return 0.0
         part = self.corpus.held_out if held_out else self.corpus.train
@@ -80,62 +81,86 @@ class DataSets:
 
 
 def open_data(run: Run, world: World, folder: Path) -> DataSets:
-    """Read the data on every host, prepare it once in every folder, and make sure that all hosts read the same.
+    """Open the data, prepared in `folder` the first time, and check that all hosts have the same. A collective.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
+    check_form(run)
     if is_own(run):
         return _own(run, world)
-    if run.data.cache_memory or run.data.cache_disk:
-        raise ConfigError(
-            "data.cache_memory and data.cache_disk are for data sets of your own; text lies on disk as it is"
-        )
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
-    world.agree(lambda: _check_teachers(run, corpus.tokenizer))
+    world.agree(lambda: check_teachers(run, corpus.tokenizer))
+    if fault := world.decide(lambda: packing_refused(run, corpus)):
+        corpus = unpack(corpus, fault)
     return DataSets(corpus.train, corpus.held_out, corpus)
 
 
-def model_arguments(run: Run) -> dict[str, Any]:
-    """As `DataSets.model_arguments`, as far as that is known before the data is prepared; nothing is downloaded.
+def check_form(run: Run) -> None:
+    """Check that the settings of a run suit the form of its data: text, or data sets of the user's own.
 
     Raises:
-        ConfigError: a data set of the user's own, or a tokenizer, cannot be found. DataError: a file cannot, or chats
-            are for a model without a chat template.
+        ConfigError, DataError: a setting needs the other form.
+    """
+    own = is_own(run)
+    if own and run.settings.baselines:
+        raise DataError("`run.baselines` works only on text, which this data set is not", hint="remove run.baselines")
+    if own and run.settings.prompts:
+        raise DataError("`run.prompts` works only with text, which this data set is not", hint="remove run.prompts")
+    forms = {feature.data_form: feature.name for feature in run.features if feature.data_form}
+    if not own and forms and run.data.form not in forms:
+        form, name = next(iter(forms.items()))
+        raise ConfigError(f'`{name}` does not learn from data.form "{run.data.form}"', hint=f'set data.form = "{form}"')
+    if not own and not forms and run.data.form in ("preference", "rated"):
+        hint = "add [preference.dpo]" if run.data.form == "preference" else "add [preference.kto]"
+        raise ConfigError(f'data.form is "{run.data.form}", and no feature learns from it', hint=hint)
+    if not own and (run.data.cache_memory or run.data.cache_disk):
+        raise ConfigError(
+            "data.cache_memory and data.cache_disk are only for data sets of your own; prepared text needs no cache"
+        )
+
+
+def model_arguments(run: Run) -> dict[str, Any]:
+    """Compute `DataSets.model_arguments` before the data is prepared, as far as possible; downloads nothing.
+
+    Raises:
+        ConfigError: the user's own data set, or a tokenizer, cannot be found.
+        DataError: a file cannot be found, or the data are chats and the model has no chat template.
     """
     if is_own(run):
         if not is_mnist(run.sources[0]):
-            resolve(run.sources[0], "run.data")
+            resolve(run.sources[0], "run.data", run.trust("run.data"))
         return {}
     tokenizer, vocabulary = tokenizer_of(run), run.data.vocabulary
     if tokenizer == "bytes":
-        vocabulary = BYTES + 1  # the end of a text is a token, too
+        vocabulary = BYTES + 1  # 256 bytes and the end-of-text token
     elif tokenizer != "bpe":
         loaded = load_tokenizer(Path(tokenizer))
         vocabulary = loaded.vocab_size
-        _check_teachers(run, loaded)
-        if run.data.form == "chat":
-            chats.template_of(chats.with_template(loaded, run.data))
+        check_teachers(run, loaded)
+        if run.data.form != "text":
+            chats.check_template(chats.with_template(loaded, run.data))
+        else:
+            loaded.check_corpus()
     for source in run.sources:
         if source.endswith(".tokens"):
             vocabulary = read_header(Path(source)).vocab_size
-        elif not source.startswith("hf:"):
+        elif not source.startswith("hf:") and not is_piped(source):
             open_source(source, run.data.record_field)
     return {"vocab_size": vocabulary, "context": run.data.sequence}
 
 
-def with_steps(run: Run, data: DataSets) -> Run:
-    """The run with the number of steps that `run.epochs` asks for, where it does."""
-    if not run.settings.epochs:
-        return run
-    samples = run.settings.epochs * len(cast(Sized, data.train))  # torch leaves `__len__` out of Dataset
-    steps = max(1, math.ceil(samples / run.settings.batch - 1e-6))
-    return replace(run, settings=replace(run.settings, steps=steps))
+def with_steps(settings: Settings, data: DataSets) -> Settings:
+    """Return the settings with `steps` computed from `run.epochs` and the number of samples, if `run.epochs` is set."""
+    if not settings.epochs:
+        return settings
+    samples = settings.epochs * len(cast(Sized, data.train))  # torch leaves `__len__` out of Dataset
+    return replace(settings, steps=max(1, math.ceil(samples / settings.batch - 1e-6)))
 
 
 def sample_bytes(sample: Any) -> int:
-    """Bytes of a sample's tensors and arrays."""
+    """Size of a sample in bytes: all its tensors and arrays, and 8 bytes for any other value."""
     if isinstance(sample, Mapping):
         return sum(map(sample_bytes, sample.values()))
     if isinstance(sample, list | tuple):
@@ -144,28 +169,28 @@ def sample_bytes(sample: Any) -> int:
 
 
 def is_own(run: Run) -> bool:
-    """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder of images.
+    """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder with MNIST files.
 
     Raises:
-        ConfigError: a mixture lists one, or lists nothing.
+        ConfigError: `run.data` is a list that contains such a data set, or an empty list.
     """
     named = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
     own = named + [source for source in run.sources if is_mnist(source)]
     if not isinstance(run.settings.data, str) and (own or not run.sources):
         listed = f"`{own[0]}`" if own else "nothing"
-        raise ConfigError(f"`run.data` lists {listed}", hint="a mixture takes one source of text or more")
+        raise ConfigError(f"`run.data` lists {listed}", hint="list one or more sources of text")
     return bool(own)
 
 
 def tokenizer_of(run: Run) -> str:
-    """`data.tokenizer`, or the path of the model's where it is `model`.
+    """The tokenizer to use: `data.tokenizer`, or the path of the model's own tokenizer if the setting is "model".
 
     Raises:
-        ConfigError: an `hf:` model or one in a folder, which knows its own tokens only, would be given others.
+        ConfigError: the model was trained with another tokenizer, or "model" is set and the model has no tokenizer.
         DataError: the model's tokenizer cannot be used.
     """
     chosen, target = run.data.tokenizer, run.settings.model
-    path = _tokenizer_beside(target)
+    path = tokenizer_beside(target)
     if path is None:
         if chosen == "model":
             if ":" in target and not target.startswith(hf.PREFIX):
@@ -173,7 +198,8 @@ def tokenizer_of(run: Run) -> str:
             if ":" not in target and not Path(target).is_dir():
                 hint = "give the folder of a model, of a run, or hf:NAME"
                 raise ConfigError(f"there is no model `{target}`: it is no folder", hint=hint)
-            raise ConfigError(f"`{target}` has no tokenizer.json", hint="write one with AutoTokenizer.save_pretrained")
+            hint = hf.tokenizer_hint(target.removeprefix(hf.PREFIX))
+            raise ConfigError(f"`{target}` has no tokenizer.json", hint=hint)
         return chosen
     if chosen == "model":
         return str(path)
@@ -182,43 +208,64 @@ def tokenizer_of(run: Run) -> str:
     return chosen
 
 
-def _check_teachers(run: Run, tokenizer: Tokenizer) -> None:
-    """ConfigError where a drafter would be given other tokens than the model that it drafts for was made with."""
+def check_teachers(run: Run, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if a feature trains a draft model for a teacher that has another tokenizer."""
     for feature in run.features:
-        path = _tokenizer_beside(feature.teacher) if isinstance(feature, Distill) else None
+        path = tokenizer_beside(feature.tokenizer_of) if feature.tokenizer_of else None
         if path and load_tokenizer(path).hash != tokenizer.hash:
             hint = f'set data.tokenizer = "{path}"'
             raise ConfigError(f"the teacher of `{feature.name}` was made with another tokenizer", hint=hint)
 
 
-def _tokenizer_beside(target: str) -> Path | None:
-    """The tokenizer.json of an `hf:` model, or of the folder that a model starts from."""
+def tokenizer_beside(target: str) -> Path | None:
+    """Path of the tokenizer.json of an `hf:` model or of a model's folder; None if there is no such file."""
     if target.startswith(hf.PREFIX):
-        return hf.file_of(target.removeprefix(hf.PREFIX), "tokenizer.json")
+        return hf.tokenizer_of(target.removeprefix(hf.PREFIX))
     folder = model_folder(target) if ":" not in target else None
     return path if folder and (path := folder / "tokenizer.json").is_file() else None
 
 
 def _own(run: Run, world: World) -> DataSets:
-    """`package.module:callable` returns a map-style data set, or a pair of them: training and held-out."""
-    source = run.sources[0]
+    """Open the user's own data sets on all ranks, with the sample cache, and check that all ranks have the same."""
 
     def make() -> DataSets:
-        made = mnist(Path(source)) if is_mnist(source) else resolve(source, "run.data")()
-        train, held_out = made if isinstance(made, tuple) else (made, None)
-        for each in (train, held_out):
-            if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__") and len(each)):
-                raise DataError(f"`{run.settings.data}` returned no data set with a length and items")
-        return DataSets(_cached(train, run.data, world), held_out, None)
+        data = own_data(run)
+        return replace(data, train=_cached(data.train, run.data, world))
 
-    return world.agree(make)
+    data, source = world.agree(make), run.sources[0]
+    parts = {"training": data.train, "held-out": data.held_out}
+    facts = {
+        name: {"samples": len(cast(Sized, part)), "fingerprint": str(getattr(part, "fingerprint", ""))}
+        for name, part in parts.items()
+        if part is not None
+    }
+    world.alike({f"data of {source}": facts}, "give all ranks the same data")
+    return data
+
+
+def own_data(run: Run) -> DataSets:
+    """Call the `package.module:callable` of `run.data`, which returns a data set or a pair (training, held-out).
+
+    Data sets are map-style: they have a length and are indexed.
+
+    Raises:
+        ConfigError, DataError: there is no such callable, or it returns something else.
+    """
+    source = run.sources[0]
+    made = mnist(Path(source)) if is_mnist(source) else resolve(source, "run.data", run.trust("run.data"))()
+    train, held_out = made if isinstance(made, tuple) else (made, None)
+    for part in (train, held_out):
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__") and len(part)):
+            message = f"`{run.settings.data}` returned no data set that has a length and items, and is not empty"
+            raise DataError(message)
+    return DataSets(train, held_out, None)
 
 
 def _cached(dataset: Dataset[Any], settings: Data, world: World) -> Dataset[Any]:
-    """The data set behind the cache that the run asks for."""
+    """Wrap a data set in the sample cache that `data.cache_memory` and `data.cache_disk` ask for, if any."""
     memory, disk = (int(gib * 2**30) for gib in (settings.cache_memory, settings.cache_disk))
     if memory and world.local_rank == 0 and not world.memory.take(_SAMPLES, memory, Priority.CACHE):
-        log.warning("there is no memory for data.cache_memory, so samples are not kept in it: %s", world.memory)
+        log.warning("host memory is too small for data.cache_memory, so no samples are cached there: %s", world.memory)
         memory = 0
     if not (memory or disk):
         return dataset
@@ -227,7 +274,7 @@ def _cached(dataset: Dataset[Any], settings: Data, world: World) -> Dataset[Any]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; copies from pinned memory do not wait."""
+    """Move a batch to the device; copies from pinned memory are asynchronous."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

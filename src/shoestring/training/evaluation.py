@@ -1,4 +1,4 @@
-"""Held-out loss, metrics of the user's own, and what follows from them: early stopping and the best model so far."""
+"""Evaluate during a run: held-out loss, the user's own metrics, early stopping, and saving the best model."""
 
 from __future__ import annotations
 
@@ -8,72 +8,79 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.data.loader import sweep
-from shoestring.naming import resolve
-from shoestring.run import Run
+from shoestring.run import Settings
 from shoestring.training.data_loading import DataSets, to_device
 
-PART = 64  # held-out samples of an evaluation during the run
+PART = 64  # number of held-out samples that an evaluation during the run uses
 
 
-def evaluate(job: Job, run: Run, data: DataSets, limit: int = 0) -> dict[str, float]:
-    """The held-out loss over the first `limit` samples (0: all), if there are any, and what `run.evaluate` returns.
+def evaluate(
+    job: Job, settings: Settings, data: DataSets, own: Callable[..., Any] | None = None, limit: int = 0
+) -> dict[str, float]:
+    """Compute the held-out loss, if there is held-out data, and the metrics that `own` returns. A collective.
 
-    A collective. Of a mixture the loss is over all sources together, and `held_out_loss_NAME` is that of each.
+    For a mixture, `held_out_loss` covers all sources, and `held_out_loss_NAME` covers one source.
+
+    Args:
+        own: the function that `run.evaluate` names.
+        limit: number of held-out samples to use; 0 uses all.
     """
-    values = _held_out(job, run, data, limit) if data.held_out is not None else {}
-    return values | _own_metrics(job, run.settings.evaluate) if run.settings.evaluate else values
+    values = _held_out(job, settings, data, limit) if data.held_out is not None else {}
+    return values | _own_metrics(job, own, settings.evaluate) if own is not None else values
 
 
-def _held_out(job: Job, run: Run, data: DataSets, limit: int) -> dict[str, float]:
+def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[str, float]:
     assert data.held_out is not None
-    rank, size = job.world.index_over(job.data_axes), job.world.ranks_over(job.data_axes)
-    micro = max(1, run.settings.batch // (size * run.settings.accumulate))
+    axes = attachments_of(job).data_axes
+    rank, size = job.world.index_over(axes), job.world.ranks_over(axes)
+    micro = max(1, settings.batch // (size * settings.accumulate))  # as in training, so that it fits into memory
     parts = data.corpus.parts if data.corpus else {}
     held_out = {name: part.held_out for name, part in parts.items()} or {"": data.held_out}
     sums: dict[str, tuple[float, int]] = {}
+    attachments_of(job).evaluated.clear()
     for name, samples in held_out.items():
         batches = sweep(samples, batch=micro, rank=rank, size=size, limit=-(-limit // len(held_out)))
         sums[name] = job.evaluate(to_device(batch, job.world.device) for batch in batches)
     total, count = (sum(column) for column in zip(*sums.values(), strict=True))
     loss = total / max(count, 1)
     values = {"held_out_loss": loss}
-    if data.corpus:
-        values["held_out_bits_per_byte"] = loss * data.bits(held_out=True)
+    if bits := data.bits(held_out=True):
+        values["held_out_bits_per_byte"] = loss * bits
+    values |= {f"held_out_{name}": value for name, value in attachments_of(job).evaluated_means().items()}
     return values | {f"held_out_loss_{name}": total / max(count, 1) for name, (total, count) in sums.items() if name}
 
 
-def _own_metrics(job: Job, target: str) -> dict[str, float]:
-    """What the user's own evaluation returns on the first rank, on all of them."""
-    own = resolve(target, "run.evaluate")
-    with job.evaluating(), job.computing():
+def _own_metrics(job: Job, own: Callable[..., Any], target: str) -> dict[str, float]:
+    """Call the user's own evaluation on every rank, and return the metrics of the first rank on all ranks."""
+    with attachments_of(job).evaluating(), attachments_of(job).computing():
         returned = own(job.model)
 
     def numbers() -> dict[str, float]:
         try:
             return {str(name): float(value) for name, value in returned.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            said = f"`run.evaluate`: `{target}` returned {returned!r}, which is no dict of numbers"
-            raise ConfigError(said, hint='return {"accuracy": 0.5}, for example') from error
+            message = f"`run.evaluate`: `{target}` returned {returned!r}, not a dict of numbers"
+            raise ConfigError(message, hint='return {"accuracy": 0.5}, for example') from error
 
     return job.world.decide(numbers)
 
 
 @dataclass(eq=False)
 class Best:
-    """The lowest held-out loss of the evaluations during a run; it is kept, so that a resumed run goes by it, too."""
+    """The lowest held-out loss that evaluations have found so far in a run; saved in checkpoints."""
 
     loss: float = math.inf
     step: int = 0
-    """Step of that evaluation."""
+    """Step at which the lowest loss was found."""
     seen: int = 0
     """Step of the newest evaluation."""
     since: int = 0
-    """Evaluations since the best one."""
+    """Number of evaluations since the lowest loss was found."""
 
     def take(self, step: int, loss: float) -> bool:
-        """Take an evaluation; whether it is the best so far."""
+        """Record the loss of an evaluation, and return whether it is the lowest so far."""
         self.seen = step
         if better := loss < self.loss:
             self.loss, self.step, self.since = loss, step, 0
@@ -88,55 +95,83 @@ class Best:
         vars(self).update(state_dict)
 
 
+def check_evaluations(settings: Settings, data: DataSets | None) -> None:
+    """Raise ConfigError if a setting needs the held-out loss, but no data is held out.
+
+    Args:
+        data: the data sets; None for text that was not prepared, of which training will hold out some.
+    """
+    for name in ("patience", "save_best"):
+        if getattr(settings, name) and data is not None and data.held_out is None:
+            hint = "let `run.data` return a pair of data sets, the second of them held out"
+            raise ConfigError(f"`run.{name}` needs the held-out loss, but there is no held-out data", hint=hint)
+
+
 @dataclass(eq=False)
 class Evaluations:
-    """The evaluations during a run: each `run.evaluate_every` steps, and at the end where the best model is kept."""
+    """Evaluates every `run.evaluate_every` steps of a run and, with `run.save_best`, also after the last step."""
 
     job: Job
-    run: Run
+    settings: Settings
     data: DataSets
+    own: Callable[..., Any] | None
+    """The function that `run.evaluate` names."""
     save: Callable[[], object]
-    """Writes the best model; a collective."""
+    """Writes the model to the folder of the best model; a collective."""
 
     def __post_init__(self) -> None:
-        settings = self.run.settings
+        settings = self.settings
         self.best = Best()
         self.lost_patience = False
-        if settings.patience or settings.keep_best:
-            if self.data.held_out is None:
-                name = "patience" if settings.patience else "keep_best"
-                raise ConfigError(f"`run.{name}` goes by the held-out loss, and there is no held-out data")
+        check_evaluations(settings, self.data)
+        if settings.patience or settings.save_best:
             self.job.keep("best", self.best)
 
     def after_step(self, write: Callable[[int, Mapping[str, float]], None]) -> None:
-        """Evaluate where it is due, keep the model if it is the best, and end training where patience is lost.
+        """Evaluate if due, save the model if it is the best so far, and end training if it stops early. A collective.
 
-        A collective, called after each step and once before the first: a checkpoint is written before the evaluation of
-        its step, so a resumed run makes up for that.
+        Training stops early after `run.patience` evaluations without a lower loss. The method is also called before
+        the first step: a checkpoint is written before its step is evaluated, so a resumed run may have to do that
+        evaluation.
 
         Args:
-            write: takes the step and the metrics.
+            write: (step, metrics) -> None; writes the metrics of an evaluation.
         """
-        job, settings = self.job, self.run.settings
+        job, settings = self.job, self.settings
         step, follows = job.progress.step, "best" in job.kept
-        regular = settings.evaluate_every and step % settings.evaluate_every == 0
-        last = settings.keep_best and job.progress.done  # so that there is a best one after fewer steps, too
-        due = step and step != self.best.seen and (regular or last)
-        if due and (follows or not job.progress.done):  # else the evaluation on all held-out data follows at once
-            values = evaluate(job, self.run, self.data, PART)
+        values: dict[str, float] = {}
+        better = False
+        if self.due and step != self.best.seen:
+            values = evaluate(job, settings, self.data, self.own, PART)
+            better = follows and self.best.take(step, values["held_out_loss"])
+        ends = 0 < settings.patience <= self.best.since and not job.done
+        if values and not (ends or job.progress.done):  # otherwise the final evaluation is written for this step
             write(step, values)
-            if follows and self.best.take(step, values["held_out_loss"]) and settings.keep_best:
-                self.save()
-        if 0 < settings.patience <= self.best.since and not job.done:
+        if better and settings.save_best:
+            self.save()
+        if ends:
             self.lost_patience = True
             job.finish()
 
+    @property
+    def due(self) -> bool:
+        """Whether the newest step is to be evaluated."""
+        job, settings = self.job, self.settings
+        step, follows = job.progress.step, "best" in job.kept
+        regular = settings.evaluate_every and step % settings.evaluate_every == 0
+        last = settings.save_best and job.progress.done  # so a run shorter than the interval also has a best model
+        # After the last step all held-out data is evaluated anyway, so this evaluation only serves to find the best
+        # model.
+        return bool(step and (regular or last) and (follows or not job.progress.done))
+
     def notes(self) -> list[str]:
-        """What is to be said of them in the report."""
-        said = []
+        """Lines for the report."""
+        lines = []
         if self.lost_patience:
-            said.append(f"ended early: {self.best.since} evaluations without a lower held-out loss")
+            lines.append(f"ended early: {self.best.since} evaluations without a lower held-out loss")
         if self.best.step:
-            where = ", in the folder `best`" if self.run.settings.keep_best else ""
-            said.append(f"lowest held-out loss during the run: {self.best.loss:.4f} after step {self.best.step}{where}")
-        return said
+            where = ", in the folder `best`" if self.settings.save_best else ""
+            lines.append(
+                f"lowest held-out loss during the run: {self.best.loss:.4f} after step {self.best.step}{where}"
+            )
+        return lines

@@ -1,8 +1,7 @@
-"""Failures from outside of a run: a full disk, too little memory, a signal."""
+"""Handle failures from outside the program: a full disk, too little memory, a signal."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import signal
 from collections.abc import Iterator
@@ -17,21 +16,21 @@ from torch import Tensor
 
 from shoestring.core.errors import CheckpointError, ShoestringError
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.memory.exhausted import explain
+from shoestring.storage.whole import DISK_ERRORS
 
 log = logging.getLogger("shoestring")
 
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn a disk that is full or gone into an error of the run; what is written at once stays whole."""
+    """Context that turns failures to write files, such as a full disk, into a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = str(error).partition("I/O error: ")[2] if isinstance(error, SafetensorError) else error.strerror
-        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-        if not reason or (isinstance(error, OSError) and error.errno not in numbers):
+        if not reason or (isinstance(error, OSError) and error.errno not in DISK_ERRORS):
             raise
         raise CheckpointError(
             f"cannot write in `{path}`: {reason}", hint="earlier checkpoints are intact; free space, then resume"
@@ -40,13 +39,13 @@ def writable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def enough_memory(job: Job) -> Iterator[None]:
-    """Turn running out of memory into an error that names what was largest, and the knob that lowers it."""
+    """Context that turns out-of-memory errors into one that names the largest use and a setting that lowers it."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
-        held, hint = explain(job, error)
+        held, hint = explain(attachments_of(job), error)
         raise ShoestringError(
             f"out of memory on {job.world.device} at step {job.progress.step + 1}: {held}", hint=hint
         ) from error
@@ -54,16 +53,16 @@ def enough_memory(job: Job) -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(job: Job) -> Iterator[None]:
-    """Stop the job at the first SIGINT or SIGTERM: `job.stopping` turns true on all ranks after the same step.
+    """Context in which the first SIGINT, SIGTERM or SIGUSR1 stops the job on all ranks after the same step.
 
-    Features save at the end of that step. Every rank calls this, from its main thread. After a SIGINT, all signals take
-    their usual course. SIGTERM never takes it: a batch system sends it to every process, and torchrun hands its own
-    on, so that a worker gets two or three within milliseconds. To end at once, send SIGKILL, as both do
-    after a while.
+    A checkpoint is written at the end of that step. Every rank enters the context, in its main thread. After a SIGINT,
+    further signals have their usual effect, so a second Ctrl-C ends the process at once. After a SIGTERM or SIGUSR1,
+    further SIGTERMs and SIGUSR1s are ignored: batch systems send them to every process and torchrun forwards its own,
+    so a worker gets two or three within milliseconds. Batch systems and torchrun send SIGKILL after a while.
     """
     poll = Poll(job)
-    job.at(Phase.CLIP, poll.ask)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    attachments_of(job).at(Phase.CLIP, poll.ask)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     asked = False
 
     def restore(*numbers: signal.Signals) -> None:
@@ -89,9 +88,10 @@ def stop_on_signals(job: Job) -> Iterator[None]:
 
 
 class Poll:
-    """Lets the ranks of a loop that never calls `Job.step`, where votes travel with the loss, agree on a stop.
+    """Lets ranks agree on when to stop in a user's own training loop, which never calls `Job.step`.
 
-    Votes of one step are read at the next one, so that nobody waits for them.
+    `Job.step` sums the votes to stop with the loss. Here each step starts an all-reduce of its votes and reads the
+    previous step's result, which has arrived by then, so that no rank waits.
     """
 
     def __init__(self, job: Job) -> None:
@@ -99,17 +99,17 @@ class Poll:
         self._votes: tuple[Tensor, dist.Work] | None = None
 
     def ask(self) -> None:
-        """Work for Phase.CLIP."""
+        """Start the sum of this step's votes over ranks, and read the sum of the previous step; runs in Phase.CLIP."""
         world = self.job.world
         if "loss" in self.job.numbers:  # `Job.step` was called
             return
         if world.size == 1:
-            self.job.stopping |= self.stop
+            attachments_of(self.job).stopping |= self.stop
             return
         if self._votes is not None:
             votes, work = self._votes
             work.wait()
-            self.job.stopping |= float(votes) > 0
+            attachments_of(self.job).stopping |= float(votes) > 0
         on_cpu = "gloo" in dist.get_backend_config()
         votes = torch.tensor(float(self.stop), device="cpu" if on_cpu else world.device)
         self._votes = votes, cast(dist.Work, dist.all_reduce(votes, async_op=True))

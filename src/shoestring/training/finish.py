@@ -1,11 +1,11 @@
-"""What surrounds the loop: the first lines, the sinks, and the results, the model and the report at the end."""
+"""Start and end of a run: open its sinks and log its first lines; then evaluate, export the model and report."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoestring import report
-from shoestring.core.errors import DataError
+from shoestring import figures, report
 from shoestring.core.feature import Feature, export_weights
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import span
 from shoestring.data import baselines
+from shoestring.data.chat_ends import ends_learnt
+from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.engine import generate
 from shoestring.decode.settings import Sampling
-from shoestring.memory import LoRA
-from shoestring.memory.adapters.leaving import save_adapters
-from shoestring.models import adapter_folder, slorb
+from shoestring.models import slorb
+from shoestring.models.beside import Beside
+from shoestring.models.description import describe_model
 from shoestring.models.gpt import GPT
-from shoestring.models.loading import build_model, origin_of
-from shoestring.models.saving import base_name, save_model
-from shoestring.naming import resolve
+from shoestring.models.loading import build_model, origin_of, origin_trust
+from shoestring.models.quantized import rounded_parameters
+from shoestring.models.saving import PRETRAINED, base_name, save_in_place_of_model, save_model
+from shoestring.naming import Trust
 from shoestring.report import history_file, timeline
 from shoestring.report.console import Console
-from shoestring.report.sinks import JsonLines, Sink
-from shoestring.report.trackers import TRACKERS, Opener, Tracker
+from shoestring.report.sinks import JsonLines, Sink, evaluations_of
+from shoestring.report.trackers import Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
@@ -43,87 +45,86 @@ from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
 
-SAMPLE_TOKENS = 160  # length of the samples of generated text
+SAMPLE_TOKENS = 160  # tokens of each sample of generated text
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: "finished", or "stopped" by a signal after a whole step."""
+    """How a run ended. `status` is "finished", or "stopped" if a signal ended the run before its last step."""
 
     status: str
     folder: Path
     metrics: dict[str, float]
-    """The last value of each metric, on every rank; those of the held-out data where the run is finished."""
+    """The last value of each metric, on every rank; if the run is finished, including metrics on held-out data."""
 
 
 def open_meter(
-    job: Job, run: Run, data: DataSets, folder: Path, newest: NewestRows, more: Sequence[Sink] = ()
+    job: Job, run: Run, data: DataSets, folder: Path, newest: NewestRows, openers: Mapping[str, Opener]
 ) -> Meter:
-    """The meter with the run's sinks on the first rank, without sinks on the others; a collective."""
-    sinks = job.world.agree(lambda: _sinks(job, run, folder, newest, more) if job.world.first else [])
-    wrapped = job.loss is not job.task_loss  # by a feature at LOSS: its value is not that of the text
-    meter = Meter(
-        job, sinks, _flops_per_token(job, run), 0.0 if wrapped else data.bits(held_out=False), run.settings.batch
-    )
+    """Open the throughput meter; on the first rank it writes to the sinks of the run. A collective.
+
+    Args:
+        openers: name of a sink -> function that opens it, for sinks other than the console and metrics.jsonl.
+    """
+    attachments = attachments_of(job)
+
+    def open_sinks() -> list[Sink]:
+        step, file = job.progress.step, folder / "metrics.jsonl"
+        continues = file.exists()  # otherwise this is a new run, which starts from another run's checkpoint
+        rows = JsonLines(file)
+        rows.truncate_after(step)
+        if continues:
+            newest.write_missing(rows)
+        sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
+        for name, opener in openers.items():
+            sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
+        return sinks
+
+    sinks = job.world.agree(lambda: open_sinks() if job.world.first else [])
+    model = attachments.module
+    # 6 floating-point operations per parameter and token: 2 in the forward pass, 4 in the backward pass.
+    flops = model.flops_per_token(run.data.sequence) if isinstance(model, GPT) else 6 * job.trace.parameters
+    # If a feature at LOSS has changed the loss, it is not the cross-entropy, so bits per byte cannot be computed.
+    bits = data.bits(held_out=False) if attachments.loss is attachments.task_loss else 0.0
+    meter = Meter(job, sinks, flops, bits, run.settings.batch)
     newest.unwritten = meter.unwritten
+    meter.evaluated = evaluations_of(folder / "metrics.jsonl", job.progress.step)
     return meter
 
 
-def _sinks(job: Job, run: Run, folder: Path, newest: NewestRows, more: Sequence[Sink]) -> list[Sink]:
-    """The console, metrics.jsonl, what `run.sinks` names and `more`; what they hold of later steps is dropped."""
-    step = job.progress.step
-    file = folder / "metrics.jsonl"
-    continues = file.exists()  # else this is a new run, which began with the checkpoint of another
-    rows = JsonLines(file)
-    rows.truncate_after(step)
-    if continues:
-        newest.write_missing(rows)
-    sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
-    openers = {name: TRACKERS.get(name) or resolve(name, "run.sinks") for name in run.settings.sinks}
-    openers |= {f"{type(sink).__name__} ({number})": _opened(sink) for number, sink in enumerate(more)}
-    for name, opener in openers.items():
-        sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
-    return sinks
-
-
-def _opened(sink: Sink) -> Opener:
-    return lambda folder, title, settings: sink
-
-
 def _total_steps(job: Job) -> int:
-    """Steps of the whole run, at the pace that schedules go at now; 0 where that is open."""
+    """Number of steps of the whole run if the gain per step stays as it is; 0 if the total is not known."""
     progress = job.progress
     left = max(progress.total - progress.position, 0.0) / progress.gain
     return progress.step + math.ceil(left - 1e-6) if progress.total else 0
-
-
-def _flops_per_token(job: Job, run: Run) -> float:
-    if isinstance(job.module, GPT):
-        return job.module.flops_per_token(run.data.sequence)
-    return 6 * job.trace.parameters
 
 
 # -- the first lines --------------------------------------------------------------------------------------------------
 
 
 def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
-    """What was found and what was chosen, with reasons."""
-    world, settings = job.world, run.settings
+    """Lines for the log when a run starts: its ranks, data, model, and features with the reasons for their choices."""
+    world, settings, threads = job.world, run.settings, torch.get_num_threads()
+    device = f"CPU with {threads} thread{'s' * (threads > 1)} a rank (no GPU found)"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
     yield f"{run.name} in {folder}"
-    yield f"{world.size} rank{'s' * (world.size > 1)} on {world.hosts} host{'s' * (world.hosts > 1)}, {_device(job)}"
+    yield f"{world.size} rank{'s' * (world.size > 1)} on {world.hosts} host{'s' * (world.hosts > 1)}, {device}"
     if data.corpus is not None:
         corpus = data.corpus
         yield (
-            f"data: {' + '.join(run.sources)}, {corpus.documents:,} documents, {corpus.bytes / 1e6:.1f} MB, "
-            f"{corpus.train.tokens / 1e6:.2f} M tokens to train on, vocabulary {corpus.vocab_size}"
+            f"data: {' + '.join(run.sources)}, {corpus.documents:,} documents, {figures.size(corpus.bytes)}, "
+            f"{figures.count(corpus.train.tokens)} tokens to train on, vocabulary {corpus.vocab_size}"
         )
         yield from (f"  {note}" for note in corpus.train.notes)
     length = f"{settings.minutes:g} minutes" if settings.minutes else f"{settings.steps} steps"
-    total = sum(parameter.numel() for parameter in job.named().values())
+    total = sum(parameter.numel() for parameter in attachments_of(job).named().values()) + rounded_parameters(
+        attachments_of(job).module
+    )
     trained = f", {_count(job.trace.parameters)} of them trained" if job.trace.parameters < total else ""
     yield f"model: {settings.model}, {_count(total)} parameters{trained}; {length} of {settings.batch} samples"
-    for feature in job.features:
-        why = feature.explain(job)
+    for feature in attachments_of(job).features:
+        why = feature.explain(attachments_of(job))
         yield f"  {feature.name}{': ' + why if why else ''}"
 
 
@@ -132,7 +133,12 @@ def _count(number: int) -> str:
 
 
 def repeated(resumed: int | None, reached: int) -> Iterator[str]:
-    """From which step the run continues, and how many of the steps that it had `reached` are repeated."""
+    """A line for the log: the step that the run resumes from, and how many steps will be repeated.
+
+    Args:
+        resumed: step of the checkpoint; None if there was no checkpoint.
+        reached: last step that the run had done before it ended; 0 for a new run.
+    """
     begun = resumed or 0
     lost = max(reached - begun, 0)
     again = f"{lost} step{'s are' if lost > 1 else ' is'} repeated, up to {reached}" if lost else ""
@@ -142,45 +148,59 @@ def repeated(resumed: int | None, reached: int) -> Iterator[str]:
         yield f"there was no checkpoint: {again}"
 
 
-def _device(job: Job) -> str:
-    device = job.world.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} a rank (no GPU found)"
+def changed_by_resuming(job: Job) -> Iterator[str]:
+    """Lines for the log on what features do differently because the run is resumed with other settings."""
+    attachments = attachments_of(job)
+    lines = (feature.explain_resume(attachments) for feature in attachments.features if job.progress.step)
+    return filter(None, lines)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
 def close(
-    job: Job, run: Run, data: DataSets, folder: Path, seconds: float, meter: Meter, evaluations: Evaluations
+    job: Job,
+    run: Run,
+    data: DataSets,
+    folder: Path,
+    seconds: float,
+    meter: Meter,
+    evaluations: Evaluations,
+    save: Callable[[Path], nn.Module | None],
 ) -> Result:
-    """Evaluate, compare, sample, export and report; a collective. A stopped run is to be resumed and not evaluated."""
+    """Finish a run: evaluate, compute baselines, export the model, generate samples, and write the report.
+
+    A collective. For a stopped run, which will be resumed, only the model and the report are written.
+
+    Args:
+        seconds: duration of the training loop.
+        save: function that writes the model to a folder, and returns the model on the first rank; a collective.
+    """
     done = job.progress.done or evaluations.lost_patience
-    status = "stopped" if job.stopping and not done else "finished"
+    status = "stopped" if attachments_of(job).stopping and not done else "finished"
     job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
-    held_out = evaluate(job, run, data) if status == "finished" else {}
+    held_out = evaluate(job, run.settings, data, evaluations.own) if status == "finished" else {}
     if held_out:
-        meter.write(job.progress.step, held_out)
+        meter.write_evaluation(job.progress.step, held_out)
     compared = _baselines(job, data) if run.settings.baselines and status == "finished" else {}
-    whole = export(job, run, data, folder / "model")
+    whole = save(folder / "model")
     rate = (job.progress.tokens - meter.tokens_before) / seconds / job.world.size if seconds else 0.0
-    ranks = [json.loads(one) for one in job.world.gather(json.dumps(_rank(job, rate)).encode())]
+    ranks = [json.loads(facts) for facts in job.world.gather(json.dumps(_rank(job, rate)).encode())]
     traces = job.world.gather(timeline.dumps(job.trace).encode())
     if job.world.first:
         assert whole is not None
         for rank, content in enumerate(traces):
             write_atomic(folder / f"trace-{rank}.jsonl", content)
-        summary = _summary(job, run, data, seconds, meter, held_out) | {
+        summary = _summary(job, seconds, meter, held_out) | {
             "name": run.name,
             "status": status,
             "baselines": compared,
-            "samples": _samples(whole, run, data) if status == "finished" else [],
+            "samples": _samples(whole, run.settings.prompts, data, folder) if status == "finished" else [],
             "ranks": ranks,
             "notes": evaluations.notes(),
         }
         if status == "finished":
-            saved = savings_tables(job.features, folder, job.world, job.trace)
+            saved = savings_tables(run, job.world, job.trace)
             summary["report_items"] += [{"feature": "memory", "as": "table"} | asdict(table) for table in saved]
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)
@@ -192,69 +212,114 @@ def close(
 
 
 def _baselines(job: Job, data: DataSets) -> dict[str, float]:
-    """Bits per byte of compressors and an n-gram model on the held-out files; the ranks share the work."""
-    if data.corpus is None:
-        raise DataError("`run.baselines` compares text, and this data set is none", hint="remove run.baselines")
-    corpus, world, mine = data.corpus, job.world, {}
+    """Bits per byte on the held-out files of two compressors (run on the last rank) and an n-gram model (the first)."""
+    assert data.corpus is not None
+    corpus, world, results = data.corpus, job.world, {}
     with span("baselines", "compute"):
         if world.rank == world.size - 1:
             held_out = corpus.held_out_texts()
-            mine |= {"gzip -9": baselines.gzip_bits(held_out), "xz -9": baselines.xz_bits(held_out)}
+            results |= {"gzip -9": baselines.gzip_bits(held_out), "xz -9": baselines.xz_bits(held_out)}
         if world.first:
             bits = baselines.witten_bell_bits(corpus.train_texts(), corpus.held_out_texts(), order=5)
-            mine["5-gram (Witten-Bell)"] = bits
-        shares = [json.loads(one) for one in world.gather(json.dumps(mine).encode())]
-    return {name: bits for share in reversed(shares) for name, bits in share.items()}
+            results["5-gram (Witten-Bell)"] = bits
+        of_ranks = [json.loads(data) for data in world.gather(json.dumps(results).encode())]
+    return {name: bits for values in reversed(of_ranks) for name, bits in values.items()}
 
 
-def export(job: Job, run: Run, data: DataSets, folder: Path) -> nn.Module | None:
-    """Write the model that leaves the run and its tokenizer to `folder`; the model on the first rank. A collective.
+@dataclass(frozen=True)
+class ExportedModel:
+    """What an exported model's folder holds beside the weights: how to build the model, and its tokenizer."""
 
-    Adapters are written beside it, or alone where they are not to be merged.
+    origin: dict[str, Any]
+    """Entries of config.json from which the model can be built again."""
+    trust: Trust
+    """Who vouches for the code that `origin` names."""
+    base: str
+    """Name by which transformers opens the model that the run started from; empty if there is no such name."""
+    tokenizer: Tokenizer | None
+    beside: Beside
+
+
+def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> ExportedModel:
+    """Gather what exports of the run's model hold beside the weights.
+
+    Args:
+        trust: who vouches for the code that `run.model` names.
+        folder: the folder of the run.
     """
-    origin = origin_of(run.settings.model, run.model, data.model_arguments)
-    whole = _whole(job, origin)
-    adapted = next((feature for feature in job.features if isinstance(feature, LoRA)), None)
-    if whole is not None and job.world.first and (adapted is None or adapted.merge):
-        save_model(whole, data.corpus.tokenizer if data.corpus else None, folder, origin)
-    if adapted is not None:
-        beside = folder / adapter_folder.FOLDER
-        save_adapters(job, adapted.name, beside, base_name(run.settings.model), adapted.dropout)
+    target, tokenizer = run.settings.model, data.corpus.tokenizer if data.corpus else None
+    origin = origin_of(target, run.model, data.model_arguments)
+    learnt = ends_learnt(data.corpus.train, data.corpus.tokenizer) if data.corpus else []
+    beside = Beside(pretrained if (pretrained := folder / PRETRAINED).is_dir() else None, learnt)
+    return ExportedModel(origin, origin_trust(target, trust), base_name(target), tokenizer, beside)
+
+
+def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
+    """Write the trained model and its tokenizer to `folder`, and return the model on the first rank. A collective.
+
+    Adapters are written to the same folder; if they are not merged, they are written without the model. `folder` is
+    replaced atomically.
+    """
+    whole = _whole(job, about)
+    attachments = attachments_of(job)
+    writers = [feature.write_beside(attachments, about.base) for feature in attachments.features]
+    beside = [write for write in writers if write is not None]
+
+    def write_beside(path: Path) -> None:
+        for write in beside:
+            write(path)
+
+    if whole is not None and job.world.first:
+        if all(feature.exports_model for feature in attachments.features):
+            write = write_beside if beside else None
+            save_model(whole, about.tokenizer, folder, about.origin, about.trust, write, about.beside)
+        else:
+            save_in_place_of_model(folder, write_beside, about.tokenizer, about.origin, about.beside)
     return whole
 
 
-def _whole(job: Job, origin: dict[str, Any]) -> nn.Module | None:
-    """The model that leaves the run, whole on the first rank: what the job's model computes with."""
-    state = job.weights()
-    changing = [feature for feature in job.features if type(feature).export is not Feature.export]
+def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
+    """The model to export, unsharded and without features, which computes what the job's model computes.
+
+    None on ranks other than the first, unless the model needs no conversion. A collective.
+    """
+    attachments = attachments_of(job)
+    state = attachments.weights()
+    changing = [feature for feature in attachments.features if type(feature).export is not Feature.export]
     if not changing and not any(isinstance(value, DTensor) for value in state.values()):
-        return job.module
+        return attachments.module
+    if changing:
+        with attachments.evaluating():  # recomputes buffers that depend on averaged weights (statistics of batch norms)
+            pass
     weights = {}
     for name, value in state.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = value.full_tensor() if isinstance(value, DTensor) else value  # a collective: on every rank
         if job.world.first:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full
     if not job.world.first:
         return None
-    kept = {name: kept.state.state_dict() for name, kept in job.kept.items()} if changing else {}
-    whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False)
-    slorb.fill(whole, export_weights(changing, weights, kept))
+    states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
+    origin = about.origin
+    whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
+    slorb.fill(whole, export_weights(changing, weights, states))
     return whole
 
 
-def _samples(model: nn.Module, run: Run, data: DataSets) -> list[dict[str, str]]:
-    """A continuation of each prompt, drawn with a fixed seed."""
-    if data.corpus is None:
+def _samples(model: nn.Module, prompts: Sequence[str], data: DataSets, folder: Path) -> list[dict[str, str]]:
+    """Generate a continuation of each prompt by the model that was exported to `folder`, with a fixed seed."""
+    if data.corpus is None or not prompts:
         return []
     tokenizer, context = data.corpus.tokenizer, data.corpus.train.sequence
+    ends = describe_model(folder / "model", tokenizer, model, warn=False).ends
     samples = []
-    for index, prompt in enumerate(run.settings.prompts):
+    for index, prompt in enumerate(prompts):
         tokens = tokenizer.encode_prompt(prompt)
         drawn = generate(
             model, tokens, max_new=SAMPLE_TOKENS, sampling=Sampling(temperature=0.8, top_p=0.95, seed=index),
-            context=context, stop=[tokenizer.end_of_text],
+            context=context, stop=ends,
         )  # fmt: skip
-        samples.append({"prompt": prompt, "text": tokenizer.decode(list(drawn))})
+        stream = tokenizer.stream(tokens)
+        samples.append({"prompt": prompt, "text": "".join(map(stream.add, drawn)) + stream.rest()})
     return samples
 
 
@@ -264,22 +329,20 @@ def _rank(job: Job, tokens_per_second: float) -> dict[str, Any]:
         "rank": world.rank,
         "host": world.host,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
-        "dtype": str(job.parameters[0].dtype).removeprefix("torch."),
+        "dtype": str(attachments_of(job).parameters[0].dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "tokens_per_second": tokens_per_second,
         "memory_gib": memory_gib(world.device),
     }
 
 
-def _summary(
-    job: Job, run: Run, data: DataSets, seconds: float, meter: Meter, held_out: dict[str, float]
-) -> dict[str, Any]:
+def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float]) -> dict[str, Any]:
     bits: dict[str, float] = {}
     if meter.nats_to_bits and meter.recent:
         bits["training"] = sum(meter.recent) / len(meter.recent) * meter.nats_to_bits
     if "held_out_bits_per_byte" in held_out:
         bits["held out"] = held_out["held_out_bits_per_byte"]
-    reductions = [(feature, feature.reduction(job.trace)) for feature in job.features]
+    reductions = [(feature, feature.reduction(job.trace)) for feature in attachments_of(job).features]
     return {
         "message": "",
         "steps": job.progress.step,
@@ -295,26 +358,26 @@ def _summary(
                 "name": feature.name,
                 "seams": [seam.name for seam in feature.seams],
                 "settings": asdict(feature),
-                "why": feature.explain(job),
+                "why": feature.explain(attachments_of(job)),
             }
-            for feature in job.features
+            for feature in attachments_of(job).features
         ],
         "reductions": [{"feature": feature.name} | asdict(cut) for feature, cut in reductions if cut],
         "report_items": [
-            {"feature": feature.name, "as": type(each).__name__.lower()} | asdict(each)
-            for feature in job.features
-            for each in feature.report_items(job.trace)
+            {"feature": feature.name, "as": type(item).__name__.lower()} | asdict(item)
+            for feature in attachments_of(job).features
+            for item in feature.report_items(job.trace)
         ],
     }
 
 
 def _closing(summary: dict[str, Any], before: float, page: Path) -> Iterator[str]:
-    """The results as a few lines for the terminal.
+    """Lines for the log when a run ends: its results.
 
     Args:
-        before: seconds of the starts that this one continues.
+        before: seconds of training in earlier starts of the run.
     """
-    seconds = f"{before + summary['seconds']:.0f} s" + (", all starts together" if before else "")
+    seconds = f"{before + summary['seconds']:.0f} s" + (" over all starts" if before else "")
     length = f"{summary['steps']} steps, {summary['tokens']:,} {summary['unit']}, {seconds}"
     yield f"{summary['status']} after {length}"
     bits = summary["bits_per_byte"]

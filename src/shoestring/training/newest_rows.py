@@ -1,9 +1,9 @@
-"""The newest rows of metrics, kept in every checkpoint.
+"""Let checkpoints hold the metrics that metrics.jsonl lacks so far, so that a resumed run can write them.
 
-A checkpoint of a step is made before the row of that step is written to metrics.jsonl; on an accelerator, whose
-numbers are read one step late, before that of the step before as well. A process that is killed in between would
-resume after steps whose rows nobody has. So a checkpoint holds the rows that were not written when it was made, one or
-two of a few hundred bytes each, and the run that resumes writes those that the file lacks.
+The checkpoint of a step is made before the step's row is written to metrics.jsonl. On an accelerator, whose metrics are
+read one step late, the previous step's row is not written yet either. If the process were killed in between, those rows
+would be missing after the run has resumed. So a checkpoint holds the rows that are not written yet (one or two, of a
+few hundred bytes each), and the resumed run writes those that the file lacks.
 """
 
 from __future__ import annotations
@@ -17,48 +17,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.report.sinks import JsonLines, newest_step
 
 NAME = "metrics"
-"""Of this state in a checkpoint."""
+"""Name of this state in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """The metrics of one step; tensors where reading them would wait for an accelerator."""
+    """The metrics of one step. Values that an accelerator is still computing are tensors."""
 
     step: int
     values: Mapping[str, float | Tensor]
 
 
 class NewestRows:
-    """The rows of the first rank that its metrics.jsonl may lack."""
+    """State for checkpoints: the newest rows of metrics, which metrics.jsonl may lack. Only the first rank has any."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.unwritten: Callable[[], Iterable[MetricsRow]] = tuple
-        """Gives the rows that are not written yet; the throughput meter sets it."""
+        """Function that returns the rows that are not written yet; the throughput meter sets it."""
         self.unread: Tensor | None = None
-        """What nobody has read of the rows that were saved last: (numbers,) on the accelerator, not waited for."""
+        """Values of the saved rows that are still on the accelerator, as one tensor of shape (values,), if any."""
         self.restored: list[MetricsRow] = []
-        job.keep(NAME, self, across="own", merge=_of_the_first_rank)
+        job.keep(NAME, self, across="own", merge=_merge_states)
 
     def state_dict(self) -> dict[str, Any]:
+        defers = attachments_of(self.job).defers
         rows, unread = [], []
         for row in self.unwritten() if self.job.world.first else ():
-            late = {name: value for name, value in row.values.items() if self._is_late(value)}
+            late = {name: value for name, value in row.values.items() if isinstance(value, Tensor) and defers}
             known = {name: float(value) for name, value in row.values.items() if name not in late}
             rows.append({"step": row.step, "values": {"time": time.time()} | known, "unread": list(late)})
             unread += late.values()
         self.unread = torch.stack([value.detach().float() for value in unread]) if unread else None
         return {"rows": rows} if self.unread is None else {"rows": rows, "unread": self.unread}
 
-    def _is_late(self, value: float | Tensor) -> bool:
-        return isinstance(value, Tensor) and self.job.defers
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the rows; a state that another version wrote differently costs its rows only."""
+        """Restore the rows. A state that another version wrote in another form is ignored, and its rows are lost."""
         self.restored = []
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             unread = iter(state_dict["unread"].tolist() if "unread" in state_dict else ())
@@ -69,12 +67,13 @@ class NewestRows:
                 )
 
     def write_missing(self, file: JsonLines) -> None:
-        """Append the restored rows of steps after the last one in the file."""
+        """Append the restored rows to the file, except rows of steps that the file holds already."""
         written = newest_step(file.path)
         for row in self.restored:
             if row.step > written:
                 file.write(row.step, {name: float(value) for name, value in row.values.items()})
 
 
-def _of_the_first_rank(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+def _merge_states(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Give the rows of the former first rank to the new first rank; other ranks have no rows."""
     return states[0] if rank == 0 else {"rows": []}

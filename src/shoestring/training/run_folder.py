@@ -1,25 +1,29 @@
-"""The folder of one run: who may write in it, and what is written at its start."""
+"""Claim the run folder for one start of the run at a time, and write the run file and the environment to it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-import tomllib
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shoestring.checkpoint.tiers.file_acts import Files, Lock
+from shoestring.checkpoint.tiers.plain import none_in
 from shoestring.core.errors import ConfigError
-from shoestring.run import Run
-from shoestring.storage.whole import write_atomic
+from shoestring.run import Run, vouch
+from shoestring.storage import foreign
+from shoestring.storage.whole import made_above, write_atomic
+from shoestring.training.clock import SPENT
 
-# What makes two runs the same one: with another of these, a checkpoint of one run does not fit the other.
+# Tables and keys that identify a run. Two runs that differ in one of them cannot load each other's checkpoints.
 IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("data",))
 
 
@@ -27,13 +31,15 @@ LOCK = ".lock"
 
 
 def claim(run: Run, stack: ExitStack) -> Path:
-    """The run's folder, made and proven writable, with the resolved run file and the environment in it.
+    """Create and lock the run folder, and write the resolved run file and the environment to it.
 
-    It is locked until `stack` is closed, or this process ends. A run that ends before its first step leaves nothing but
-    prepared data; what one left that was killed before is replaced.
+    The lock is released when `stack` is closed or this process ends. A run that ends before its first step removes the
+    files that it wrote, except prepared data. If a run was killed before its first step, the next run in the folder
+    replaces its files.
 
     Raises:
-        ConfigError: it is another run's, in use, holds a run that was not to be resumed, or cannot be written.
+        ConfigError: the folder belongs to another run, is in use, cannot be written, or holds a run while `run.resume`
+            is off.
     """
     named = Path(run.settings.folder) if run.settings.folder else None
     while True:
@@ -42,7 +48,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
         lock = _locked(folder)
         if named or run.settings.resume or not (folder / "run.toml").exists():
             break
-        lock.release()  # another run has taken it in between
+        lock.release()  # another run has claimed it since `_free` looked
     stack.callback(lock.release, remove=True)
     _check(folder, run)
     stack.callback(_undo, folder)
@@ -50,45 +56,88 @@ def claim(run: Run, stack: ExitStack) -> Path:
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
         write_atomic(folder / "run.toml", run.dump().encode())
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder `{folder}`: {error.strerror}", hint="choose another with --run.folder"
-        ) from error
+        raise _unwritable(folder, error.strerror) from error
+    vouch(folder)
     return folder
+
+
+def check_claim(run: Run) -> Iterator[str]:
+    """Check whether `claim` would succeed, without writing anything.
+
+    Returns:
+        Lines about a run that is in the folder now, and because of which `claim` would fail now.
+
+    Raises:
+        ConfigError: `claim` would fail even if there were no such run.
+    """
+    folder = Path(run.settings.folder) if run.settings.folder else _free(Path("runs") / run.name, run)
+    _check_kind(folder, run)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    reason = errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
+    if not there.is_dir():
+        reason = errno.EEXIST if there == folder else errno.ENOTDIR
+    if reason:
+        raise _unwritable(folder, os.strerror(reason))
+    return _occupied(folder, run)
+
+
+def _occupied(folder: Path, run: Run) -> Iterator[str]:
+    if (folder / LOCK).is_file():
+        if (lock := Lock.of(folder / LOCK)) is None:
+            yield _in_use(folder, (folder / LOCK).read_text(errors="replace")[:200].strip()).parts()[1]
+            return
+        lock.release()
+    if run.settings.resume is False and _has_begun(folder):
+        yield "; ".join(_taken(folder).parts()[1:])
+
+
+def check_resume(run: Run) -> None:
+    """Raise CheckpointError if `run.resume` names a path that does not exist."""
+    resume = run.settings.resume
+    if isinstance(resume, str) and resume != "auto" and not Path(resume).exists():
+        raise none_in(resume)
+
+
+def _unwritable(folder: Path, reason: str | None) -> ConfigError:
+    message = f"cannot write the run folder `{folder}`: {reason}"
+    return ConfigError(message, hint="choose another with --run.folder")
+
+
+def _in_use(folder: Path, holder: str | None) -> ConfigError:
+    message = f"`{folder}` is in use by {holder or 'another process'}"
+    return ConfigError(message, hint="end that run first, or choose another --run.folder")
 
 
 def _locked(folder: Path) -> Lock:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Files().lock(folder / LOCK, f"process {os.getpid()} on {platform.node()}")
+        with made_above(folder / LOCK):
+            return Files().lock(folder / LOCK, f"process {os.getpid()} on {platform.node()}")
     except BlockingIOError as error:
-        raise ConfigError(
-            f"`{folder}` is in use by {error.strerror}", hint="end that run first, or choose another --run.folder"
-        ) from None
+        raise _in_use(folder, error.strerror) from None
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder `{folder}`: {error.strerror}", hint="choose another with --run.folder"
-        ) from error
+        raise _unwritable(folder, error.strerror) from error
 
 
 def _undo(folder: Path) -> None:
-    """Undo the claim of a run that ended before its first step, so that the folder can be claimed again."""
+    """If the run ended before its first step, remove the files of its claim, so that the folder is free again."""
     if _has_begun(folder):
         return
-    made = ("run.toml", "environment.json", "history.jsonl", "report.html", "trackers.json", "metrics.jsonl", LOCK)
-    with suppress(OSError):  # prepared data stays, and then the folder does; a disk may be read-only by now
-        for name in made:
+    made = ("run.toml", "environment.json", "choices.json", "history.jsonl", "report.html", "trackers.json")
+    with suppress(OSError):  # `rmdir` fails if prepared data is left; the disk may be read-only by now
+        for name in (*made, "metrics.jsonl", SPENT, LOCK):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the run in a folder has done a step."""
+    """Whether a folder holds metrics, checkpoints or results, which a run writes only after its first step."""
     rows = folder / "metrics.jsonl"
-    return (rows.exists() and rows.stat().st_size > 0) or (folder / "checkpoints").exists()
+    exported = any((folder / name).exists() for name in ("checkpoints", "model", "best", "summary.json"))
+    return exported or (rows.exists() and rows.stat().st_size > 0)
 
 
 def _free(folder: Path, run: Run) -> Path:
-    """The folder itself to resume in, else the first of folder, folder-2, folder-3 … that holds no run."""
+    """The folder itself if `run.resume` allows resuming; otherwise the first of folder, folder-2, … without a run."""
     if run.settings.resume in ("auto", True):
         return folder
     number, free = 1, folder
@@ -99,47 +148,65 @@ def _free(folder: Path, run: Run) -> Path:
 
 
 def _check(folder: Path, run: Run) -> None:
+    _check_kind(folder, run)
+    there = (folder / "run.toml").is_file() and run.settings.resume is False
+    if there and (_has_begun(folder) or not run.settings.folder):
+        raise _taken(folder)  # if `run.folder` is not set, a run without a step may be starting there
+
+
+def _taken(folder: Path) -> ConfigError:
+    hint = "add --run.resume auto to continue it, or choose another --run.folder"
+    return ConfigError(f"`{folder}` holds a run already", hint=hint)
+
+
+def _check_kind(folder: Path, run: Run) -> None:
+    """Raise ConfigError if a folder holds files of another run, or if `run.resume` is true and it holds no run."""
     path = folder / "run.toml"
     if not path.is_file():
         if run.settings.resume is True:
             raise ConfigError(
-                f"`{folder}` holds no run to resume", hint="use --run.resume auto to start where there is none"
+                f"`{folder}` holds no run to resume", hint="with --run.resume auto the run then starts from scratch"
             )
         return
-    begun = _has_begun(folder)
-    if not begun and not (folder / "environment.json").exists():
+    if not _has_begun(folder) and not (folder / "environment.json").exists():
         raise ConfigError(
-            f"`{path}` was not written by a run, and the run would replace it", hint="choose another --run.folder"
+            f"`{path}` was not written by a run, and this run would replace it", hint="choose another --run.folder"
         )
     if run.settings.resume is not False:
-        check_same(folder, run)
-    elif begun or not run.settings.folder:  # a folder that nobody named may be that of a start at the same time
-        raise ConfigError(
-            f"`{folder}` holds a run already",
-            hint="add --run.resume auto to continue it, or choose another --run.folder",
-        )
+        check_same(folder, run.document)
 
 
-def check_same(folder: Path, run: Run) -> None:
-    """Make sure that a folder on this host, if there is one, is of this very run.
+def check_same(folder: Path, document: dict[str, Any]) -> None:
+    """Check that the run file in a folder on this host, if there is one, describes the same run as `document`.
 
     Raises:
-        ConfigError: it is of another one, or cannot be read.
+        ConfigError: it describes another run, or cannot be read.
     """
     path = folder / "run.toml"
     if not path.is_file():
         return
     try:
-        former = tomllib.loads(path.read_text())
+        former = foreign.read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read `{path}`: {error}") from error
     for keys in IDENTITY:
-        was, is_now = _at(former, keys), _at(run.document, keys)
+        was, is_now = _at(former, keys), _at(document, keys)
         if was != is_now:
-            raise ConfigError(
-                f"`{folder}` belongs to another run: its `{'.'.join(keys)}` is {was!r}, this one's is {is_now!r}",
-                hint="choose another --run.folder",
-            )
+            told = "; ".join(_differences(".".join(keys), was, is_now))
+            raise ConfigError(f"`{folder}` belongs to another run: {told}", hint="choose another --run.folder")
+
+
+def _differences(key: str, was: object, is_now: object) -> Iterator[str]:
+    """Yield a description of each key whose value differs, with the former value and the present one."""
+    if isinstance(was, dict) and isinstance(is_now, dict) and was and is_now:
+        for name in sorted({**was, **is_now}):
+            yield from _differences(f"{key}.{name}", was.get(name), is_now.get(name))
+    elif was != is_now:
+        yield f"its `{key}` is {_shown(was)}, this one's is {_shown(is_now)}"
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _at(document: dict[str, Any], keys: tuple[str, ...]) -> object:
@@ -150,7 +217,7 @@ def _at(document: dict[str, Any], keys: tuple[str, ...]) -> object:
 
 
 def environment(seed: int) -> dict[str, Any]:
-    """What the run ran on, for whoever wants to repeat it."""
+    """Command, seed, host, commit and versions of a run, which are needed to reproduce it."""
     return {
         "command": sys.argv,
         "seed": seed,
@@ -170,7 +237,7 @@ def _version(name: str) -> str:
 
 
 def _git() -> str:
-    """The commit of the working directory, with a mark when it has changes; empty outside of git."""
+    """The commit of the working directory, with "-dirty" if there are changes; empty outside of a git repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""How fast a run goes: turns the clock, the loss and what features publish into the numbers of a step."""
+"""The throughput meter: writes the metrics of each step, which are loss, throughput, memory and those of features."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoestring.core.job import Job
+from shoestring.core.job import Job, attachments_of
 from shoestring.report.sinks import Sink
 from shoestring.training.newest_rows import MetricsRow
 
-# Dense bf16 (fp16 before Ampere) peak in FLOP/s by device name, from the makers' data sheets. Longer names first.
+# Peak FLOP/s of dense bf16 matrix products (fp16 before Ampere) by device name, from the vendors' data sheets. The
+# first name that the device's name contains is used, so longer names come first.
 PEAKS = (
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
@@ -35,7 +36,7 @@ PEAKS = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's peak rate in FLOP/s, where it is known."""
+    """Peak FLOP/s of the device in bf16; None if not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -43,7 +44,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak so far: allocated on a GPU, resident of the process on a CPU."""
+    """Peak of memory so far in GiB: on a GPU, what torch has allocated; on a CPU, the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -56,14 +57,17 @@ class _Mark(NamedTuple):
 
 
 class Meter:
-    """Writes one step's numbers to every sink, on the first rank.
+    """Measures throughput, and on the first rank writes the metrics of each step to every sink.
 
-    A loss is read one step after it was computed, so that reading never stalls an accelerator.
+    On an accelerator, a loss is read one step after it was computed, so that reading never makes the device wait.
 
     Args:
-        flops_per_token: of a forward and backward pass, for MFU.
-        nats_to_bits: bits per byte for each nat per token of this corpus; 0 where that is unknown.
-        batch: samples of a step. Where a step has as many targets, as images have, these count as samples.
+        sinks: destinations of the metrics; empty on ranks other than the first.
+        flops_per_token: floating-point operations of a forward and a backward pass per token, to compute the MFU (model
+            FLOPs utilisation).
+        nats_to_bits: factor that converts nats per token to bits per byte; 0 if not known.
+        batch: number of samples of a step. If a step has as many targets as samples, as with images, throughput is in
+            samples per second.
     """
 
     def __init__(
@@ -73,28 +77,30 @@ class Meter:
         peak = peak_flops(job.world.device)
         self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
         self.waited = 0.0
-        self.latest: dict[str, float] = {}  # the last value of each metric, on every rank
-        self.tokens_before = job.progress.tokens  # of the run that this one resumed
+        self.latest: dict[str, float] = {}  # the last value of each metric; filled on every rank
+        self.tokens_before = job.progress.tokens  # tokens that earlier starts of the run trained on
         self.recent: deque[float] = deque(maxlen=64)
         self.unit = "tokens"
         self._marks: deque[_Mark] = deque([self._mark()], maxlen=16)
         self._pending: tuple[int, Tensor, dict[str, float | Tensor]] | None = None
-        self._taken = job.progress.step
+        self.began = self._taken = job.progress.step
+        self.evaluated = 0
+        """Number of evaluations of step `began` that an earlier start of the run has already written."""
 
     def step(self, loss: Tensor) -> None:
-        """Take the loss of the step just done."""
+        """Record the newest step and its loss, to be written now, or on an accelerator one step later."""
         self._taken = self.job.progress.step
         self._marks.append(self._mark())
         self.flush()
         self._pending = (self.job.progress.step, loss, self._numbers())
-        if not self.job.defers:
+        if not attachments_of(self.job).defers:
             self.flush()
 
     def _mark(self) -> _Mark:
         return _Mark(time.perf_counter() - self.job.trace.aside, self.job.progress.tokens, self.waited)
 
     def flush(self) -> None:
-        """Write what is still held back."""
+        """Write the metrics of the step that was recorded but not written yet, if there is one."""
         if self._pending is None:
             return
         (step, loss, numbers), self._pending = self._pending, None
@@ -106,27 +112,35 @@ class Meter:
         self.write(step, values | self._pace(self._marks))
 
     def unwritten(self) -> Iterator[MetricsRow]:
-        """The rows that no sink has got yet, as far as they are known: for a checkpoint that is made now."""
+        """Rows of metrics that were not written to any sink yet, for a checkpoint that is being made."""
         job, newest = self.job, []
         if self._pending is not None:
             newest.append(self._pending)
-        if job.progress.step > self._taken and "loss" in job.numbers:  # its `step` comes after the checkpoint
+        if job.progress.step > self._taken and "loss" in job.numbers:  # called inside a step
             newest.append((job.progress.step, torch.as_tensor(job.numbers["loss"]), self._numbers()))
         for step, loss, numbers in newest:
             bits = {"bits_per_byte": loss * self.nats_to_bits} if self.nats_to_bits else {}
             yield MetricsRow(step, {"loss": loss} | numbers | bits | self._pace([*self._marks, self._mark()]))
 
     def _numbers(self) -> dict[str, float | Tensor]:
-        return {"lr": self.job.built_optimizer.param_groups[0]["lr"]} | self.job.numbers
+        return {"lr": self.job.optimizer.param_groups[0]["lr"]} | self.job.numbers
+
+    def write_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of an evaluation, unless an earlier start of the run has written them already."""
+        if step == self.began and self.evaluated:
+            self.latest |= values
+        else:
+            self.write(step, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write metrics to every sink."""
         self.latest |= values
         for sink in self.sinks:
             sink.write(step, values)
 
     @property
     def seconds_per_step(self) -> float:
-        """The median pace of the last steps."""
+        """Median duration in seconds of up to 15 newest steps; NaN before the first step."""
         times = [mark.time for mark in self._marks]
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else math.nan
@@ -152,8 +166,6 @@ class Meter:
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
-            if (
-                self.job.progress.step > self._taken
-            ):  # a rank was lost while the ranks agreed on a checkpoint of this very step
+            if self.job.progress.step > self._taken:  # an error in the step's last phase: its row is missing
                 self.step(torch.as_tensor(self.job.numbers["loss"]))
             self.flush()

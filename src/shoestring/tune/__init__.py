@@ -1,8 +1,8 @@
-"""Search for the settings of a run: trials that survive the machines they run on. Free of torch and of Optuna.
+"""Hyperparameter search whose trials continue on other machines after a failure. Imports neither torch nor Optuna.
 
-`settings` is the study file, `space` its dimensions; `store` keeps trials and their leases in one database, `worker`
-runs a leased trial, `process` is a trial as a process, `search`, `gaussian` and `population`
-choose what runs next.
+`settings` defines the tables of a study file, and `space` the dimensions of the search. `store` keeps trials and their
+leases in one database, `worker` runs leased trials, and `process` runs one trial as a process. `search`, `gaussian` and
+`population` choose what runs next.
 """
 
 from shoestring.tune.settings import Halving, Population, Study

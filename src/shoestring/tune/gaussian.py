@@ -1,8 +1,9 @@
-"""Bayesian optimization with trials in flight: a Gaussian process, and expected improvement over fantasies.
+"""Bayesian optimization that takes running trials into account: a Gaussian process with expected improvement.
 
-Matern 5/2 kernel with a length scale for each dimension, found by maximum a posteriori. The outcomes of running trials
-are drawn jointly from the posterior, and the improvement is averaged over the draws (Snoek et al. 2012, section 3.2,
-https://arxiv.org/abs/1206.2944), so a batch spreads without waiting.
+The kernel is Matern 5/2 with a length scale per dimension, fitted by maximum a posteriori. The outcomes of running
+trials are drawn jointly from the posterior ("fantasies"), and the improvement is averaged over the draws (Snoek et al.,
+2012, section 3.2, https://arxiv.org/abs/1206.2944), so parallel trials spread out without waiting for each other's
+results.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 from scipy import linalg, optimize, stats
 
-from shoestring.tune.distributions import distribution
+from shoestring.tune.distributions import distribution, from_optuna, to_optuna
 from shoestring.tune.space import Dimension
 
 Array = NDArray[np.float64]
 
 FANTASIES, CANDIDATES, STARTS, ROUNDS = 24, 1024, 8, 6
-_JITTER = 1e-8
+_JITTER = 1e-8  # added to the kernel's diagonal, so that the Cholesky decomposition does not fail through rounding
 
 
 class GaussianSampler(BaseSampler):
-    """The Gaussian process as a sampler of Optuna's, for the dimensions without conditions; others are random.
+    """An Optuna sampler that proposes values by a Gaussian process; dimensions with conditions are drawn at random.
 
     Args:
-        seed: of this proposal. sequence: seed of the quasi-random points that the first trials try.
+        seed: seed of this proposal.
+        sequence: seed of the Sobol sequence from which the first trials are taken.
     """
 
     def __init__(self, space: Sequence[Dimension], *, seed: int, sequence: int = 0) -> None:
@@ -49,44 +51,46 @@ class GaussianSampler(BaseSampler):
         if not self.space:
             return {}
         keys = [dimension.key for dimension in self.space]
-        others = [each for each in study.get_trials(deepcopy=False) if set(keys) <= set(each.params)]
-        done = [each for each in others if each.state == TrialState.COMPLETE]
+        others = [other for other in study.get_trials(deepcopy=False) if set(keys) <= set(other.params)]
+        done = [other for other in others if other.state == TrialState.COMPLETE]
         if len(done) < max(4, 2 * len(keys)):
-            return decode(self.space, self._quasi_random(trial.number))
+            sobol = stats.qmc.Sobol(width(self.space), rng=np.random.default_rng(self.sequence))
+            number = int(trial.number)
+            # a Sobol sequence is balanced only if the number of its points is a power of two
+            return to_optuna(self.space, decode(self.space, sobol.random(2 ** number.bit_length())[number]))
         sign = 1.0 if study.direction.name == "MINIMIZE" else -1.0
-        values = [sign * float(each.value or 0.0) for each in done]
-        failed = [each for each in others if each.state == TrialState.FAIL]
-        values += [max(values)] * len(failed)  # as bad as the worst: a region that fails is left
-        seen = np.array([encode(self.space, each.params) for each in (*done, *failed)])
-        running = [each for each in others if each.state == TrialState.RUNNING and each.number != trial.number]
-        pending = np.array([encode(self.space, each.params) for each in running]).reshape(-1, seen.shape[1])
-        return propose(self.space, seen, np.array(values), pending, self.random)
+        values = [sign * float(other.value or 0.0) for other in done]
+        failed = [other for other in others if other.state == TrialState.FAIL]
+        values += [max(values)] * len(failed)  # failed trials count as the worst result
+        seen = np.array([encode(self.space, from_optuna(self.space, other.params)) for other in (*done, *failed)])
+        running = [other for other in others if other.state == TrialState.RUNNING and other.number != trial.number]
+        pending = np.array([encode(self.space, from_optuna(self.space, other.params)) for other in running]).reshape(
+            -1, seen.shape[1]
+        )
+        return to_optuna(self.space, propose(self.space, seen, np.array(values), pending, self.random))
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def _quasi_random(self, number: int) -> Array:
-        points = stats.qmc.Sobol(width(self.space), rng=np.random.default_rng(self.sequence))
-        return points.random(2 ** int(number).bit_length())[number]  # a power of two, as its balance asks
-
 
 # -- points in the unit cube ------------------------------------------------------------------------------------------
 
 
 def width(space: Sequence[Dimension]) -> int:
-    """Coordinates of a point that stands for values of the space."""
+    """Number of coordinates that encode the values of a space."""
     return sum(len(dimension.choices) or 1 for dimension in space)
 
 
 def encode(space: Sequence[Dimension], values: Mapping[str, Any]) -> Array:
-    """Values as a point of the unit cube; a choice takes one coordinate for each of its values."""
+    """Encode values as a point in the unit cube; a choice is one-hot, with one coordinate per option."""
     point: list[float] = []
     for dimension in space:
         value = values[dimension.key]
         if dimension.kind == "choice":
-            point += [float(value == choice) for choice in dimension.choices]
+            chosen = dimension.index(value)
+            point += [float(at == chosen) for at in range(len(dimension.choices))]
         elif dimension.kind == "log":
             point.append(float(np.log(value / dimension.low) / np.log(dimension.high / dimension.low)))
         else:
@@ -95,7 +99,7 @@ def encode(space: Sequence[Dimension], values: Mapping[str, Any]) -> Array:
 
 
 def decode(space: Sequence[Dimension], point: Array) -> dict[str, Any]:
-    """The values at a point: whole numbers rounded, of a choice the largest coordinate."""
+    """Decode a point to values: integers are rounded; of a choice, the option with the largest coordinate is taken."""
     values: dict[str, Any] = {}
     at = 0
     for dimension in space:
@@ -118,7 +122,7 @@ def decode(space: Sequence[Dimension], point: Array) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process with its data: `points` (n, d), `values` (n,) of mean about 0 and variance about 1."""
+    """A Gaussian process with its data: `points` (n, d), and `values` (n,) with mean about 0 and variance about 1."""
 
     points: Array
     values: Array
@@ -132,29 +136,30 @@ class Process:
         return linalg.cholesky(gram + (self.noise + _JITTER) * np.eye(len(gram)), lower=True)
 
     def at(self, points: Array) -> tuple[Array, Array]:
-        """Posterior mean (m,) and covariance (m, m)."""
+        """Posterior mean (m,) and covariance (m, m) at points (m, d)."""
         root, cross = self._root, matern(self.points, points, self.scales)
         solved = linalg.solve_triangular(root, cross, lower=True)
         whitened = linalg.solve_triangular(root, self.values, lower=True)
         return solved.T @ whitened, matern(points, points, self.scales) - solved.T @ solved
 
     def marginal(self, points: Array) -> tuple[Array, Array]:
-        """Posterior mean (m,) and standard deviation (m,)."""
+        """Posterior mean (m,) and standard deviation (m,) at points (m, d)."""
         root, cross = self._root, matern(self.points, points, self.scales)
         solved = linalg.solve_triangular(root, cross, lower=True)
         mean = solved.T @ linalg.solve_triangular(root, self.values, lower=True)
         return mean, np.sqrt(np.maximum(1.0 - np.sum(solved**2, axis=0), 1e-12))
 
     def extended(self, points: Array) -> Process:
-        """The process after the expected outcomes at points (m, d)."""
+        """The process conditioned on its own posterior means at points (m, d), as if these means had been observed."""
         mean = self.marginal(points)[0]
         data = np.concatenate([self.points, points]), np.concatenate([self.values, mean])
         return Process(*data, self.scales, self.noise)
 
     def improvement(self, points: Array, outcomes: Array) -> Array:
-        """Expected improvement at points (m, d), averaged over columns of `outcomes` (n, fantasies) of `self.points`.
+        """Expected improvement at points (m, d), averaged over the fantasies in `outcomes` (n, fantasies).
 
-        In place of its logarithm, which orders points alike, a floor keeps it from being 0 everywhere.
+        A floor on the variance keeps the improvement above 0 everywhere, so its logarithm, which has the same maximum,
+        is not needed.
         """
         root, cross = self._root, matern(self.points, points, self.scales)
         solved = linalg.solve_triangular(root, cross, lower=True)
@@ -165,20 +170,23 @@ class Process:
 
 
 def matern(left: Array, right: Array, scales: Array) -> Array:
-    """Matern 5/2 kernel of points (n, d) and (m, d), as (n, m)."""
+    """Matern 5/2 kernel (n, m) between points (n, d) and points (m, d)."""
     distance = np.sqrt(5) * np.sqrt(np.sum(((left[:, None] - right[None]) / scales) ** 2, axis=2))
     return (1 + distance + distance**2 / 3) * np.exp(-distance)
 
 
 def fit(points: Array, values: Array) -> Process:
-    """The process whose length scales and noise are most probable: log-normal priors with medians of 0.5 sqrt(d) and
-    1e-4, as the distance between points of the cube grows with sqrt(d)."""
+    """Fit length scales and noise by maximum a posteriori.
+
+    The priors are log-normal with medians of 0.5 sqrt(d) and 1e-4: distances in the unit cube grow with sqrt(d).
+    """
     width = points.shape[1]
     middle = np.append(np.full(width, np.log(0.5 * np.sqrt(width))), np.log(1e-4))
     spread = np.append(np.full(width, 1.0), 2.0)
     squares = (points[:, None] - points[None]) ** 2
 
     def negative(chosen: Array) -> tuple[float, Array]:
+        """Negative log posterior, and its gradient with respect to the logarithms of the scales and the noise."""
         scales, noise = np.exp(chosen[:-1]), np.exp(chosen[-1])
         scaled = np.sqrt(5 * np.sum(squares / scales**2, axis=2))
         decay = np.exp(-scaled)
@@ -187,7 +195,8 @@ def fit(points: Array, values: Array) -> Process:
         weights = linalg.cho_solve((root, True), values)
         inverse = linalg.cho_solve((root, True), np.eye(len(points)))
         inner = np.outer(weights, weights) - inverse
-        slope = (5 / 3) * (1 + scaled) * decay  # of the kernel, times squares / scales**2, by the log of a scale
+        # slope * squares / scales**2 is the derivative of the kernel with respect to the logarithm of a length scale
+        slope = (5 / 3) * (1 + scaled) * decay
         gradient = [0.5 * np.sum(inner * slope * squares[:, :, i] / scales[i] ** 2) for i in range(width)]
         gradient.append(0.5 * noise * np.trace(inner))
         away = (chosen - middle) / spread
@@ -195,17 +204,19 @@ def fit(points: Array, values: Array) -> Process:
         return float(loss), -np.array(gradient) + away / spread
 
     bounds = [(np.log(0.02), np.log(20.0))] * width + [(np.log(1e-7), np.log(0.5))]
-    found = optimize.minimize(negative, middle, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60})
-    return Process(points, values, np.exp(found.x[:-1]), float(np.exp(found.x[-1])))
+    best = optimize.minimize(negative, middle, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}).x
+    return Process(points, values, np.exp(best[:-1]), float(np.exp(best[-1])))
 
 
 def propose(
     space: Sequence[Dimension], seen: Array, values: Array, pending: Array, random: np.random.Generator
 ) -> dict[str, Any]:
-    """The values with the largest expected improvement over the smallest of `values`.
+    """The values of the space with the largest expected improvement over the smallest outcome.
 
     Args:
-        seen: (n, d) points of the unit cube. values: (n,) their outcomes. pending: (m, d) points of running trials.
+        seen: encoded points (n, d) with known outcomes.
+        values: outcomes (n,) of the points in `seen`; smaller is better.
+        pending: encoded points (m, d) of running trials.
     """
     centred = (values - values.mean()) / (values.std() or 1.0)
     process = fit(seen, centred)
@@ -225,17 +236,18 @@ def propose(
 def maximize(
     space: Sequence[Dimension], score: Callable[[Array], Array], starts: Array, random: np.random.Generator
 ) -> Array:
-    """The point (d,) of the unit cube with the largest score, among points that stand for values of the space.
+    """The point (d,) in the unit cube with the largest score, among points that encode values of the space.
 
     Args:
-        score: of points (m, d), as (m,). starts: (n, d) points near which to look, beside random ones.
+        score: maps points (m, d) to their scores (m,).
+        starts: points (n, d) whose neighbourhoods are searched in addition to random points.
     """
     near = np.repeat(starts, max(1, CANDIDATES // (4 * len(starts))), axis=0)
     points = np.concatenate([
         random.random((CANDIDATES, near.shape[1])), near + 0.05 * random.standard_normal(near.shape)
     ])  # fmt: skip
     spread, winner = 0.1, points[0]
-    for _ in range(ROUNDS):  # the best of random points, then of ever closer neighbours of the best
+    for _ in range(ROUNDS):  # first random points, then ever closer neighbours of the best points
         points = np.array([encode(space, decode(space, point)) for point in points])
         scores = score(points)
         top = points[np.argsort(-scores)[:STARTS]]

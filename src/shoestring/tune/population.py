@@ -1,8 +1,9 @@
 """Population based training (PBT, https://arxiv.org/abs/1711.09846) and PB2 (https://arxiv.org/abs/2002.02518).
 
-Members pause at the same steps. One that is among the worst there ends, and a fork takes its place: a new trial that
-begins from the checkpoint of one of the best, with other settings. Nobody waits: a member is compared with those that
-were at this step before, and the one that is furthest behind continues first, so that most of them were.
+All members of a population pause at the same steps to be compared. A member that is among the worst at a step ends, and
+a fork replaces it: a new trial that begins from the checkpoint of one of the best members, with other settings. Members
+do not wait: a member is compared with the members that have already reached its step. The member that is furthest
+behind moves first, so most other members have reached its step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from shoestring.tune.space import Dimension
 from shoestring.tune.store import TrialLease
 
 Scores = Mapping[int, Mapping[int, float]]
-"""For each trial, by its number, the objective at each comparison that it reached; smaller is better."""
+"""Maps a trial's number to its objective at each comparison that it reached; smaller is better."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A member to end, and the one whose checkpoint of the same comparison its successor begins from."""
+    """A member that ends, and the parent from whose checkpoint at the same comparison the replacing trial begins."""
 
     ended: TrialLease
     parent: TrialLease
@@ -34,27 +35,32 @@ class Fork:
 def scores_of(
     trials: Sequence[TrialLease], reports: Mapping[int, Mapping[int, float]], population: Population, sign: int
 ) -> dict[int, dict[int, float]]:
-    """The objective of each trial at the comparisons that it reached itself, which for a fork begin after its first
-    step. A value that is not finite counts as infinitely bad.
+    """The objective of each trial, by number, at each comparison that the trial itself (not its parent) reached.
+
+    A non-finite value counts as infinitely bad.
 
     Args:
-        reports: what each trial has reported, by its id and by step. sign: -1 where the objective is to be large.
+        reports: reported values by the trial's id and by step.
+        sign: 1 to minimize the objective, -1 to maximize it.
     """
-    found: dict[int, dict[int, float]] = {}
+    scores: dict[int, dict[int, float]] = {}
     for trial in trials:
-        found[trial.number] = {}
+        scores[trial.number] = {}
         values, rung = reports[trial.trial], trial.forked
         while later := [at for at in values if at >= population.step(rung)]:
             value = sign * values[min(later)]
-            found[trial.number][rung] = value if math.isfinite(value) else math.inf
+            scores[trial.number][rung] = value if math.isfinite(value) else math.inf
             rung += 1
-    return found
+    return scores
 
 
 def next_move(
     trials: Sequence[TrialLease], scores: Scores, population: Population, random: np.random.Generator
 ) -> TrialLease | Fork | None:
-    """What the member that is furthest behind does: continue, or make room for a fork; None where none is paused."""
+    """The paused member that is furthest behind, if it continues; a `Fork` if another trial replaces it.
+
+    None if no member is paused.
+    """
     paused = [trial for trial in trials if trial.state == "paused"]
     if not paused:
         return None
@@ -62,20 +68,17 @@ def next_move(
     rung = member.rung
     at_rung = {trial.number: trial for trial in trials if rung in scores[trial.number]}
     ranked = sorted(at_rung, key=lambda number: (scores[number][rung], number))
-    count = max(1, round(population.share * len(ranked)))
+    count = max(1, round(population.truncation * len(ranked)))
     if 2 * count > len(ranked) or 2 * len(ranked) < population.size or member.number not in ranked[-count:]:
         return member
-    best = [
-        number
-        for number in ranked[:count]
-        if math.isfinite(scores[number][rung]) and _has_paused(at_rung[number], rung)
-    ]
+    best = []
+    for number in ranked[:count]:
+        # only a trial that paused here has a checkpoint of this comparison: a fast trial may end before it is asked to
+        # pause
+        has_paused = at_rung[number].rung > rung or at_rung[number].state in ("paused", "pruned")
+        if has_paused and math.isfinite(scores[number][rung]):
+            best.append(number)
     return Fork(member, at_rung[int(random.choice(best))]) if best else member
-
-
-def _has_paused(trial: TrialLease, rung: int) -> bool:
-    """Whether it has paused at a comparison and so has a checkpoint of it: a fast one may end before it is asked to."""
-    return trial.rung > rung or trial.state in ("paused", "pruned")
 
 
 # -- other settings ---------------------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ def _has_paused(trial: TrialLease, rung: int) -> bool:
 def perturb(
     space: Sequence[Dimension], values: Mapping[str, Any], population: Population, random: np.random.Generator
 ) -> dict[str, Any]:
-    """PBT: each number is multiplied by 0.8 or 1.2, each choice moves to a neighbour, or either is drawn anew."""
+    """PBT: multiply each number by 0.8 or 1.2, move each choice to a neighbouring option, or draw a new value."""
     changed: dict[str, Any] = {}
     for dimension in space:
         if not dimension.applies(changed):
@@ -94,7 +97,7 @@ def perturb(
             width = len(dimension.choices) or 1
             changed |= decode([dimension], random.random(width))
         elif dimension.choices:
-            at = dimension.choices.index(value) + int(random.choice([-1, 1]))
+            at = dimension.index(value) + int(random.choice([-1, 1]))
             changed[dimension.key] = dimension.choices[min(max(at, 0), len(dimension.choices) - 1)]
         else:
             moved = min(max(value * random.choice([0.8, 1.2]), dimension.low), dimension.high)
@@ -111,11 +114,11 @@ def bandit(
     population: Population,
     random: np.random.Generator,
 ) -> dict[str, Any]:
-    """PB2: the numbers whose upper confidence bound of the improvement until the next comparison is largest.
+    """PB2: the settings with the largest upper confidence bound on the improvement until the next comparison.
 
-    The Gaussian process has the comparison as one more dimension, so that what was learned long ago fades at a rate
-    that is fitted (the paper fixes the form of the decay). Intervals that still run count with their expected outcome,
-    so forks of the same time differ. Choices, and keys with conditions, change as under PBT.
+    The Gaussian process has time as an additional dimension, so old results lose weight at a fitted rate (in the paper,
+    the decay has a fixed form). Running trials are included with their expected outcomes, so that simultaneous forks
+    differ. Choices, and keys with conditions, are changed as in PBT.
     """
     numbers = [dimension for dimension in space if not dimension.choices and not dimension.when]
     changed = perturb([dimension for dimension in space if dimension not in numbers], values, population, random)
@@ -127,10 +130,11 @@ def bandit(
     now = population.time(rung + 1) / latest
     gains = (gains - gains.mean()) / (gains.std() or 1.0)
     process = fit(points, gains)
-    running = [each for each in trials if each.state in ("held", "ready") and each.number in scores]
-    pending = [[now, *encode(numbers, each.parameters)] for each in running]
+    running = [trial for trial in trials if trial.state in ("held", "ready") and trial.number in scores]
+    pending = [[now, *encode(numbers, trial.parameters)] for trial in running]
     if pending:
         process = process.extended(np.array(pending))
+    # the weight of exploration grows with the logarithm of time, as in GP-UCB (https://arxiv.org/abs/0912.3995)
     weight = math.sqrt(0.2 + math.log(1 + 0.4 * (rung + 1)))
 
     def bound(candidates: Array) -> Array:
@@ -143,8 +147,8 @@ def bandit(
 def _intervals(
     space: Sequence[Dimension], trials: Sequence[TrialLease], scores: Scores, population: Population
 ) -> tuple[Array, Array]:
-    """For each interval between two comparisons: its end and its settings (n, 1 + d), and by how much the objective
-    fell (n,)."""
+    """Data for the Gaussian process: for each of n intervals between two comparisons, its end time and settings (n, 1 +
+    d), and the decrease of the objective over the interval (n,)."""
     points, gains = [], []
     by_number = {trial.number: trial for trial in trials}
     for trial in trials:
@@ -154,4 +158,4 @@ def _intervals(
             if math.isfinite(before) and math.isfinite(score):
                 points.append([population.time(rung), *encode(space, trial.parameters)])
                 gains.append(before - score)
-    return np.array(points).reshape(-1, 1 + sum(len(each.choices) or 1 for each in space)), np.array(gains)
+    return np.array(points).reshape(-1, 1 + sum(len(dimension.choices) or 1 for dimension in space)), np.array(gains)

@@ -1,9 +1,9 @@
-"""A trial as a process: how it begins, the metrics that it writes, and its end with the worker that started it."""
+"""Runs a trial as a process: forks the process, reads its metrics, and ends it when the worker that started it ends."""
 
 from __future__ import annotations
 
 import ctypes
-import json
+import math
 import os
 import signal
 import socket
@@ -15,18 +15,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from shoestring.core.errors import NonFiniteError
 from shoestring.forking import ForkServer
+from shoestring.report import history_file
+from shoestring.storage.foreign import parse_json
+from shoestring.storage.guarded import open_regular
 
 LOG = "trial.log"
+_LONGEST = 1 << 20
+"""Maximum bytes of a row of metrics, and maximum bytes read from the end of a log."""
+_MOST_STEPS = 1 << 62
 SIGKILL_WITH_PARENT = (1, signal.SIGKILL, 0, 0, 0)
-"""Arguments of prctl."""
+"""Arguments of prctl for SIGKILL when the parent ends: PR_SET_PDEATHSIG is 1."""
 
 
 class TrialServer:
-    """Forks trials from a process that has imported what they need, so that a trial begins at once; close it after use.
+    """Forks trials from a server process that has imported their modules, so that they start at once; to be closed.
 
     Args:
-        preloaded: names of the modules that are imported.
+        preloaded: names of the modules to import.
     """
 
     def __init__(self, preloaded: Sequence[str]) -> None:
@@ -34,12 +41,24 @@ class TrialServer:
         self._server: ForkServer | None = None
 
     def fork(self, function: Callable[..., Any], arguments: Sequence[Any], log: int) -> tuple[ForkServer, int]:
-        """Start a process in a session of its own that calls a function of a module; its server and its id."""
-        if self._server is None or self._server.ended:
-            # A process that has asked the driver cannot fork users of a GPU; imports that ask are to ask NVML instead.
+        """Start a process, in its own session, that calls a module's function; returns the server and the process id.
+
+        Raises:
+            RuntimeError: the server process has ended; the next call starts another.
+        """
+        if self._server is not None and self._server.ended:
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            # A process that has initialized CUDA cannot fork users of a GPU; with this variable, torch counts devices
+            # by NVML.
             self._server = ForkServer(self.preloaded, more={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
         called = f"{function.__module__}:{function.__qualname__}"
-        return self._server, self._server.fork(begin, [self._server.pid, called, *arguments], log)
+        try:
+            return self._server, self._server.fork(begin, [self._server.pid, called, *arguments], log)
+        except RuntimeError:
+            self._server.close()
+            raise
 
     def close(self) -> None:
         """End the server."""
@@ -48,13 +67,13 @@ class TrialServer:
 
 
 def begin(server: int, called: str, *arguments: Any) -> None:
-    """The forked process's part.
+    """Run a trial in the forked process.
 
-    The kernel kills it when its server ends, which ends with its worker: a trial does not train beside the one that
-    resumes it.
+    The kernel kills this process when its server ends, and the server ends with its worker. A trial therefore never
+    trains at the same time as the process that resumes it.
     """
     ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
-    if os.getppid() != server:  # it has ended already
+    if os.getppid() != server:  # the server ended before prctl took effect
         sys.exit(1)
     os.setsid()
     module, _, name = called.partition(":")
@@ -65,8 +84,8 @@ class TrialProcess:
     """One attempt of a trial, which writes metrics.jsonl to `folder`.
 
     Args:
-        function: of a module, that trains and returns the exit code.
-        arguments: of the function, of JSON types.
+        function: a module-level function that trains and returns the exit code.
+        arguments: the function's arguments, of JSON types.
         metric: key of the metric that `read` returns.
     """
 
@@ -75,20 +94,22 @@ class TrialProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.metric, self.step = folder, metric, 0
-        self.tokens, self._counted = 0.0, time.time()  # of this attempt: rows of earlier ones are older
+        self.tokens, self._counted = 0.0, time.time()  # only rows after this time are of this attempt
         self.seen: set[str] = set()
         self._metrics: IO[bytes] | None = None
         with (folder / LOG).open("ab") as log:
             self._server, self.pid = server.fork(function, arguments, log.fileno())
         self._status: int | None = None
+        self.orphaned = False
+        """Whether the server was killed, which kills the trial as well."""
 
     @property
     def place(self) -> str:
-        """Host, process and start time, by which `end_former` finds the process again."""
+        """Host, process id and start time, from which `end_former` identifies the process."""
         return f"{socket.gethostname()} {self.pid} {_start_time(self.pid)}"
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None while it runs."""
+        """The exit code, or the negative number of the signal that ended the process; None while it runs."""
         if self._status is None:
             with suppress(TimeoutError):
                 self._status = self._wait(0.0)
@@ -97,52 +118,61 @@ class TrialProcess:
     def _wait(self, timeout: float | None = None) -> int:
         try:
             return self._server.wait(self.pid, timeout)
-        except (ProcessLookupError, RuntimeError):  # the server was killed, and the trial with it
+        except (ProcessLookupError, RuntimeError):
+            self.orphaned = True
             return -signal.SIGKILL
 
     def read(self) -> dict[int, float]:
-        """Values of the metric, by step, that were written since the last call; a half-written row waits."""
-        found: dict[int, float] = {}
+        """Values of the metric by step, from rows written since the last call; a half-written row is left for later."""
+        values: dict[int, float] = {}
         self._follow(self.folder / "metrics.jsonl")
         while self._metrics is not None:
             at = self._metrics.tell()
-            line = self._metrics.readline()
+            line = self._metrics.readline(_LONGEST)
             if not line.endswith(b"\n"):
+                if len(line) == _LONGEST:  # too long for a row
+                    continue
                 self._metrics.seek(at)
                 break
-            with suppress(ValueError, KeyError, TypeError):  # a row that a crash has cut
-                row = json.loads(line)
+            with suppress(ValueError, KeyError, TypeError, OverflowError):  # a row cut short by a crash
+                row = parse_json(line)
+                step = int(row["step"])
+                if not 0 <= step < _MOST_STEPS:
+                    continue
                 self.seen |= set(row)
-                self.step = max(self.step, int(row["step"]))
+                self.step = max(self.step, step)
                 self._count(row)
-                if isinstance(row.get(self.metric), int | float):
-                    found[int(row["step"])] = float(row[self.metric])
-        return found
+                value = row.get(self.metric)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    values[step] = float(value)
+        return values
 
     def _count(self, row: Mapping[str, float]) -> None:
         rate = row.get("tokens_per_second", row.get("samples_per_second"))
         if rate is not None and row["time"] > self._counted:
-            self._counted = row["time"]
-            self.tokens += rate * row["step_seconds"]
+            tokens = float(rate * row["step_seconds"])
+            self._counted = float(row["time"])
+            self.tokens += tokens if math.isfinite(tokens) else 0.0
 
     def _follow(self, path: Path) -> None:
-        """Open the file, and again from its beginning where a run has replaced it or cut rows off."""
-        with suppress(FileNotFoundError):
+        """Open the file; reopen it from its beginning if a run has replaced or truncated it."""
+        with suppress(OSError):
             now = path.stat()
             if self._metrics is not None:
                 then = os.fstat(self._metrics.fileno())
                 if (then.st_dev, then.st_ino) == (now.st_dev, now.st_ino) and self._metrics.tell() <= now.st_size:
                     return
                 self._metrics.close()
-            self._metrics = path.open("rb")
+                self._metrics = None
+            self._metrics = open_regular(path)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM: the run writes a checkpoint after its step and ends."""
+        """Send SIGTERM, after which the run completes its step, writes a checkpoint and ends."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and those that it has started, and wait for it."""
+        """Kill the process and its children, and wait for it."""
         if self.poll() is None:
             _kill(self.pid)
             self._status = self._wait()
@@ -153,14 +183,24 @@ class TrialProcess:
             self._metrics.close()
 
     def last_words(self) -> str:
-        """The last line of the trial's log that says something."""
-        lines = (self.folder / LOG).read_text(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip() and not line.startswith("hint:")]
-        return said[-1].removeprefix("error: ")[:300] if said else "it printed nothing"
+        """Why the process ended: the last line of its log that is neither empty nor a hint."""
+        if self.orphaned:
+            return "the process that starts the trials was killed"
+        with (self.folder / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LONGEST))
+            lines = log.read(_LONGEST).decode(errors="replace").splitlines()
+        lines = [line.strip() for line in lines if line.strip() and not line.startswith("hint:")]
+        reason = lines[-1].removeprefix("error: ")[:300] if lines else "it printed nothing"
+        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in reason)
+
+    def diverged(self) -> bool:
+        """Whether the run ended because its loss became NaN or infinite, which is attributed to its settings."""
+        cause = history_file.cause(history_file.read(self.folder))
+        return cause is not None and cause.get("error") == NonFiniteError.__name__
 
 
 def end_former(place: str, timeout: float = 10.0) -> None:
-    """Kill the process of a lost lease if it is on this host, where it may hold the run's locks although stopped."""
+    """Kill the process of a lost lease if it is on this host: it may be suspended and hold the run's locks."""
     host, _, rest = place.partition(" ")
     if host != socket.gethostname() or " " not in rest:
         return
@@ -172,16 +212,16 @@ def end_former(place: str, timeout: float = 10.0) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a trial and what it has started; at its very beginning it has no session of its own yet."""
-    for end in (os.killpg, os.kill):
+    """Kill a trial and its children."""
+    for end in (os.killpg, os.kill):  # before `setsid`, a new trial has no process group of its own
         with suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks from boot to the start of a process, which tell it from a later one with its number; "" if ended."""
+    """Clock ticks from boot to a process's start, to recognize a later process with the same id; "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    return "" if fields[0] in "ZX" else fields[19]  # state (zombie, dead) and starttime; proc(5)

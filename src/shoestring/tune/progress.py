@@ -1,9 +1,9 @@
-"""The progress of a study: on a terminal a table that is kept up to date, elsewhere a line for each trial that ends."""
+"""Shows the progress of a study: as a live table on a terminal, otherwise as a line for each trial that ends."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shoestring.report import figures
+from shoestring import figures
+from shoestring.storage.foreign import one_line
 from shoestring.tune.store import ENDED, TrialLease
 from shoestring.tune.view.record import StudyRecord
 
@@ -20,12 +21,12 @@ _ROWS = 16
 
 
 class StudyProgress:
-    """Shows a study while workers run, as a context; call it from any thread.
+    """A context in which the progress of a study is shown; may be used from any thread.
 
     Args:
-        read: the study as it is now; where it raises, what was seen last is kept.
-        steps: steps of a trial; infinite where they are not known.
-        every: seconds between two looks.
+        read: reads the study's present state; if this raises an error, the display does not change.
+        steps: number of steps of a trial; infinite if it is unknown.
+        every: seconds between two updates.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class StudyProgress:
 
     @property
     def drawn(self) -> bool:
-        """Whether it draws over the terminal, so that nothing else should be written there."""
+        """Whether a live table is drawn, so that nothing else should write to the terminal."""
         return self._live is not None
 
     def look(self) -> None:
-        """Show what has changed."""
+        """Update the table, or print the trials that have ended since the last call."""
         try:
             record = self._read()
-        except Exception:  # a store that does not answer is the workers' to wait for
+        except Exception:  # workers report a store that does not answer
             return
         if self._live is not None:
             self._live.update(drawing(record, self._steps))
@@ -54,7 +55,7 @@ class StudyProgress:
         for trial in record.trials:
             if trial.state in ENDED and trial.number not in self._told:
                 self._told.add(trial.number)
-                self.console.print(Text(ending(record, trial)))
+                self.console.print(Text(one_line(ending(record, trial))))
 
     def _follow(self) -> None:
         while not self._end.wait(self._every):
@@ -79,12 +80,12 @@ def headline(record: StudyRecord) -> str:
     states = [trial.state for trial in record.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no trials yet"
     best = record.ranked[:1]
-    said = "".join(f"; best {figures.plain(trial.value or 0.0)} (trial {trial.number})" for trial in best)
-    return f"{record.study.name}: {counts}{said}; {record.hours:.2f} h of work"
+    result = "".join(f"; best {figures.plain(trial.value or 0.0)} (trial {trial.number})" for trial in best)
+    return f"{record.study.name}: {counts}{result}; {record.hours:.2f} h of work"
 
 
 def ending(record: StudyRecord, trial: TrialLease) -> str:
-    """What became of a trial, in one line."""
+    """How a trial ended, in one line."""
     result = "" if trial.value is None else f", {record.study.objective} {figures.plain(trial.value)}"
     best = " (best so far)" if record.ranked and record.ranked[0].number == trial.number else ""
     note = f": {trial.note}" if trial.note else ""
@@ -92,23 +93,20 @@ def ending(record: StudyRecord, trial: TrialLease) -> str:
 
 
 def drawing(record: StudyRecord, steps: float) -> Table:
-    """The headline, the trials that run, and the best that have ended."""
+    """A table with the headline, the running trials, and the best results."""
     table = Table(title=Text(headline(record)), title_justify="left", expand=True)
     for column in ("Trial", "State", "Step", record.study.objective, "Settings"):
         table.add_column(Text(column), overflow="fold")
-    running = [trial for trial in record.trials if trial.state in ("held", "ready", "paused")]
-    for trial in [*_held_first(running), *record.ranked][:_ROWS]:
+    unfinished = [trial for trial in record.trials if trial.state in ("held", "ready", "paused")]
+    unfinished.sort(key=lambda trial: (trial.state != "held", trial.number))  # running ones first
+    for trial in [*unfinished, *record.ranked][:_ROWS]:
         reports = record.reports.get(trial.trial, {})
         value = trial.value if trial.value is not None else reports[max(reports)] if reports else None
         step = f"{trial.step:,}" + (f"/{int(steps):,}" if steps < float("inf") else "")
         settings = ", ".join(
-            f"{key.rpartition('.')[2]} {figures.plain(each) if isinstance(each, float) else each}"
-            for key, each in trial.parameters.items()
+            f"{key.rpartition('.')[2]} {figures.plain(setting) if isinstance(setting, float) else setting}"
+            for key, setting in trial.parameters.items()
         )
         cells = (str(trial.number), trial.state, step, "–" if value is None else figures.plain(value), settings)
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
-
-
-def _held_first(trials: Sequence[TrialLease]) -> list[TrialLease]:
-    return sorted(trials, key=lambda trial: (trial.state != "held", trial.number))

@@ -1,4 +1,4 @@
-"""Proposes trials: Optuna's samplers and tables, the budget, asynchronous successive halving, and populations."""
+"""Proposes trials, by Optuna's samplers, within the budget, with asynchronous successive halving or populations."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPE
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import DBAPIError
 
-from shoestring.tune.distributions import suggest
+from shoestring.core.errors import ConfigError
+from shoestring.tune.database import engine_options, usable
+from shoestring.tune.distributions import suggest, to_optuna
 from shoestring.tune.gaussian import GaussianSampler
 from shoestring.tune.population import Fork, bandit, next_move, perturb, scores_of
 from shoestring.tune.settings import Halving, Population, Study
 from shoestring.tune.space import Dimension, draw
-from shoestring.tune.store import Store, TrialLease, engine_options
+from shoestring.tune.store import Store, TrialLease
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 SHOWN = 20
-"""Values of a trial's objective over its steps that Optuna's tables get: each is a transaction that is waited for."""
+"""Maximum number of a trial's objective values that are copied to Optuna's tables; each takes a transaction."""
 
 
 class TrialSearch:
-    """Where a worker's trials come from; one object for each worker.
+    """Proposes a worker's next trial; each worker has its own instance.
 
     Args:
-        schedule: when trials pause, and which of them continue; None if all run to their end.
-        total: steps of a trial, at which none pauses.
-        clock: seconds of this process, for finding trials whose proposer has died.
+        schedule: decides when trials pause and which paused trials continue; None lets all trials run to their end.
+        total: number of steps of a trial; no trial pauses at its last step.
+        clock: monotonic clock of this process in seconds, used to find trials whose proposer has died.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class TrialSearch:
         self.storage, self.study = open_optuna(store, settings)
         self._unknown: dict[int, float] = {}
 
-    # -- what a worker asks -------------------------------------------------------------------------------------------
+    # -- called by a worker -------------------------------------------------------------------------------------------
 
     def propose(self, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a new trial, a paused one that may continue, or a fork; None where there is none now.
+        """Lease a new trial, a paused trial that may continue, or a fork; None if there is nothing to run now.
 
-        Halving continues a trial that is among the best of its rung before it starts another one; a population starts
+        Halving continues a trial that is among the best of its rung before it starts a new one. A population starts
         all of its members first, so that they can be compared.
         """
         trials = self.store.trials()
@@ -89,7 +91,7 @@ class TrialSearch:
         return int(pause) if pause < self.total else None
 
     def over(self) -> bool:
-        """Whether all has ended; paused trials that nothing can continue any more are ended here."""
+        """Whether all trials have ended; ends paused trials that cannot continue any more."""
         trials = self.store.trials()
         if any(trial.state in ("ready", "held") for trial in trials):
             return False
@@ -102,13 +104,15 @@ class TrialSearch:
         return not self.store.unpublished()
 
     def publish(self, number: int | None = None) -> None:
-        """Write trials that have ended to Optuna's tables: that of a number, or those that their worker left behind.
+        """Copy ended trials to Optuna's tables: trial `number`, or (None) all that their workers left unpublished.
 
-        It may be repeated, and several workers may do it at once: all write the same. But they would wait for each
-        other, so each publishes its own.
+        Publishing is idempotent, and several workers may publish at once. They would wait for each other, so each
+        worker publishes its own trials only.
         """
         unpublished = self.store.unpublished(abandoned=number is None)
-        for trial in unpublished if number is None else [each for each in unpublished if each.number == number]:
+        for trial in unpublished:
+            if number not in (None, trial.number):
+                continue
             with suppress(UpdateFinishedTrialError):  # another worker was first
                 self._show(trial)
             self.store.mark_published(trial.trial)
@@ -117,15 +121,19 @@ class TrialSearch:
         shown = self.storage.get_trial(trial.trial)
         if shown.state.is_finished():
             return
-        for step, value in _thinned(self.store.reports(trial.trial)):
-            if step not in shown.intermediate_values:
+        pairs = list(self.store.reports(trial.trial).items())
+        every = -(-len(pairs) // SHOWN) or 1
+        for index, (step, value) in enumerate(pairs):
+            chosen = index % every == 0 or index == len(pairs) - 1
+            if chosen and step not in shown.intermediate_values:
                 self.storage.set_trial_intermediate_value(trial.trial, step, value)
         state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(trial.state, TrialState.FAIL)
         self._end_in_optuna(trial.trial, state, trial.value)
 
-    # -- parts --------------------------------------------------------------------------------------------------------
+    # -- budget, schedule and forks -----------------------------------------------------------------------------------
 
     def _spent(self, trials: Sequence[TrialLease]) -> bool:
+        """Whether the budget of hours or tokens is used up."""
         hours, tokens = sum(trial.seconds for trial in trials) / 3600, sum(trial.tokens for trial in trials)
         return 0 < self.settings.hours <= hours or 0 < self.settings.tokens <= tokens
 
@@ -134,15 +142,18 @@ class TrialSearch:
         return len(trials) < self.trials and not self._spent(trials)
 
     def _moves(self, trials: Sequence[TrialLease]) -> Sequence[TrialLease | Fork]:
-        """Paused trials to continue, or to replace. At the end of the budget the best one continues if no trial has a
-        result, even where too few others were tried."""
+        """Paused trials that may continue, and forks to make.
+
+        If the budget ends before any trial has a result, the best paused trial continues, so that the study gets a
+        result.
+        """
         paused = [trial for trial in trials if trial.state == "paused"]
         if not paused or self.schedule is None:
             return []
         reports = self.store.all_reports()
-        found = [] if self._spent(trials) else self._scheduled(trials, reports)
-        if found or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
-            return found
+        moves = [] if self._spent(trials) else self._scheduled(trials, reports)
+        if moves or self._room(trials) or any(trial.state in ("ready", "held", "done") for trial in trials):
+            return moves
         step = self.schedule.step
         scored = [(trial, _at(reports[trial.trial], step(trial.rung))) for trial in paused]
         usable = [(trial, score) for trial, score in scored if score is not None]
@@ -160,7 +171,7 @@ class TrialSearch:
         return [move] if move else []
 
     def _fork(self, move: Fork, trials: Sequence[TrialLease]) -> bool:
-        """Make a fork ready for any worker; False where another one was first."""
+        """Add a fork that any worker may take; False if another worker was first."""
         assert isinstance(self.schedule, Population)
         chance = np.random.default_rng([self.settings.seed, len(trials), move.ended.number])
         values = move.parent.parameters
@@ -170,7 +181,7 @@ class TrialSearch:
         else:
             values = perturb(self.space, values, self.schedule, chance)
         with _quiet():
-            self.study.sampler = PartialFixedSampler(dict(values), RandomSampler(seed=0))
+            self.study.sampler = PartialFixedSampler(to_optuna(self.space, values), RandomSampler(seed=0))
         trial = self.study.ask()
         draw(tuple(self.space), lambda dimension: suggest(trial, dimension))
         trial.set_user_attr("parent", move.parent.number)
@@ -186,7 +197,7 @@ class TrialSearch:
             return
 
     def _abandon_orphans(self, seconds: float) -> None:
-        """Give up trials that exist in Optuna's tables alone for longer than a lease: their proposer has died."""
+        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers have died."""
         running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
         known, now = self.store.known(), self.clock()
         orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
@@ -199,9 +210,10 @@ class TrialSearch:
 
 
 def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
-    """Optuna's tables and its study, made where they are missing.
+    """Open Optuna's tables and study, and create them if they are missing.
 
-    Workers that begin at the same time all try to make the tables, and Optuna lets the later ones fail.
+    Workers that start at the same time all try to create the tables; Optuna fails for all but the first worker, so this
+    function retries.
     """
     url = store.engine.url.render_as_string(hide_password=False)
     tries = 10
@@ -215,46 +227,42 @@ def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStora
         except (DBAPIError, StorageInternalError):
             tries -= 1
             if not tries:
-                with store.usable():
+                with usable(store.engine):
                     raise
             time.sleep(0.2 * random.random())
+        except RuntimeError as error:  # tables of another version of Optuna
+            raise ConfigError(f"Optuna cannot use its tables in the store: {str(error).partition('.')[0]}") from error
 
 
 def promotable(
     trials: Sequence[TrialLease], values: dict[int, dict[int, float]], halving: Halving, sign: int
 ) -> list[TrialLease]:
-    """Paused trials that are among the best 1/factor of all that reached their rung, the highest rung first.
+    """Paused trials that are among the best 1/factor of all trials that reached their rung, the highest rung first.
 
     Args:
-        values: what each trial has reported, by its id and by step; `sign` times a value is to be small.
+        values: reported values by the trial's id and by step.
+        sign: 1 if smaller values are better, -1 if larger values are better.
     """
-    found: list[TrialLease] = []
+    promoted: list[TrialLease] = []
     for rung in sorted({trial.rung for trial in trials}, reverse=True):
         scores = {trial.trial: _at(values[trial.trial], halving.step(rung)) for trial in trials}
         reached = [trial for trial in trials if scores[trial.trial] is not None]
         ranked = sorted(reached, key=lambda trial: (sign * (scores[trial.trial] or 0.0), trial.number))
         best = ranked[: len(reached) // halving.factor]
-        found += [trial for trial in best if trial.state == "paused" and trial.rung == rung]
-    return found
-
-
-def _thinned(reports: dict[int, float]) -> list[tuple[int, float]]:
-    """At most about `SHOWN` of what a trial has reported, the last one included: Optuna takes one request for each."""
-    pairs = list(reports.items())
-    every = -(-len(pairs) // SHOWN) or 1
-    return [pair for at, pair in enumerate(pairs) if at % every == 0 or at == len(pairs) - 1]
+        promoted += [trial for trial in best if trial.state == "paused" and trial.rung == rung]
+    return promoted
 
 
 def _at(values: dict[int, float], step: int) -> float | None:
-    """The first value at or after a step; None where there is none, or it is not finite."""
+    """The first value at or after a step; None if there is no such value or it is not finite."""
     later = [at for at in values if at >= step]
     return values[min(later)] if later and math.isfinite(values[min(later)]) else None
 
 
 class NumberedSampler(BaseSampler):
-    """A sampler that is made anew for each trial, from its number.
+    """Makes a new sampler for each trial, seeded by the trial's number.
 
-    The number is part of the seed, so workers that propose at the same time, or restart, do not repeat each other.
+    Workers that propose at the same time, or restart, therefore do not repeat each other's proposals.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:
@@ -276,7 +284,7 @@ class NumberedSampler(BaseSampler):
 
 
 def sampler(settings: Study, space: Sequence[Dimension], number: int) -> BaseSampler:
-    """The sampler of the study for the trial of a number."""
+    """Create the study's sampler for trial `number`."""
     seed = settings.seed * 1_000_003 + number
     with _quiet():
         if settings.sampler == "tpe":
@@ -288,7 +296,7 @@ def sampler(settings: Study, space: Sequence[Dimension], number: int) -> BaseSam
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings that a part of Optuna's is experimental."""
+    """Suppress Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

@@ -1,4 +1,4 @@
-"""The tables of a study file; free of torch and of Optuna."""
+"""The tables of a study file; importing them imports neither torch nor Optuna."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ class Study:
     direction: Literal["minimize", "maximize"] = "minimize"
     """Direction in which the objective improves."""
     trials: int = 20
-    """Number of trials after which no new one starts. 0 sets no limit, where `hours` or `tokens` does."""
+    """Maximum number of trials. 0 sets no limit, and then `hours` or `tokens` must be set."""
     hours: float = 0.0
-    """Hours of work, over all workers, after which no trial starts or is continued from a pause; if none has a result
-    by then, the best one continues to its end. 0 sets no limit."""
+    """Hours of work, summed over all workers, after which no trial starts or continues from a pause; if no trial has a
+    result by then, the best trial continues to its end. 0 sets no limit."""
     tokens: float = 0.0
-    """Number of training tokens, over all trials, after which the same holds. 0 sets no limit."""
+    """Number of training tokens, summed over all trials, after which no trial starts or continues from a pause, as with
+    `hours`. 0 sets no limit."""
     sampler: Literal["random", "tpe", "gp"] = "gp"
     """Method that proposes settings: `random`; `tpe`, Optuna's tree-structured Parzen estimator; or `gp`, a Gaussian
     process with expected improvement, which takes running trials into account."""
     seed: int = 0
-    """Seed of the sampler; each trial continues its sequence."""
+    """Seed of the sampler; together with a trial's number, it determines the random numbers of the trial's proposal."""
     lease: float = 60.0
-    """Seconds after which a trial of a worker that has fallen silent is given to another. A shorter lease loses less
-    time, and needs more requests to the store."""
+    """Seconds after which the trial of a worker that does not answer any more is given to another worker. A shorter
+    lease loses less time and needs more requests to the store."""
     grace: float = 30.0
     """Seconds that a trial has to write its checkpoint after SIGTERM, before it is killed."""
     attempts: int = 3
@@ -42,8 +43,11 @@ class Study:
     store: str = ""
     """Database of the study, as an SQLAlchemy URL: `postgresql+psycopg://USER@HOST/NAME` for several hosts; defaults to
     an SQLite file in the folder of the study."""
+    shared_store: bool = False
+    """Whether the store may be a database that already has tables of another program; if false, such a database is
+    refused and not changed."""
     folder: str = ""
-    """Folder of the trials, which all workers must see; defaults to `tune/NAME`."""
+    """Folder of the trials, to which all workers need access; defaults to `tune/NAME`."""
 
     def __post_init__(self) -> None:
         for key in ("trials", "hours", "tokens"):
@@ -65,7 +69,8 @@ class Halving:
     first: int
     """Step at which trials are first compared."""
     factor: int = 3
-    """Factor between the steps of two comparisons; the best 1/factor of the trials that reached one continue."""
+    """Ratio of the steps of successive comparisons; the best 1/factor of the trials that reached a comparison
+    continue."""
 
     def __post_init__(self) -> None:
         if self.first < 1 or self.factor < 2:
@@ -78,34 +83,34 @@ class Halving:
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """The table [population]: population based training, whose trials copy each other's checkpoints. It replaces
-    `tune.trials`: `size` trials start, and as many run until the last step."""
+    """The table [population]: population based training, in which new trials begin from checkpoints of good trials.
+    This table replaces `tune.trials`: `size` trials start, and `size` trials run at any time until the last step."""
 
     size: int
-    """Number of members that train at a time; at least as many as there are workers uses all of them."""
+    """Number of members that train at a time; with fewer members than workers, some workers are idle."""
     every: int
-    """Steps between two comparisons of a member with the others. With a shorter interval settings change more often,
-    on less evidence, and more time goes to starting processes."""
+    """Steps between two comparisons of a member with other members. With a shorter interval, settings change more often
+    and on less evidence, and starting processes takes more time."""
     method: Literal["pbt", "pb2"] = "pb2"
-    """Method that chooses the settings of a fork: `pbt` changes those of its parent at random; `pb2` takes those that
-    a Gaussian process expects to improve the objective most, which needs fewer members."""
-    share: float = 0.25
-    """Part of the members that is replaced at a comparison, by forks of the best such part."""
+    """Method that chooses the settings of a fork: `pbt` changes its parent's settings at random; `pb2` takes the
+    settings that a Gaussian process expects to improve the objective most, which needs fewer members."""
+    truncation: float = 0.25
+    """Fraction of the members that is replaced at a comparison, by forks of an equal fraction of the best members."""
     resample: float = 0.25
-    """Probability that `pbt` draws a setting anew from its range."""
+    """Probability that `pbt` draws a new value from a setting's whole range."""
 
     def __post_init__(self) -> None:
         if self.size < 2 or self.every < 1:
             raise ConfigError("`population.size` must be at least 2 and `population.every` at least 1")
-        if not 0 < self.share <= 0.5:
-            raise ConfigError(f"`population.share` must be above 0 and at most 0.5, got {self.share}")
+        if not 0 < self.truncation <= 0.5:
+            raise ConfigError(f"`population.truncation` must be above 0 and at most 0.5, got {self.truncation}")
         if not 0 <= self.resample <= 1:
             raise ConfigError(f"`population.resample` must be from 0 to 1, got {self.resample}")
 
     def step(self, rung: int) -> int:
-        """Step of a comparison; the first has the number 0."""
+        """Step of comparison number `rung`, from 0."""
         return self.every * (rung + 1)
 
     def time(self, rung: int) -> float:
-        """A comparison as a time."""
+        """Time of a comparison for the Gaussian process of `pb2`."""
         return float(rung + 1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shoestring.core.errors import ConfigError, nearest
@@ -12,11 +13,24 @@ from shoestring.core.errors import ConfigError, nearest
 KINDS = ("float", "log", "int", "choice")
 
 
+def position(choices: Sequence[Any], value: object) -> int | None:
+    """Index of a value among choices: preferably of the same type (1, 1.0 and true differ), otherwise just equal."""
+    written = [spelled(choice) for choice in choices]
+    if (text := spelled(value)) in written:
+        return written.index(text)
+    return next((at for at, choice in enumerate(choices) if type(choice) is not bool and choice == value), None)
+
+
+def spelled(value: object) -> str:
+    """A choice as text, in which 1, 1.0 and true differ."""
+    return json.dumps(value, default=repr)
+
+
 @dataclass(frozen=True)
 class Dimension:
-    """One key that is searched: a range with both ends (`low`, `high`), or `choices`.
+    """A key to search over: a range that includes its ends `low` and `high`, or `choices`.
 
-    `when` maps other keys of the space to the values under which this one exists.
+    `when` maps other keys of the space to the values for which this key is set.
     """
 
     key: str
@@ -28,40 +42,64 @@ class Dimension:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The extreme values of a range, or all choices: what to try when the key is checked."""
+        """The values with which a key is validated: both ends of a range, or all choices."""
         return self.choices or ((int(self.low), int(self.high)) if self.kind == "int" else (self.low, self.high))
 
     def applies(self, values: Mapping[str, Any]) -> bool:
-        return all(other in values and values[other] in allowed for other, allowed in self.when.items())
+        """Whether the dimension's conditions hold for these values."""
+        return all(
+            other in values and spelled(values[other]) in map(spelled, allowed) for other, allowed in self.when.items()
+        )
+
+    def index(self, value: object) -> int:
+        """Index of a value among the choices.
+
+        Raises:
+            ValueError: the value is not among the choices.
+        """
+        if (index := position(self.choices, value)) is None:
+            raise ValueError(f"`{self.key}` has no choice {value!r:.80}")
+        return index
+
+    def holds(self, value: object) -> bool:
+        """Whether a value fits this dimension: it must be a choice, or a finite number (above 0 on a log scale)."""
+        if self.kind == "choice":
+            return position(self.choices, value) is not None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value) and (self.kind != "log" or value > 0)
 
 
 def read_space(table: Mapping[str, Any], source: str) -> tuple[Dimension, ...]:
-    """The dimensions of [space], each after those that its conditions name.
+    """Read the dimensions of [space], ordered so that each dimension follows the dimensions in its conditions.
 
     Raises:
-        ConfigError: the table is empty, or a dimension is not a range, is empty, or has an impossible condition.
+        ConfigError: the table is empty, or a dimension is neither a range nor a list of choices, is empty, or has an
+            impossible condition.
     """
     if not isinstance(table, Mapping) or not table:
         raise ConfigError(f"{source}: [space] has no keys", hint='[space]\n"optim.adamw.lr" = {log = [1e-4, 1e-2]}')
     dimensions = {key: _dimension(key, value, f"{source}: [space] `{key}`") for key, value in _flat(table)}
-    for dimension in dimensions.values():
+    for dimension in list(dimensions.values()):
+        when: dict[str, tuple[Any, ...]] = {}
         for other, allowed in dimension.when.items():
             where = f"{source}: [space] `{dimension.key}`: the condition on `{other}`"
             if other not in dimensions:
                 raise ConfigError(f"{where} names no key of the space", hint=nearest(other, dimensions))
-            missing = [value for value in allowed if value not in dimensions[other].choices]
+            missing = [value for value in allowed if position(dimensions[other].choices, value) is None]
             if missing:
                 raise ConfigError(f"{where} can never hold: {missing[0]!r} is none of its choices")
+            when[other] = tuple(dimensions[other].choices[dimensions[other].index(value)] for value in allowed)
+        dimensions[dimension.key] = replace(dimension, when=when)
     return tuple(_ordered(dimensions, source))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Keys without quotes are nested tables in TOML: `optim.adamw.lr = {…}`."""
+    """Flatten nested tables to dotted keys, as TOML reads `optim.adamw.lr = {…}`, without quotes, as nested tables."""
     pairs: list[tuple[str, Any]] = []
     for key, value in table.items():
-        nested = isinstance(value, Mapping) and value and not set(value) & {*KINDS, "when"}
-        inside = nested and all(isinstance(each, Mapping) for each in value.values())
-        pairs += _flat(value, f"{prefix}{key}.") if inside else [(prefix + key, value)]
+        is_table = isinstance(value, Mapping) and value and not set(value) & {*KINDS, "when"}
+        holds_tables = is_table and all(isinstance(inner, Mapping) for inner in value.values())
+        pairs += _flat(value, f"{prefix}{key}.") if holds_tables else [(prefix + key, value)]
     return pairs
 
 
@@ -77,13 +115,16 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
     conditions = value.get("when", {})
     if not isinstance(conditions, Mapping):
         raise ConfigError(f'{where}: `when` must be a table such as {{"run.model" = "a"}}')
-    when = {other: tuple(each) if isinstance(each, list) else (each,) for other, each in conditions.items()}
+    when = {other: tuple(allowed) if isinstance(allowed, list) else (allowed,) for other, allowed in conditions.items()}
     (kind,), listed = kinds, value[kinds[0]]
     if kind == "choice":
         if not isinstance(listed, list) or not listed:
             raise ConfigError(f"{where}: `choice` must be a list of at least one value, got {listed!r}")
-        if any(not isinstance(each, str | int | float | bool) for each in listed):
-            raise ConfigError(f"{where}: choices must be strings, numbers, true or false")
+        items = listed
+        for _ in range(4):  # lists may be nested in one another up to this depth
+            items = [inner for item in items for inner in (item if isinstance(item, list) else [item])]
+        if not all(isinstance(item, str | int | float | bool) for item in items):
+            raise ConfigError(f"{where}: choices must be strings, numbers, true or false, or lists of them")
         return Dimension(key, "choice", choices=tuple(listed), when=when)
     low, high = _range(kind, listed, where)
     return Dimension(key, kind, low, high, when=when)
@@ -110,16 +151,18 @@ def _range(kind: str, listed: object, where: str) -> tuple[float, float]:
 def _ordered(dimensions: dict[str, Dimension], source: str) -> list[Dimension]:
     ordered: dict[str, Dimension] = {}
     while len(ordered) < len(dimensions):
-        ready = [key for key, each in dimensions.items() if key not in ordered and set(each.when) <= set(ordered)]
+        ready = [
+            key for key, dimension in dimensions.items() if key not in ordered and set(dimension.when) <= set(ordered)
+        ]
         if not ready:
             left = sorted(set(dimensions) - set(ordered))
-            raise ConfigError(f"{source}: [space] the conditions of {', '.join(left)} wait for each other")
+            raise ConfigError(f"{source}: [space] the conditions of {', '.join(left)} depend on each other")
         ordered |= {key: dimensions[key] for key in ready}
     return list(ordered.values())
 
 
 def draw(dimensions: tuple[Dimension, ...], suggest: Callable[[Dimension], Any]) -> dict[str, Any]:
-    """Values of all dimensions whose conditions hold, from a function that suggests one."""
+    """Call `suggest` for each dimension whose conditions hold; returns values by key."""
     values: dict[str, Any] = {}
     for dimension in dimensions:
         if dimension.applies(values):

@@ -1,4 +1,4 @@
-"""A worker: leases trials one after another, runs each as a process, and loses none of them when it dies."""
+"""A worker: leases trials and runs each as a process; if the worker dies, other workers continue its trial."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import re
 import secrets
 import signal
 import socket
@@ -15,10 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
-from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.errors import ConfigError, ShoestringError, WorldError, nearest
+from shoestring.tune.database import StoreOutageError, usable
 from shoestring.tune.process import TrialProcess, end_former
 from shoestring.tune.store import Store, TrialLease
 
@@ -26,47 +25,58 @@ log = logging.getLogger("shoestring")
 T = TypeVar("T")
 
 FINAL = 2
-"""Exit code of a run whose error only the user can correct."""
+"""Exit code of a run that ended with an error that only the user can correct."""
 PREEMPTED = (130, -signal.SIGTERM)
-"""Exit codes of a run that others than its worker asked to stop: Slurm sends SIGTERM to every process of a job. It is
-130 once the run has saved."""
+"""Exit codes of a run that was preempted from outside and not by its worker; Slurm, for example, sends SIGTERM to every
+process of a job. 130 means that the run has written its checkpoint."""
 HOPELESS = 3
-"""Failed trials, beyond those that run and may yet report, after which a study without any value is given up."""
+"""A study without any reported value is given up when this many more trials have failed for the same cause than are
+running, because running trials may still report a value. Diverged trials do not count, because another learning rate
+may do better."""
+DIVERGED = "diverged: "
 _TICK = 0.05
+_QUIET = 1.0
+"""An outage is logged when the pause between two requests has grown beyond this number of seconds."""
+_STARTS = 3
+"""Number of attempts to start a trial's process."""
 _AGAIN = "the corrected study needs another tune.name"
 
 
 class Proposer(Protocol):
-    """Where trials come from."""
+    """Interface of a source of trials."""
 
     def propose(self, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a new trial, or one that a scheduler continues; None where there is none now."""
+        """Lease a new trial, or a paused trial that continues; None if there is nothing to run now."""
         ...
 
     def pause_at(self, lease: TrialLease) -> int | None:
-        """Step at which a trial pauses to be compared with others; None if it runs to its end."""
+        """Step at which a trial pauses for a comparison; None if the trial runs to its end."""
         ...
 
     def publish(self, number: int | None = None) -> None:
-        """Show in Optuna's tables that the trial of a number has ended, or all that nobody else will show."""
+        """Copy ended trial `number` to Optuna's tables, or (None) all ended trials that no other worker will copy."""
         ...
 
     def over(self) -> bool:
-        """Whether every trial has ended and none will follow."""
+        """Whether all trials have ended and no new trial will start."""
         ...
 
 
 @dataclass
 class TrialWorker:
-    """Leases trials until the study is over or `stop` is set; call `run` from a thread that lives as long.
+    """Leases and runs trials until the study is over or `stop` is set.
+
+    Call `run` from a thread that outlives the trials: the kernel kills a trial when the thread that forked its server
+    ends.
 
     Args:
-        start: begins (or continues) a leased trial in its folder.
-        lease: seconds of a lease. grace: seconds that a trial has to save after SIGTERM.
-        attempts: unexpected failures after which a trial is marked as failed.
-        patience: seconds for which the store may be unreachable while the worker holds nothing.
+        start: function that starts or continues a leased trial in its folder.
+        lease: duration of a lease in seconds.
+        grace: seconds that a trial has to write a checkpoint after SIGTERM.
+        attempts: number of unexpected failures after which a trial is marked as failed.
+        patience: seconds for which requests to an unreachable store are repeated.
         paused: called when a trial has paused, before any worker can continue it.
-        tidy: called after each trial and at the end, to remove what trials that have ended left on this host.
+        tidy: called after each trial and at the end, to remove files of ended trials from this host.
     """
 
     store: Store
@@ -82,15 +92,19 @@ class TrialWorker:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
     def run(self) -> None:
-        """Work until the study is over, or until `stop`; then the trial that runs is saved and given back.
+        """Run trials until the study is over or `stop` is set; then the running trial is checkpointed and given back.
 
         Raises:
-            ConfigError: a run ended without the objective, which no trial has ever written; or several trials failed
-                before any wrote it.
+            ConfigError: a run ended without writing the objective, and no other trial wrote it; several trials failed
+                for one cause before any trial wrote it; or the store is gone or refuses a request.
+            StoreOutageError: the store did not answer for `patience` seconds.
+            WorldError: no process for trials can be started on this host.
         """
         while not self.stop.is_set():
             asked = time.monotonic()
-            lease = self._reach(self._next)
+            lease = self._reach(
+                lambda: self.store.take(self.name, self.lease) or self.proposer.propose(self.name, self.lease)
+            )
             if lease is not None and time.monotonic() < asked + self.lease:
                 self._work(lease, asked)
                 self._reach(self.tidy)
@@ -100,18 +114,23 @@ class TrialWorker:
             else:
                 self.stop.wait(min(1.0, self.lease / 10))
 
-    def _next(self) -> TrialLease | None:
-        return self.store.take(self.name, self.lease) or self.proposer.propose(self.name, self.lease)
-
     def _work(self, lease: TrialLease, asked: float) -> None:
-        """Run one trial under its lease, to its end, to its next pause, or until the lease is lost."""
+        """Run one leased trial: to its end, to its next pause, or until the lease is lost.
+
+        Args:
+            asked: monotonic time just before the lease was requested, at which its duration begins.
+        """
         end_former(lease.place)
         held = Renewal(self.store, lease, self.lease, asked)
-        trial = self.start(lease)
+        trial = self._begin(lease)
+        if trial is None:
+            return
         held.place = trial.place
         held.start()
         try:
             stopped = self._watch(trial, held, self.proposer.pause_at(lease))
+            if held.failure is not None:
+                raise held.failure
             if held.lost:
                 log.warning("trial %d: the lease is lost, another worker continues it", lease.number)
                 return
@@ -120,8 +139,32 @@ class TrialWorker:
             trial.close()
             held.end()
 
+    def _begin(self, lease: TrialLease) -> TrialProcess | None:
+        """Start a trial's process; None if this worker was asked to stop. Without a process, the lease is given back.
+
+        Raises:
+            WorldError: no process can be started.
+        """
+        reason = ""
+        try:
+            for _ in range(_STARTS):
+                if self.stop.is_set():
+                    break
+                try:
+                    return self.start(lease)
+                except RuntimeError as error:  # the server was killed; the next attempt starts another
+                    reason = str(error)
+                    log.warning("trial %d: %s; starting another", lease.number, reason)
+        except BaseException:
+            self._reach(lambda: self.store.give_back(lease))
+            raise
+        self._reach(lambda: self.store.give_back(lease))
+        if self.stop.is_set():
+            return None
+        raise WorldError(f"no process for trials can be started on this host: {reason}")
+
     def _watch(self, trial: TrialProcess, held: Renewal, pause: int | None) -> str:
-        """Wait until the process has ended; return why it was asked to stop, if it was: "preempted" or "paused"."""
+        """Wait until the process has ended; returns "preempted" or "paused" if it was asked to stop, else ""."""
         why, until = "", math.inf
         while trial.poll() is None and not held.lost:
             held.add(trial.read(), trial.step, trial.tokens)
@@ -138,7 +181,7 @@ class TrialWorker:
         return why
 
     def _conclude(self, lease: TrialLease, trial: TrialProcess, held: Renewal, stopped: str) -> None:
-        """Write what became of the trial; the last renewal has written what it reported."""
+        """Write how the trial's process ended: a result, a pause, a failure, or another attempt."""
         code = trial.poll()
         if not self._reach(held.renew):
             return
@@ -157,42 +200,47 @@ class TrialWorker:
                 self.paused(lease)
             self._reach(lambda: self.store.give_back(lease, state=state))
         elif code == FINAL or lease.attempts + 1 >= self.attempts:
-            note = trial.last_words()
+            note = f"{DIVERGED * trial.diverged()}{trial.last_words()}"
             self._reach(lambda: self.store.finish(lease, "failed", note=note))
             self._reach(lambda: self.proposer.publish(lease.number))
-            states = [each.state for each in self._reach(self.store.trials)]
-            failed = states.count("failed")
-            if failed - states.count("held") >= HOPELESS and self._nothing_reported():
-                raise ConfigError(f"{failed} trials failed and none has a result; the last: {note}", hint=_AGAIN)
+            trials = self._reach(self.store.trials)
+            alike = sum(other.state == "failed" and _cause(other.note) == _cause(note) for other in trials)
+            running = sum(other.state == "held" for other in trials)
+            if not note.startswith(DIVERGED) and alike - running >= HOPELESS and self._nothing_reported():
+                raise ConfigError(f"{alike} trials failed and none has a result; the last: {note}", hint=_AGAIN)
         else:
-            log.warning("trial %d ended with exit code %s and starts again", lease.number, code)
-            self._reach(lambda: self.store.give_back(lease, failed=True, note=trial.last_words()))
+            note = trial.last_words()
+            log.warning("trial %d ended with exit code %s and starts again: %s", lease.number, code, note)
+            self._reach(lambda: self.store.give_back(lease, failed=True, note=note))
 
     def _nothing_reported(self) -> bool:
         return not any(self._reach(self.store.all_reports).values())
 
     def _reach(self, request: Callable[[], T]) -> T:
-        """Repeat a request until the store answers; every request may be made twice.
+        """Repeat a request until the store answers; every request is idempotent.
 
         Raises:
-            DBAPIError: the store did not answer for `patience` seconds.
+            StoreOutageError: the store did not answer for `patience` seconds.
+            ConfigError: the store refuses the request, so repeating it is useless.
         """
-        until, wait = time.monotonic() + self.patience, 0.05
+        until, wait, told = time.monotonic() + self.patience, 0.05, False
         while True:
             try:
-                return request()
-            except _outages():
+                with usable(self.store.engine):  # including requests over Optuna's connections
+                    return request()
+            except StoreOutageError as error:
                 if time.monotonic() > until:
                     raise
+                if not told and wait > _QUIET:
+                    told = True
+                    log.warning("%s; trying again for %.0f s", error, self.patience)
                 time.sleep(wait * (0.5 + random.random()))
                 wait = min(2 * wait, 2.0)
 
 
-def _outages() -> tuple[type[Exception], ...]:
-    """What a store raises that does not answer, or that others keep busy."""
-    from optuna.exceptions import StorageInternalError
-
-    return DBAPIError, PoolTimeoutError, StorageInternalError
+def _cause(note: str) -> str:
+    """A trial's error message without numbers, which differ between trials."""
+    return re.sub(r"[\d.]+", "0", note)
 
 
 def _unusable(trial: TrialProcess, reports: Mapping[int, float]) -> str:
@@ -203,10 +251,11 @@ def _unusable(trial: TrialProcess, reports: Mapping[int, float]) -> str:
 
 
 class Renewal(threading.Thread):
-    """Extends a lease three times while it lasts, and knows by this host's own clock when it may have ended.
+    """A thread that renews a lease every third of its duration, and tells by this host's clock if it may be lost.
 
-    The deadline counts from before a request is sent, so it is never later than the store's. Past it the lease counts
-    as lost even if the store cannot be asked, because another worker may have the trial by then.
+    The deadline is computed from the time before a request is sent, so it is never later than the store's deadline.
+    After it, the lease counts as lost even if the store cannot be reached, because another worker may have the trial by
+    then.
     """
 
     def __init__(self, store: Store, lease: TrialLease, seconds: float, asked: float) -> None:
@@ -216,20 +265,22 @@ class Renewal(threading.Thread):
         self.step, self.place, self.tokens, self._reported = lease.step, "", 0.0, 0.0
         self._deadline, self._worked, self._refused = asked + seconds, asked, False
         self._written: set[int] = set()
+        self.failure: ShoestringError | None = None
+        """The error with which the store refused this trial's writes; None if there was none."""
         self._ended, self._lock = threading.Event(), threading.Lock()
 
     @property
     def lost(self) -> bool:
-        return self._refused or time.monotonic() > self._deadline
+        return self._refused or self.failure is not None or time.monotonic() > self._deadline
 
     def add(self, values: Mapping[int, float], step: int, tokens: float = 0.0) -> None:
-        """Values of the objective, by step, and tokens of this attempt, for the next renewal to write."""
+        """Add values of the objective by step, and set this attempt's tokens; the next renewal writes these."""
         self.values = self.values | dict(values)
         self.tokens = tokens
         self.step = max(self.step, step)
 
     def renew(self) -> bool:
-        """Renew the lease now; False where it is lost."""
+        """Renew the lease now; False if it is lost."""
         with self._lock:
             asked, values = time.monotonic(), self.values
             new = {step: value for step, value in values.items() if step not in self._written}
@@ -248,8 +299,11 @@ class Renewal(threading.Thread):
             try:
                 self.renew()
                 wait = self.seconds / 3
-            except _outages():
+            except StoreOutageError:
                 wait = min(0.5, self.seconds / 10)
+            except ConfigError as error:
+                self.failure = error
+                return
             if self._ended.wait(wait):
                 return
 

@@ -1,4 +1,4 @@
-"""The part of Fashion-MNIST's test images that a model gets right, for `run.evaluate`."""
+"""The accuracy on the test images of Fashion-MNIST, for `run.evaluate`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _test() -> Images:
 
 
 def accuracy(model: nn.Module) -> dict[str, float]:
-    """Of the whole test set, on this rank."""
+    """The fraction of the whole test set that the model classifies correctly."""
     images, device = _test(), next(model.parameters()).device
-    right = torch.zeros((), dtype=torch.int64, device=device)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
     for inputs, targets in zip(images.images.split(BATCH), images.labels.split(BATCH), strict=True):
-        right += (model(inputs.to(device)).argmax(-1) == targets.to(device)).sum()
-    return {"accuracy": int(right) / len(images)}
+        correct += (model(inputs.to(device)).argmax(-1) == targets.to(device)).sum()
+    return {"accuracy": int(correct) / len(images)}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from shoestring import Job
+    from shoestring import Attachments
 
 SUFFIX = "_adapter"
 
@@ -29,15 +29,15 @@ class Adapter(nn.Module):
         return F.linear(F.linear(inputs, self.down), self.up) * self.scale
 
 
-def adapt(job: Job, name: str, layer: nn.Linear, *, rank: int, scale: float) -> None:
+def adapt(attachments: Attachments, name: str, layer: nn.Linear, *, rank: int, scale: float) -> None:
     """Add an adapter beside `layer`, under its name and a suffix, until the job is closed."""
     path, _, last = name.rpartition(".")
-    parent = job.module.get_submodule(path)
+    parent = attachments.module.get_submodule(path)
     adapter = Adapter(layer, rank, scale, seed=sum(name.encode()))
     parent.add_module(last + SUFFIX, adapter)
-    job.exits.callback(delattr, parent, last + SUFFIX)
+    attachments.exits.callback(delattr, parent, last + SUFFIX)
     own = layer.forward
-    job.patch(layer, lambda inputs: own(inputs) + adapter(inputs))
+    attachments.patch(layer, lambda inputs: own(inputs) + adapter(inputs))
 
 
 def merge(weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

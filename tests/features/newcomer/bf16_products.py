@@ -17,7 +17,7 @@ class BF16Products(ss.Feature):
 
     seams: ClassVar = (ss.Seam.GRAPH,)
 
-    def apply(self, job: ss.Job, seam: ss.Seam) -> None:
+    def apply(self, attachments: ss.Attachments, seam: ss.Seam) -> None:
         from tests.features.newcomer.cast_products import cast_products
 
-        job.add_pass(lambda graph: cast_products(graph, self.min_width))
+        attachments.add_pass(lambda graph: cast_products(graph, self.min_width))

@@ -41,21 +41,21 @@ class LoRA(ss.Feature):
             if isinstance(module, nn.Linear) and name.rpartition(".")[2] in self.layers
         }
 
-    def check(self, job: ss.Job) -> None:
-        if self.rank and not self.chosen(job.module):
+    def check(self, attachments: ss.Attachments) -> None:
+        if self.rank and not self.chosen(attachments.module):
             raise ConfigError(
                 f"no linear layer is called {' or '.join(self.layers)}",
                 hint="name layers of the model in newcomer.lora.layers",
             )
 
-    def apply(self, job: ss.Job, seam: ss.Seam) -> None:
+    def apply(self, attachments: ss.Attachments, seam: ss.Seam) -> None:
         if not self.rank:
             return
         from tests.features.newcomer.adapter import adapt
 
-        for name, layer in self.chosen(job.module).items():
-            job.frozen(f"lora.{name}", layer, self.base)
-            adapt(job, name, layer, rank=self.rank, scale=self.alpha / self.rank)
+        for name, layer in self.chosen(attachments.module).items():
+            attachments.frozen(f"lora.{name}", layer, self.base)
+            adapt(attachments, name, layer, rank=self.rank, scale=self.alpha / self.rank)
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from tests.features.newcomer.adapter import merge

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shoestring as ss
+from shoestring.core.job import attachments_of
 from shoestring.testing import FeatureSuite
 from shoestring.testing.jobs import batch, sgd, tiny
 from tests.features.newcomer.lora import LoRA
@@ -24,7 +25,7 @@ def test_trains_adapters_and_exports_layers():
     with ss.compose(ss.Job(tiny(), optimizer=sgd()), [lora]) as job:
         for number in range(3):
             job.step(batch(number))
-        weights = job.weights()
+        weights = attachments_of(job).weights()
     exported = lora.export(weights, {})
     assert exported.keys() == fresh.keys()
     assert torch.equal(weights["blocks.0.up.weight"], fresh["blocks.0.up.weight"])

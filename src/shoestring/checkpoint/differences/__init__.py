@@ -1,1 +1,1 @@
-"""Differential checkpoints: what each step exchanged is kept, and replayed on the newest full checkpoint."""
+"""Differential checkpoints: record the gradients that each step exchanged, and replay them on a full checkpoint."""

@@ -1,4 +1,4 @@
-"""What differential checkpoints ask of whoever exchanges gradients, and which features' steps they can replay."""
+"""The interface of gradient exchanges whose averages can be recorded, and the features whose steps can be replayed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoestring.core.feature import DATA, Seam
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoestring.core.attachments import Attachments
     from shoestring.core.feature import Feature
-    from shoestring.core.job import Job
 
 REPLAYED = frozenset(
     {
@@ -39,50 +39,60 @@ REPLAYED = frozenset(
         "profile.callpaths",
     }
 )
-"""Features whose work around the optimizer's step follows from weights, averaged gradients and progress alone. One that
-is not listed says so itself: `why_not_replayed(job)` gives the reason with what to do, or nothing."""
+"""Features whose steps can be replayed, because they depend only on weights, averaged gradients and progress. Another
+feature may have a method `why_not_replayed(attachments)`: it returns a hint on what to change, or an empty string if
+its steps can be replayed."""
 
 
 @runtime_checkable
 class KeptAverages(Protocol):
-    """What is kept under `Job.kept` by an exchange whose averages can be kept and replayed."""
+    """State of a gradient exchange whose averaged gradients can be recorded and replayed; one of `Attachments.kept`."""
 
     @property
     def averages_form(self) -> str:
-        """What kept averages depend on: they are replayed only where it is the same."""
+        """Text that identifies the form of encoded averages; only an exchange of the same form can replay them."""
         ...
 
     def keep_averages(self) -> None:
-        """Keep what the averages of each step from now on are decoded from, until the next step."""
+        """From now on, keep the encoded averages of each step until the next step begins."""
         ...
 
     def averages(self) -> list[list[Tensor]] | None:
-        """What the averages of the newest step were decoded from, equal on all ranks; None if not finite."""
+        """The encoded averages of the newest step, equal on all ranks; None if they are not finite."""
         ...
 
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> AbstractContextManager[None]:
-        """Give every trained parameter its gradient from kept averages; the optimizer's step inside exchanges none."""
+        """Context with all gradients set from recorded averages, in which an optimizer step exchanges nothing."""
         ...
 
 
-def check(job: Job, name: str) -> None:
-    """Raise ConfigError where steps of this job cannot be replayed from what its ranks exchange.
+def check(attachments: Attachments, name: str) -> None:
+    """Raise ConfigError if steps of this job cannot be replayed from the averages that its ranks exchange.
 
     Args:
-        name: the setting's, for the error.
+        name: name of the setting that asks for it, for the error message.
     """
-    if job.world.ranks_over(DATA) == 1:
+    if any(feature.scales_loss for feature in attachments.features):
+        refuse_scaled(name)
+    if attachments.world.ranks_over(DATA) == 1:
         return
-    for feature in job.features:
-        if reason := _refusal(feature, job):
+    for feature in attachments.features:
+        if reason := _why_not_replayed(feature, attachments):
             raise ConfigError(f"`{name}` cannot replay the steps of `{feature.name}`", hint=reason)
-    if not any(Seam.WIRE in feature.seams for feature in job.features):
+    if not any(Seam.WIRE in feature.seams for feature in attachments.features):
         hint = "add [comm.quantize], or [comm.dense] for exact gradients"
-        raise ConfigError(f"`{name}` keeps what a codec exchanges, and no codec is on", hint=hint)
+        raise ConfigError(f"`{name}` records the averages of a [comm] codec, but the run has no codec", hint=hint)
 
 
-def _refusal(feature: Feature, job: Job) -> str:
-    says = getattr(feature, "why_not_replayed", None)
-    if says is not None:
-        return str(says(job))
+def refuse_scaled(name: str) -> None:
+    """Raise ConfigError: steps that a loss scale may skip cannot be replayed."""
+    hint = 'train with precision.autocast.dtype = "bf16"'
+    raise ConfigError(f"`{name}` cannot replay steps that a loss scale may skip", hint=hint)
+
+
+def _why_not_replayed(feature: Feature, attachments: Attachments) -> str:
+    """A hint on what to change, if the steps of a feature cannot be replayed; empty if they can."""
+    own_answer = getattr(feature, "why_not_replayed", None)
+    if own_answer is not None:
+        return str(own_answer(attachments))
     return "" if feature.name in REPLAYED else "remove one of the two"

@@ -1,8 +1,9 @@
-"""Differences on disk: a rank's newest ones in one file, every few steps, beside the checkpoints that they follow.
+"""Differences on disk, in the folder of the checkpoints. A file holds the differences of one rank in several steps.
 
-Averages are equal on all ranks, so one rank of each folder writes them, and the others only their own states. A file is
-written whole or not at all. It says by its name of which steps, start of the run, and rank it is, and each difference
-in it says so again. Files that lead on from no checkpoint any more are deleted by the rank that wrote them.
+Averages are equal on all ranks. So of the ranks that share a folder one writes the averages, and the others write only
+their own states. A file is written completely or not at all. The name of a file states the steps, the run, the start
+and the rank, and each difference in the file states them again. The rank that wrote a file deletes it once the file's
+steps are older than all checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WRITING = "writing differences to disk"
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A file with the differences of some steps of one rank."""
+    """A file with the differences of one rank from step `first` to step `last`; the fields are parsed from its name."""
 
     path: Path
     first: int
@@ -50,28 +51,33 @@ class BatchFile:
     rank: int
 
     def holds(self, history: History) -> bool:
-        """Whether any of its steps is on the line of the run."""
+        """Whether any step of the file is part of the run's history."""
         return self.run == history.run and history.holds(CheckpointId(self.first, self.start, self.uid, 1, 1))
 
 
 class Batches:
-    """One rank's differences on disk.
+    """Writes and reads one rank's differences on disk.
 
     Args:
+        claim: the right of this start to write in the folder of checkpoints.
+        ring: the differences in memory, from which files are written.
         steps: number of steps in a file.
     """
 
     def __init__(self, claim: Claim, ring: Ring, steps: int) -> None:
         self.claim, self.disk, self.rank, self.ring, self.steps = claim, claim.disk, claim.world.rank, ring, steps
         self.lacking = ""
-        """Why the newest file could not be written."""
+        """Why the newest file could not be written; empty if it was."""
         self._last = 0  # the newest step on disk
         self._nbytes = 0
         self._thread: BackgroundThread | None = None
         self._writing: Future[None] | None = None
 
     def write(self, checkpoint: CheckpointId, history: History) -> None:
-        """Write what is not on disk yet, up to the step of that name, beside training; at the end of each file."""
+        """If `checkpoint` is the last step of a file, start writing all differences that are not on disk yet.
+
+        The differences are written in a thread, while training continues.
+        """
         if checkpoint.step % self.steps or (self._writing is not None and not self._writing.done()):
             return
         self._thread = self._thread or BackgroundThread("checkpoint-differences")
@@ -79,14 +85,14 @@ class Batches:
         self._writing = self._thread.submit(self._write, first, checkpoint, history)
 
     def _write(self, first: int, checkpoint: CheckpointId, history: History) -> None:
-        there = {step: self.ring.copied(step) for step in range(first, checkpoint.step + 1)}
-        found = {step: self._shortened(*whole) for step, whole in there.items() if whole is not None}
-        if not found:
+        copies = {step: self.ring.copied(step) for step in range(first, checkpoint.step + 1)}
+        encoded = {step: self._encode(*difference) for step, difference in copies.items() if difference is not None}
+        if not encoded:
             return
         with span("differences", "disk") as marked:
-            data = joined(found.values())
+            data = joined(encoded.values())
             self._nbytes = marked.nbytes = len(data)
-            reason = tried(lambda: self._put(min(found), checkpoint, data))
+            reason = tried(lambda: self._put(min(encoded), checkpoint, data))
             if reason and reason != self.lacking:
                 log.warning("no differences on disk: %s; checkpoints are made as before", reason)
             self.lacking = reason or ""
@@ -94,10 +100,11 @@ class Batches:
                 self._last = checkpoint.step
                 self._retire(history)
 
-    def _shortened(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
-        """A difference as bytes; without averages if another rank writes them to this folder."""
-        own = tensors if self.claim.commits else {name: each for name, each in tensors.items() if not shared(name)}
-        plan = CellPlan(header, own)
+    def _encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+        """Encode a difference as bytes; without its averages if another rank writes them to this folder."""
+        if not self.claim.commits:
+            tensors = {name: tensor for name, tensor in tensors.items() if not shared(name)}
+        plan = CellPlan(header, tensors)
         data = torch.empty(plan.nbytes, dtype=torch.uint8)
         plan.put(data)
         return data
@@ -114,51 +121,62 @@ class Batches:
         files.sync(folder)
 
     def _retire(self, history: History) -> None:
-        """Delete the files of this run and rank whose steps come before all checkpoints that are kept, or that were
-        abandoned and are done again; and what was being written when an earlier start ended."""
+        """Delete files of this rank that no resumed run will need.
+
+        Deleted are files whose steps are older than all checkpoints on disk, files of abandoned steps that were
+        repeated, and temporary files that earlier starts left.
+        """
         with suppress(OSError):
-            kept = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
-            for batch in self._mine(history):
-                done_again = not batch.holds(history) and batch.start < history.epoch.start and batch.last <= self._last
-                if batch.last <= min(kept, default=0) or done_again:
+            saved = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
+            for batch in self._deletable(history):
+                repeated = not batch.holds(history) and batch.start < history.epoch.start and batch.last <= self._last
+                if batch.last <= min(saved, default=0) or repeated:
                     self.disk.files.unlink(batch.path)
             for path in self.disk.folder.glob(f".steps-*-{history.run}-*-{self.rank}.differences.tmp"):
                 self.disk.files.unlink(path)
 
-    def _there(self) -> Iterator[BatchFile]:
-        """The files of all ranks in this folder, in the order of their steps."""
-        for path in sorted(self.disk.folder.glob("steps-*")):
-            if found := _NAME.fullmatch(path.name):
-                yield BatchFile(path, int(found[1]), int(found[2]), found[3], int(found[4]), found[5], int(found[6]))
+    def _deletable(self, history: History) -> Iterator[BatchFile]:
+        """The run's files that this rank may delete.
 
-    def _mine(self, history: History) -> Iterator[BatchFile]:
-        """The run's files that this rank deletes: its own, and on one rank of each folder those of former ranks."""
+        A rank may delete the files that it wrote itself. One rank of each folder may also delete files of ranks that no
+        longer exist.
+        """
         size = self.claim.world.size
-        for each in self._there():
-            if each.run == history.run and (each.rank == self.rank or (self.claim.commits and each.rank >= size)):
-                yield each
+        for batch in batch_files(self.disk.folder):
+            if batch.run == history.run and (batch.rank == self.rank or (self.claim.commits and batch.rank >= size)):
+                yield batch
 
     def reader(self, history: History) -> Callable[[int], Found | None]:
-        """(step) -> what is on disk of it, on the line of a run: header and tensors; None where it is not whole."""
-        batches = [batch for batch in self._there() if batch.holds(history)]
-        own, averages = (_Files([b for b in batches if (b.rank == self.rank) is mine]) for mine in (True, False))
+        """Build a function that reads this rank's difference of a step from the files of the run's history.
+
+        The function returns None if there is no such difference. Averages that this rank did not write are read from
+        another rank's file.
+        """
+        batches = [batch for batch in batch_files(self.disk.folder) if batch.holds(history)]
+        own = _Files([batch for batch in batches if batch.rank == self.rank])
+        others = _Files([batch for batch in batches if batch.rank != self.rank])
 
         def read(step: int) -> Found | None:
-            if (found := own.find(step)) is None or any(map(shared, found[1])):
-                return found
-            if (other := averages.find(step, lambda each: any(map(shared, each[1])) and same(each, found))) is None:
+            if (difference := own.find(step)) is None or any(map(shared, difference[1])):
+                return difference
+            header, tensors = difference
+
+            def has_averages(candidate: Found) -> bool:
+                return any(map(shared, candidate[1])) and same(candidate, difference)
+
+            if (match := others.find(step, has_averages)) is None:
                 return None
-            return found[0], found[1] | {name: each for name, each in other[1].items() if shared(name)}
+            return header, tensors | {name: tensor for name, tensor in match[1].items() if shared(name)}
 
         return read
 
     def close(self, *, forget: bool) -> None:
-        """Stop; of a run that ended by itself nothing stays."""
+        """Stop writing. If `forget`, delete all files, because the run has finished."""
         if self._thread is not None:
             self._thread.stop(WRITING, self._nbytes)
         if forget and self.claim.history is not None:
             with suppress(OSError):
-                for batch in self._mine(self.claim.history):
+                for batch in self._deletable(self.claim.history):
                     self.disk.files.unlink(batch.path)
 
     def drain(self) -> None:
@@ -167,32 +185,40 @@ class Batches:
             result_of(self._writing, WRITING, self._nbytes)
 
 
+def batch_files(folder: Path) -> Iterator[BatchFile]:
+    """The files of all ranks in a folder of checkpoints, ordered by step."""
+    for path in sorted(folder.glob("steps-*")):
+        if match := _NAME.fullmatch(path.name):
+            first, last, run, start, uid, rank = match.groups()
+            yield BatchFile(path, int(first), int(last), run, int(start), uid, int(rank))
+
+
 class _Files:
-    """Files with differences, of which the newest that was needed is mapped."""
+    """Reads differences from files; the newest file that was read stays memory-mapped."""
 
     def __init__(self, batches: Sequence[BatchFile]) -> None:
         self.batches = batches
         self._mapped: tuple[Path | None, list[Tensor]] = None, []
 
     def find(self, step: int, fits: Callable[[Found], bool] = lambda _: True) -> Found | None:
-        """A step's difference that fits, whole; the newest start's, if there are several."""
+        """The undamaged difference of a step for which `fits` is true; of several, the one of the newest start."""
         for batch in sorted(self.batches, key=lambda batch: -batch.start):
             if batch.first <= step <= batch.last:
                 if self._mapped[0] != batch.path:
                     self._mapped = batch.path, _read(batch.path)
                 for whole in self._mapped[1]:
-                    if (found := parsed(whole))[0]["step"] == step and fits(found):
-                        return found
+                    if (difference := parsed(whole))[0]["step"] == step and fits(difference):
+                        return difference
         return None
 
 
-def same(one: Found, other: Found) -> bool:
-    """Whether two differences are of one step of one start of a run."""
-    return all(one[0][name] == other[0][name] for name in ("step", "start", "uid", "run", "form"))
+def same(first: Found, second: Found) -> bool:
+    """Whether two differences are of the same step of the same start of a run, and in the same form."""
+    return all(first[0][name] == second[0][name] for name in ("step", "start", "uid", "run", "form"))
 
 
 def _read(path: Path) -> list[Tensor]:
-    """The differences in a file, mapped; those behind damage are not found."""
+    """Memory-map a file, and return its differences as bytes, up to the first damaged one."""
     try:
         with open_regular(path) as file:
             return list(wholes(mapped(file, file.seek(0, 2))))

@@ -1,8 +1,9 @@
-"""One step's difference: what ranks exchanged in it, and all other state as it was after it.
+"""The difference of a step: the data with which the step can be replayed on the state before it.
 
-A difference holds, in their compact form, the averages that all ranks got; each state but those that the optimizer's
-step makes again (weights, its own state, averages of weights); the buffers that training has changed; and what the step
-depended on besides: progress, the optimizer's settings, and by what gradients were corrected for unequal counts.
+A difference holds four things. First, the averaged gradients that all ranks received, in the codec's compact form.
+Second, the states after the step, except those that replaying the optimizer step recomputes (weights, optimizer state,
+averages of weights). Third, the buffers that training has changed. Fourth, the other inputs of the step: progress, the
+optimizer's settings, and the factor that corrected gradients for unequal counts of targets.
 """
 
 from __future__ import annotations
@@ -19,141 +20,146 @@ from shoestring._torch import foreach_mul_
 from shoestring.checkpoint.differences.averages import KeptAverages
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.tree import decode, encode, root
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 _AVERAGE = "average "
-_SAMPLE = 16  # entries of each tensor that tell whether a replayed step did what the step did
+_SAMPLE = 16  # about how many entries of each tensor are compared after a replayed step
 
 
 @dataclass
 class Basis:
-    """What a step depended on besides weights and averages."""
+    """The inputs of a step other than weights and averaged gradients."""
 
     progress: dict[str, Any]
-    """As it was before the step."""
+    """Fields of `Progress` before the step."""
     unused: list[str]
-    """Trained parameters without a gradient."""
+    """Names of trained parameters that had no gradient."""
     options: int
-    """Of the optimizer's groups: a checksum of their rates and other settings in this step."""
+    """Checksum of the optimizer's settings in this step, such as the learning rates of its parameter groups."""
 
 
 @dataclass(eq=False)
 class StepContent:
-    """What differences of one job are made of, and put back into."""
+    """Describes steps of a job as differences, and replays steps from them."""
 
-    job: Job
+    attachments: Attachments
     averages: KeptAverages
     count: float = 0.0
-    """`Progress.count` after the newest step: what the next one divides by."""
+    """`Progress.count` after the newest step: the number by which the next step's loss is divided."""
     _samples: list[Tensor] = field(default_factory=list)
     _sampled: list[int] = field(default_factory=list)
     _buffers: list[tuple[str, nn.Module, str, tuple[int, int]]] = field(default_factory=list)
-    """Name of a buffer, the module that has it, its name there, and its version when this start of the run began."""
+    """For each buffer: its name, its module, its name in the module, and its version when this start began."""
     _changed: set[str] = field(default_factory=set)
-    """Buffers that training has changed since the checkpoint that this start continues."""
+    """Names of the buffers that training had changed before this start began, after the checkpoint it resumed from."""
 
     def begin(self) -> None:
-        """Begin a start of the run, from the state as it is now."""
-        self.count = self.job.progress.count
+        """Remember the versions of all buffers and the count, as they are when this start of the run begins."""
+        self.count = self.attachments.progress.count
         self._buffers = []
-        for path, module in self.job.module.named_modules():
+        for path, module in self.attachments.module.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{key}" if path else key
-                always = name in self._changed or getattr(module, "track_running_stats", False)  # updated in secret
+                # Kernels update running statistics without raising a buffer's version, so these buffers are always
+                # recorded.
+                always = name in self._changed or getattr(module, "track_running_stats", False)
                 self._buffers.append((name, module, key, (0, -1) if always else _version(buffer)))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def basis(self) -> Basis:
-        """What the step that the optimizer is about to make depends on."""
-        progress = self.job.progress
+        """The basis of the next optimizer step; called just before the step."""
+        progress = self.attachments.progress
         now = {"step": progress.step, "position": progress.position, "gain": progress.gain, "total": progress.total}
-        unused = [name for name, tensor in self.job.trained.items() if tensor.grad is None]
-        return Basis(now, unused, _options(self.job.built_optimizer.param_groups))
+        unused = [name for name, tensor in self.attachments.trained.items() if tensor.grad is None]
+        return Basis(now, unused, _options(self.attachments.optimizer.param_groups))
 
     def _ratio(self) -> float | None:
-        """What `core.step` multiplied the averages of DDP by, for ranks had counted other numbers of targets than
-        expected; None where that is not known. Without DDP, gradients are corrected before they travel."""
-        progress = self.job.progress
-        if self.job.engine != "ddp" or not progress.count:
+        """The factor by which `core.step` multiplied averages, because the count of targets was not as expected.
+
+        The factor is None if it is not known. It is 1 if gradients are not averaged in the backward pass, as DDP does,
+        because such gradients are corrected before they are exchanged.
+        """
+        progress = self.attachments.progress
+        if not self.attachments.averages_in_backward or not progress.count:
             return 1.0
-        if progress.unread is not None:  # on an accelerator the expected count stays as it is
+        if progress.unread is not None:  # on an accelerator `count` is still the expected count
             return progress.count / float(progress.unread[1])
         return self.count / progress.count if self.count else None
 
     def describe(self, basis: Basis) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """(header, tensors) of the newest step's difference; None where it cannot be replayed."""
+        """The difference of the newest step as (header, tensors); None if the step cannot be replayed."""
         averages, ratio = self.averages.averages(), self._ratio()
-        self.count = self.job.progress.count
+        self.count = self.attachments.progress.count
         if averages is None or ratio is None:
             return None
-        tensors = {f"{_AVERAGE}{part}.{n}": each for part, of in enumerate(averages) for n, each in enumerate(of)}
+        tensors = {f"{_AVERAGE}{part}.{n}": data for part, group in enumerate(averages) for n, data in enumerate(group)}
         trees = {}
-        for name, kept in self.job.kept.items():
-            if kept.across != "shard":
-                found: dict[str, Tensor] = {}
-                trees[name] = encode(kept.state.state_dict(), root(name), found)
-                tensors |= {f"state {path}": each for path, each in found.items()}
-        tensors |= {f"buffer {name}": each for name, each, version in self._now() if _version(each) != version}
+        for name, entry in self.attachments.kept.items():
+            if entry.across != "shard":
+                leaves: dict[str, Tensor] = {}
+                trees[name] = encode(entry.state.state_dict(), root(name), leaves)
+                tensors |= {f"state {path}": leaf for path, leaf in leaves.items()}
+        tensors |= {f"buffer {name}": buffer for name, buffer, version in self._now() if _version(buffer) != version}
         tensors["sample"] = self.sample()
-        header = {"basis": vars(basis), "ratio": ratio, "averages": [len(of) for of in averages], "trees": trees}
+        header = {"basis": vars(basis), "ratio": ratio, "averages": [len(group) for group in averages], "trees": trees}
         return header, tensors
 
     def sample(self) -> Tensor:
-        """A few entries of every trained tensor, as they are now."""
+        """A few entries of every trained tensor, as they are now, by which two states are compared."""
         with torch.no_grad():
-            trained = [tensor.detach() for tensor in self.job.trained.values() if tensor.numel()]
+            trained = [tensor.detach() for tensor in self.attachments.trained.values() if tensor.numel()]
             places = [tensor.data_ptr() for tensor in trained]
-            if places != self._sampled:
+            if places != self._sampled:  # the views stay valid as long as no tensor moves
                 self._sampled = places
                 flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in trained]
-                self._samples = [each[:: -(-len(each) // _SAMPLE)] for each in flat]
+                self._samples = [entries[:: -(-len(entries) // _SAMPLE)] for entries in flat]
             return torch.cat(self._samples) if self._samples else torch.empty(0)
 
     # -- replaying ----------------------------------------------------------------------------------------------------
 
     def step(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Make a step again from its difference; whether it did the same as then."""
-        job, basis = self.job, Basis(**header["basis"])
-        vars(job.progress).update(basis.progress)
-        device = job.world.device
+        """Replay a step from its difference; returns whether weights and settings are then as recorded."""
+        attachments, basis = self.attachments, Basis(**header["basis"])
+        vars(attachments.progress).update(basis.progress)
+        device = attachments.world.device
         averages = [
             [tensors[f"{_AVERAGE}{part}.{n}"].to(device) for n in range(count)]
             for part, count in enumerate(header["averages"])
         ]
         with self.averages.replayed(averages):
-            for name, tensor in job.trained.items():
+            for name, tensor in attachments.trained.items():
                 if name in basis.unused:
                     tensor.grad = None
-            if header["ratio"] != 1.0 and (gradients := job.gradients):
+            if header["ratio"] != 1.0 and (gradients := attachments.gradients):
                 exact = torch.tensor(header["ratio"], dtype=torch.float64, device=device)
-                foreach_mul_(gradients, exact.float() if job.defers else header["ratio"])
-            job.built_optimizer.step()
-        same = _options(job.built_optimizer.param_groups) == basis.options
-        job.built_optimizer.zero_grad(set_to_none=True)
+                foreach_mul_(gradients, exact.float() if attachments.defers else header["ratio"])
+            attachments.optimizer.step()
+        same = _options(attachments.optimizer.param_groups) == basis.options
+        attachments.optimizer.zero_grad(set_to_none=True)
         return same and torch.equal(self.sample().cpu(), tensors["sample"])
 
     def finish(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take the states that replayed steps do not make, as they were after the last of them."""
-        there = header["trees"].keys() & self.job.kept.keys()
-        for name in sorted(there, key=lambda name: name == "random"):  # random numbers last, for the rest may draw some
+        """Load the states and buffers of the last replayed step that replaying does not recompute."""
+        there = header["trees"].keys() & self.attachments.kept.keys()
+        for name in sorted(there, key=lambda name: name == "random"):  # as in `resume.load`, random states last
             state = decode(header["trees"][name], lambda path: tensors[f"state {path}"].clone())
-            self.job.kept[name].state.load_state_dict(state)
+            self.attachments.kept[name].state.load_state_dict(state)
         with torch.no_grad():
-            for name, buffer in self.job.module.named_buffers():
+            for name, buffer in self.attachments.module.named_buffers():
                 if (saved := tensors.get(f"buffer {name}")) is not None:
                     buffer.copy_(saved)
                     self._changed.add(name)
 
     def _now(self) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
-        """(name, buffer, version at first) of each buffer."""
+        """For each buffer that still exists: its name, the buffer, and its version when this start began."""
         for name, module, key, version in self._buffers:
             if (buffer := getattr(module, key, None)) is not None:
                 yield name, buffer, version
 
 
 def shared(name: str) -> bool:
-    """Whether a tensor of a difference is the same on all ranks."""
+    """Whether the tensor with this name in a difference is the same on all ranks: an average, not a state."""
     return name.startswith(_AVERAGE)
 
 
@@ -162,7 +168,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> int:
-    """A checksum of the numbers and words in an optimizer's groups."""
+    """Checksum of the settings of an optimizer's parameter groups."""
     plain = [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups

@@ -1,8 +1,9 @@
-"""What a rank of another host keeps of this rank's differences, so that a lost host costs no step.
+"""Copies of a rank's differences in another host's memory, so that no step is lost with a host.
 
-Averages are equal on all ranks, so the partner has them; sent is only what is this rank's own, some kilobytes a step. A
-message is on its way beside the next forward and backward pass, and there before the next optimizer step begins. What
-arrived is kept in a ring of its own in that host's memory, and given back from there, joined with the averages.
+Averages are equal on all ranks, so the partner rank on the other host has them already. Only a rank's own states are
+sent, some kilobytes a step. A message is sent during the next forward and backward pass, and has arrived before the
+next optimizer step. The partner stores it in a separate ring buffer in its host's memory. A rank that has lost its
+differences gets them back from there, completed by the partner's averages.
 """
 
 from __future__ import annotations
@@ -20,56 +21,64 @@ from shoestring.checkpoint.tiers.peer_copies import partner
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 
 Read = Callable[[int], Found | None]
-_SPARE = 4096  # bytes by which a message is longer than the first one needs, and a quarter: states that grow a little
+_SPARE = 4096  # headroom of a message in bytes, in addition to a quarter of the first one: states grow a little
 
 
 class Partner:
-    """The rank that keeps this one's differences, and that of which this one keeps them; all methods are collectives.
+    """Exchanges differences between hosts. All methods are collectives.
+
+    Rank `keeper` stores this rank's differences, and this rank stores the differences of rank `kept`; both ranks are on
+    other hosts.
 
     Args:
-        local: ranks of a host.
-        ring: for what arrives.
+        local: number of ranks per host.
+        ring: ring buffer for the differences of rank `kept`.
     """
 
     def __init__(self, group: RankGroup, local: int, ring: Ring) -> None:
         self.group, self.ring = group, ring
         hosts, host, on_host = group.size // local, group.rank // local, group.rank % local
         self.keeper = partner(host, hosts) * local + on_host
-        self.kept = next(h for h in range(hosts) if partner(h, hosts) == host) * local + on_host
+        self.kept = next(index for index in range(hosts) if partner(index, hosts) == host) * local + on_host
         self._grown = ""
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._wait: Callable[[], None] | None = None
 
     @property
     def lacking(self) -> str:
-        """Why the newest difference of one of the two is not kept."""
+        """Why the newest difference of this rank or of rank `kept` is not stored; empty if both are."""
         return self._grown or self.ring.refused or self.ring.slot.lacking
 
-    def send(self, step: int, found: Found | None) -> int:
-        """Send what is this rank's own in a step's difference, and begin to receive the other's; None sends nothing.
+    def send(self, step: int, difference: Found | None) -> int:
+        """Start to send this rank's own states of a step, and to receive the states of rank `kept`.
+
+        All messages have the same length, on which the ranks agree at the first one. A difference that does not fit is
+        not sent. Messages are received directly into the ring buffer, because the failure of a host may end this
+        process before it could copy them.
+
+        Args:
+            difference: the difference of the step; None sends an empty message.
 
         Returns:
-            The bytes of the message.
-
-        All ranks send messages of the length that they agree on at the first; one that does not fit is left out. It
-        arrives in the ring itself: whole there, it outlives this process, which may learn of a lost host by its end.
+            The length of the message in bytes.
         """
         self.settle()
         plan = None
-        if found is not None:
-            plan = CellPlan(found[0], {name: each for name, each in found[1].items() if not shared(name)})
+        if difference is not None:
+            header, tensors = difference
+            plan = CellPlan(header, {name: tensor for name, tensor in tensors.items() if not shared(name)})
         if not len(self._sent):
             needed = max(self.group.all_gather(0 if plan is None else plan.nbytes))
             if not needed:
                 return 0
             self._sent = torch.zeros(needed + needed // 4 + _SPARE, dtype=torch.uint8)
         length = len(self._sent)
-        self._sent[:1] = 0  # no mark
+        self._sent[:1] = 0  # without a magic number a message is empty
         self._grown = ""
         if plan is not None and plan.nbytes <= length:
             plan.put(self._sent)
         elif plan is not None:
-            self._grown = f"a rank's own state has grown to {plan.nbytes} bytes, more than its messages of {length}"
+            self._grown = f"a rank's own state has grown to {plan.nbytes} bytes, but messages have {length}"
         cell = self.ring.cell(step, length)
         if cell is None:
             cell = torch.empty(length, dtype=torch.uint8)
@@ -77,7 +86,7 @@ class Partner:
         return length
 
     def settle(self) -> None:
-        """Wait for what is on its way."""
+        """Wait until the newest message has been sent and received."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
@@ -85,37 +94,39 @@ class Partner:
     # -- giving back --------------------------------------------------------------------------------------------------
 
     def give_back(self, base: int, count: int, read: Read, ring: Ring, follows: Callable[[Found], bool]) -> None:
-        """Fill `ring` with the steps that this rank has lost, as far as its keeper has them.
+        """Get back this rank's lost differences from rank `keeper`, and send back the differences of rank `kept`.
 
         Args:
-            base: the step that is continued.
-            count: steps after it that this rank has, one after the other.
-            read: (step) -> this rank's own difference.
-            follows: whether a difference is one of the run.
+            base: step of the checkpoint that was loaded.
+            count: number of steps directly after it whose differences this rank still has.
+            read: function that reads this rank's own difference of a step.
+            ring: this rank's own ring buffer, to which the differences are written.
+            follows: function that tells whether a difference is part of the run's history.
         """
-        there = self.ring.open()
+        opened = self.ring.open()
 
-        def whole(step: int) -> Found | None:
-            """A step's difference of the other rank, with the averages that this one has."""
-            others, own = self.ring.read(step) if there else None, read(step)
-            if others is None or own is None or not follows(others) or not same(others, own):
+        def complete(step: int) -> Found | None:
+            """The difference of rank `kept` in a step, completed by this rank's averages."""
+            stored, own = self.ring.read(step) if opened else None, read(step)
+            if stored is None or own is None or not follows(stored) or not same(stored, own):
                 return None
-            return others[0], others[1] | {name: each for name, each in own[1].items() if shared(name)}
+            return stored[0], stored[1] | {name: tensor for name, tensor in own[1].items() if shared(name)}
 
-        has = self.group.all_gather(count)
-        plans, step = list[CellPlan](), base + has[self.kept] + 1
-        while (found := whole(step + len(plans))) is not None:
-            plans.append(CellPlan(*found))
+        counts = self.group.all_gather(count)
+        plans, step = list[CellPlan](), base + counts[self.kept] + 1
+        while (difference := complete(step + len(plans))) is not None:
+            plans.append(CellPlan(*difference))
         lengths: Sequence[Sequence[int]] = self.group.all_gather([plan.nbytes for plan in plans])
         wanted = lengths[self.keeper]
-        # Where this rank's own ring is filled, too, what it gives is copied first: it may lie there.
+        # The differences to send lie in this rank's ring buffer. If the ring buffer is about to be overwritten, copy
+        # the differences first.
         cells = [*map(_bytes, plans)] if wanted else map(_bytes, plans)
         for cell, nbytes in itertools.zip_longest(cells, wanted):
             arrived = torch.empty(nbytes or 0, dtype=torch.uint8)
             sends = [] if cell is None else [(self.kept, cell)]
             self.group.exchange(sends, [] if nbytes is None else [(self.keeper, arrived)])
-            if (found := first(arrived)) is not None:  # a damaged one ends what can be replayed
-                ring.write(*found)
+            if (difference := first(arrived)) is not None:  # a damaged one ends the replay
+                ring.write(*difference)
 
 
 def _bytes(plan: CellPlan) -> Tensor:

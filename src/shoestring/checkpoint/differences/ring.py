@@ -1,7 +1,7 @@
-"""The newest few differences of a rank, in its host's shared memory: cells of one size, each overwritten in turn.
+"""A ring buffer in the host's shared memory with a rank's newest differences, in cells of equal size.
 
-A cell says by itself of which step it is, and has a checksum, so a process may end at any moment: what it was writing
-is damaged, and all others are whole. No index, and nothing to delete.
+Each cell holds its step and a checksum. So if the process is killed at any moment, only the cell that it was writing is
+damaged. There is no index to update, and nothing to delete.
 """
 
 from __future__ import annotations
@@ -9,31 +9,35 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.format.history import History
+from shoestring.checkpoint.format.manifest import CheckpointId
+from shoestring.checkpoint.format.part import mapped
 from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.storage.guarded import open_regular
 
 MAGIC = b"stepdiff"
-_CELL = struct.Struct("<8sIIQ")  # magic, checksum of what follows, bytes of the header, bytes of all that follows
-_FILE = struct.Struct("<8sIIQ")  # magic, checksum of the rest, number of cells, bytes of each
+_CELL = struct.Struct("<8sIIQ")  # magic number, checksum of the body, bytes of its header, bytes of the body
+_FILE = struct.Struct("<8sIIQ")  # magic number, checksum of these fields, number of cells, bytes of a cell
 _PAGE = 4096
-_SPARE = 64 << 10  # bytes by which a cell is larger than the first difference: states that grow a little
+_SPARE = 64 << 10  # headroom of a cell in bytes, in addition to the first difference: states grow a little
 _KEY = "ring"
 _ALIGNED = 64
 Found = tuple[dict[str, Any], dict[str, Tensor]]
 """The header of a difference, and its tensors."""
-_MOST = 1 << 44  # bytes of the largest file that is believed
+_MOST = 1 << 44  # maximum length of a ring buffer's file in bytes
 
 
 class CellPlan:
-    """Where the header and the tensors of a difference go in its bytes."""
+    """Layout of a difference as bytes: magic number and checksum, then the header, then the tensors."""
 
     def __init__(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.places = tensors, dict[str, list[Any]]()
@@ -42,7 +46,8 @@ class CellPlan:
             start = -(-end // _ALIGNED) * _ALIGNED
             end = start + tensor.nbytes
             self.places[name] = [start, end, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        # The header comes first, and says where tensors lie: it has room for larger numbers than it was measured with.
+        # The header precedes the tensors and holds their offsets, which grow by the header's own length. So the header
+        # gets room for offsets with more digits than those with which its length is measured.
         length = len(json.dumps({**header, "places": self.places})) + 24 * len(self.places)
         self.first = -(-(_CELL.size + length) // _ALIGNED) * _ALIGNED - _CELL.size
         for place in self.places.values():
@@ -51,7 +56,7 @@ class CellPlan:
         self.nbytes = _CELL.size + self.first + end
 
     def put(self, cell: Tensor) -> None:
-        """Write it to the beginning of some bytes, and its mark last."""
+        """Write the difference to the beginning of `cell`; the magic number last, so that no half of it is valid."""
         cell[: _CELL.size] = 0
         body = cell[_CELL.size : self.nbytes]
         body[: self.first] = torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
@@ -63,19 +68,19 @@ class CellPlan:
 
 
 class Ring:
-    """Differences by their steps.
+    """The ring buffer: reads and writes differences by step.
 
     Args:
-        slot: names the file, and maps it; in memory of this process alone where the host's has no room.
+        slot: the file in shared memory; if there is no room for it, the slot uses this process's own memory.
         cells: number of differences to keep.
-        lease: (bytes) -> why the host's memory has no room for so many; empty where it has.
+        lease: function that leases a number of bytes of host memory; returns why there is no room, or an empty string.
     """
 
     def __init__(self, slot: Slot, cells: int, lease: Callable[[int], str]) -> None:
         self.slot, self.cells, self.lease = slot, cells, lease
         self.refused = ""
-        """Why nothing is kept any more."""
-        self._size, self._found = 0, cells  # bytes of a cell, and number of cells, as the file has them
+        """Why recording has stopped; empty while it works."""
+        self._size, self._count = 0, cells  # bytes of a cell and number of cells in the file
         self._room: Tensor | None = None
         self._leased = False
 
@@ -84,38 +89,36 @@ class Ring:
         return self.slot.stem.with_name(f"{self.slot.stem.name}.{_KEY}")
 
     def open(self) -> bool:
-        """Find what an earlier process of the run has left; whether there is anything.
+        """Open the file that an earlier process of the run has left; returns whether there is one.
 
-        A number of cells that has changed since then counts once something is written.
+        The file is read with the number of cells that it has; the first write replaces it by a file with `cells`.
         """
         try:
             with open_regular(self.path, private=True) as file:
-                magic, mark, cells, size = _FILE.unpack(file.read(_FILE.size))
-                length = file.seek(0, 2)
-        except (OSError, struct.error):
+                layout = _layout(file)
+        except OSError:
             return False
-        described = _FILE.pack(magic, 0, cells, size)
-        if magic != MAGIC or mark != crc32(described) or not _PAGE + cells * size <= length <= _MOST:
+        if layout is None:
             return False
-        self._size, self._found = size, cells
+        self._count, self._size = cells, size = layout
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + cells * size)
         return True
 
     def read(self, step: int) -> Found | None:
-        """The header of a step's difference, and its tensors, in the ring's memory; None if it is not whole."""
+        """A step's difference, with tensors that share the ring buffer's memory; None if it is missing or damaged."""
         cell = self._cell(step)
-        return None if cell is None else _of(step, first(cell))
+        return None if cell is None else _if_of_step(step, first(cell))
 
     def copied(self, step: int) -> Found | None:
-        """As `read`, but copied first, on a thread beside which the ring is written to."""
+        """A copy of a step's difference, for a thread that reads while another thread writes; None as in `read`."""
         cell = self._cell(step)
-        return None if cell is None else _of(step, first(cell.clone()))
+        return None if cell is None else _if_of_step(step, first(cell.clone()))
 
     def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Put a difference in the place of the oldest one; its bytes, 0 if there is no room.
+        """Overwrite the oldest difference with a new one; returns its size in bytes, 0 if there is no room.
 
         Args:
-            header: JSON; its `step` is the difference's.
+            header: values that JSON can hold; `step` is the step of the difference.
         """
         plan = CellPlan(header, tensors)
         cell = self.cell(header["step"], plan.nbytes)
@@ -125,28 +128,28 @@ class Ring:
         return plan.nbytes
 
     def cell(self, step: int, nbytes: int) -> Tensor | None:
-        """Where a step's difference of so many bytes, or fewer, goes; None if there is no room."""
+        """The cell of a step, of at least `nbytes`; None if host memory has no room for the ring buffer."""
         self._lay_out(nbytes)
         return self._cell(step)
 
     def _cell(self, step: int) -> Tensor | None:
         if self._room is None:
             return None
-        start = _PAGE + step % self._found * self._size
+        start = _PAGE + step % self._count * self._size
         return self._room[start : start + self._size]
 
     def _lay_out(self, nbytes: int) -> None:
-        """Make cells of at least so many bytes; what was in smaller ones, or in another number of them, is gone."""
-        fits = self._room is not None and nbytes <= self._size and self._found == self.cells
+        """Make sure that cells have at least `nbytes`. If the file must be laid out anew, its content is lost."""
+        fits = self._room is not None and nbytes <= self._size and self._count == self.cells
         if self.refused or (fits and self._leased):
             return
         if not fits:
-            self._size, self._found = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
+            self._size, self._count = -(-(nbytes + _SPARE) // _PAGE) * _PAGE, self.cells
         if reason := self.lease(_PAGE + self.cells * self._size):
             self.close(reason)
             return
         self._leased = True
-        if fits:  # an earlier process has made it
+        if fits:  # an earlier process has laid out the file
             return
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
         self._room[:_PAGE] = 0
@@ -159,13 +162,44 @@ class Ring:
         self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
 
     def close(self, reason: str = "") -> None:
-        """Remove it; with a reason, nothing is kept from now on."""
+        """Remove the file. If a reason is given, recording stops."""
         self._room, self.refused = None, reason
         self.slot.close()
 
 
+def _layout(file: BinaryIO) -> tuple[int, int] | None:
+    """(number of cells, bytes of a cell) of a ring buffer's file; None if the file is damaged."""
+    head = file.read(_FILE.size)
+    if len(head) < _FILE.size:
+        return None
+    magic, mark, cells, size = _FILE.unpack(head)
+    described = _FILE.pack(magic, 0, cells, size)
+    whole = magic == MAGIC and mark == crc32(described) and _PAGE + cells * size <= file.seek(0, 2) <= _MOST
+    return (cells, size) if whole else None
+
+
+def steps_kept(path: Path, history: History) -> set[int]:
+    """Steps of a run's history of which a ring buffer's file holds an undamaged difference."""
+    steps = set[int]()
+    with suppress(OSError, LookupError, TypeError, ValueError), open_regular(path, private=True) as file:
+        if (layout := _layout(file)) is not None:
+            cells, size = layout
+            data = mapped(file, _PAGE + cells * size)
+            for start in range(_PAGE, len(data), size):
+                if (difference := first(data[start : start + size])) is not None:
+                    checkpoint = named(difference[0])
+                    if checkpoint.run == history.run and history.holds(checkpoint):
+                        steps.add(checkpoint.step)
+    return steps
+
+
+def named(header: Mapping[str, Any]) -> CheckpointId:
+    """Identity that a checkpoint of the step with this difference has."""
+    return CheckpointId(**{name: header[name] for name in ("step", "start", "uid", "ranks", "local", "run")})
+
+
 def wholes(data: Tensor) -> Iterator[Tensor]:
-    """The differences at the beginning of some bytes, one after the other, up to the first that is not whole."""
+    """Split bytes into the consecutive differences in them, each as bytes, up to the first damaged one."""
     while len(data) >= _CELL.size:
         magic, mark, length, nbytes = _CELL.unpack(data[: _CELL.size].numpy().tobytes())
         body = data[_CELL.size : _CELL.size + nbytes]
@@ -177,23 +211,23 @@ def wholes(data: Tensor) -> Iterator[Tensor]:
 
 
 def first(data: Tensor) -> Found | None:
-    """The difference at the beginning of some bytes, if it is whole."""
+    """The difference at the beginning of some bytes; None if there is none, or it is damaged."""
     whole = next(wholes(data), None)
     return None if whole is None else parsed(whole)
 
 
-def _of(step: int, found: Found | None) -> Found | None:
-    """What was found, if it is of that step."""
-    return found if found is not None and found[0]["step"] == step else None
+def _if_of_step(step: int, difference: Found | None) -> Found | None:
+    """The difference if it is of this step; None if it is of another step that uses the same cell."""
+    return difference if difference is not None and difference[0]["step"] == step else None
 
 
 def joined(differences: Iterable[Tensor]) -> Tensor:
-    """Differences one after the other, as `wholes` takes them apart."""
-    return torch.cat([F.pad(each, (0, -len(each) % _ALIGNED)) for each in differences])
+    """Concatenate differences, each as bytes; `wholes` splits them again."""
+    return torch.cat([F.pad(difference, (0, -len(difference) % _ALIGNED)) for difference in differences])
 
 
 def parsed(whole: Tensor) -> Found:
-    """The header of a difference, and its tensors, which share its memory."""
+    """Decode a difference: its header, and its tensors, which share memory with the bytes."""
     _, _, length, _ = _CELL.unpack(whole[: _CELL.size].numpy().tobytes())
     body = whole[_CELL.size :]
     header = json.loads(body[:length].numpy().tobytes())

@@ -1,1 +1,1 @@
-"""The form of a checkpoint: parts, trees, checksums, manifests, and the history of a run."""
+"""File formats of checkpoints: parts, trees of state, checksums, manifests, and the history of a run."""

@@ -1,8 +1,8 @@
-"""CRC-32 of chunks of bytes.
+"""Compute the CRC-32 checksum of each chunk of some bytes.
 
-Where the extra `fast` is installed, Intel's ISA-L computes it, which takes a sixth of zlib's time. Both let go of the
-interpreter's lock while they do. Run as a program (`ChecksumProcess`) this file computes the checksums of files; it
-imports no torch.
+If the package is installed with the extra `fast`, Intel's ISA-L computes them, in a sixth of zlib's time. Both
+libraries release Python's global interpreter lock meanwhile. `ChecksumProcess` runs this file as a program that
+computes the checksums of files; it imports no torch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ try:
 except ImportError:
     from zlib import crc32
 
-__all__ = ["CHUNK", "crc32", "sums", "threads_beside"]
+__all__ = ["CHUNK", "crc32", "sums"]
 
-CHUNK = 4 << 20  # bytes that one checksum is of
+CHUNK = 4 << 20  # bytes that one checksum covers
 
 
 def sums(data: Tensor, threads: int = 1) -> list[int]:
-    """The checksum of each chunk of bytes (uint8, 1-d), by so many threads."""
+    """The checksum of each chunk of `data` (uint8, 1-d), computed by this number of threads."""
     return _sums(data.numpy().data, threads)
 
 
 def _sums(view: memoryview, threads: int) -> list[int]:
     chunks = [view[start : start + CHUNK] for start in range(0, len(view), CHUNK)]
-    each = -(-len(chunks) // threads)
-    if each == len(chunks):
+    per_thread = -(-len(chunks) // threads)
+    if per_thread == len(chunks):
         return _marks(chunks)
-    with ThreadPoolExecutor(threads) as pool:  # with a run of chunks each, for handing one over takes time, too
-        runs = [chunks[first : first + each] for first in range(0, len(chunks), each)]
+    with ThreadPoolExecutor(threads) as pool:  # one task a thread, because tasks have overhead
+        runs = [chunks[first : first + per_thread] for first in range(0, len(chunks), per_thread)]
         return [mark for marks in pool.map(_marks, runs) for mark in marks]
 
 
@@ -50,23 +50,16 @@ def _marks(chunks: Sequence[memoryview]) -> list[int]:
     return [crc32(chunk) for chunk in chunks]
 
 
-def threads_beside(ranks: int) -> int:
-    """How many threads each of so many ranks of a host may use beside training: a quarter of its share of processors.
-
-    Every chunk takes the interpreter's lock once. More threads do so more often than a training thread that launches
-    work for a GPU can bear.
-    """
-    return max(1, len(os.sched_getaffinity(0)) // (4 * ranks)) if hasattr(os, "sched_getaffinity") else 1
-
-
 def answers(requests: Iterable[str]) -> Iterator[str]:
-    """A line for each request, a JSON list (path, device, inode, bytes, threads): the checksums of a file's first
-    bytes, or why there are none."""
+    """Answer each request with a line of JSON: the checksums of the first bytes of a file, or an error message.
+
+    A request is a JSON list (path, device, inode, number of bytes, threads).
+    """
     for request in requests:
         path, *identity, nbytes, threads = json.loads(request)
         try:
             yield json.dumps(_sums_of_file(path, identity, nbytes, threads))
-        except (OSError, ValueError) as error:  # a mapping that would be longer than its file
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter than the request
             yield json.dumps(str(error))
 
 
@@ -75,7 +68,7 @@ def _sums_of_file(path: str, identity: Any, nbytes: int, threads: int) -> list[i
     try:
         status = os.fstat(descriptor)
         if [status.st_dev, status.st_ino] != identity:
-            raise OSError(f"`{path}` is another file now")
+            raise OSError(f"`{path}` has been replaced by another file")
         with mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
             return _sums(view, threads)
     finally:
@@ -83,7 +76,7 @@ def _sums_of_file(path: str, identity: Any, nbytes: int, threads: int) -> list[i
 
 
 def _end_with(parent: int) -> None:
-    """Its other children may hold this process's input open."""
+    """End this process when its parent ends. Its standard input may stay open, if other children hold the pipe."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)

@@ -1,14 +1,16 @@
-"""The history of a run: which run it is, and which checkpoints its newest start continues.
+"""The history of a run: its identity, and the starts of the run that led to the newest start.
 
-Every start of a run is an epoch, as a database's recovery begins a new timeline. The history lists the epochs that led
-to the newest one, each with the last step that was continued; checkpoints off this *line* were abandoned by a rollback
-or written by a start that had been replaced meanwhile. It is written in the folder of checkpoints at every start, so
-one record answers who may write, what is resumed, and what may be deleted.
+Every start of a run is called an epoch, as the recovery of a database begins a new timeline. The history lists the
+epochs that led to the newest one, each with the step from which the next epoch continued. The list of these epochs is
+called the run's *line*. A checkpoint that is not on the line was abandoned by a rollback, or written by a process that
+another start had replaced. Every start writes the history to the folder of checkpoints. So the history tells which
+process may write, which checkpoints may be resumed, and which may be deleted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -21,26 +23,27 @@ from shoestring.storage.guarded import read_regular
 
 HISTORY = "history.json"
 FORMAT = 1
-_LIMIT = 1_000_000  # bytes of the longest history: some ten thousand epochs
+_LIMIT = 1_000_000  # maximum bytes of a history: some ten thousand epochs
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One start of a run on the line."""
+    """One start of a run: its number, a random identity, and the last step that belongs to the run's history."""
 
     start: int
     uid: str
     last: int | None = None
-    """The last step that a later start continued; None for the newest epoch, which has not ended."""
+    """The step from which the next epoch continued; None for the newest epoch, which has not ended."""
 
     def holds(self, checkpoint: CheckpointId) -> bool:
+        """Whether this start wrote the checkpoint, and its step is not after the last step that was continued."""
         same = (self.start, self.uid) == (checkpoint.start, checkpoint.uid)
         return same and (self.last is None or checkpoint.step <= self.last)
 
 
 @dataclass(frozen=True)
 class History:
-    """The run, and its line of epochs, the newest first."""
+    """Identity of a run, and the epochs that led to the newest one, the newest first."""
 
     run: str
     line: tuple[Epoch, ...]
@@ -54,37 +57,66 @@ class History:
         start: int,
         uid: str,
     ) -> History:
-        """The history of a new start.
+        """Build the history for a new start of a run.
 
         Args:
-            known: what the folder said before.
-            restored: the checkpoint that it continues; without one it is a new run, whatever else is in the folder.
-            others: the checkpoints that there are. Epochs that have left none are dropped from the line.
+            known: the history that the folder held before; None if it held none.
+            restored: the checkpoint that the start resumes from; None makes it a new run, whatever the folder holds.
+            others: all checkpoints that exist. Epochs of which no checkpoint exists are dropped from the line.
+            start: number of the new start.
+            uid: random identity of the new start.
         """
         newest = Epoch(start, uid)
         if restored is None:
             return cls(secrets.token_hex(8), (newest,))
         ours = known is not None and known.holds(restored)
         run = restored.run or (known.run if known and ours else secrets.token_hex(8))
-        left = {(each.start, each.uid) for each in others}
-        if known is None:  # checkpoints of format 2, or the record was lost: what came before is continued
+        left = {(checkpoint.start, checkpoint.uid) for checkpoint in others}
+        if known is None:  # format 2, or a lost history: assume that all earlier starts are on the line
             before = {Epoch(*pair, restored.step) for pair in left if pair < (restored.start, restored.uid)}
             earlier = sorted(before, key=lambda epoch: epoch.start, reverse=True)
         else:
-            of = [index for index, epoch in enumerate(known.line) if epoch.holds(restored)]
-            earlier = [epoch for epoch in known.line[of[0] + 1 :] if (epoch.start, epoch.uid) in left] if of else []
+            places = [index for index, epoch in enumerate(known.line) if epoch.holds(restored)]
+            below = known.line[places[0] + 1 :] if places else ()
+            earlier = [epoch for epoch in below if (epoch.start, epoch.uid) in left]
         return cls(run, (newest, Epoch(restored.start, restored.uid, restored.step), *earlier))
+
+    @classmethod
+    def of_what_is_there(cls, checkpoints: Collection[CheckpointId]) -> History | None:
+        """Reconstruct a lost or damaged history from the checkpoints that exist; None if none of them names its run.
+
+        The newest start becomes the newest epoch. An earlier start belongs to the line up to its last step that no
+        later start has repeated.
+        """
+        named = [checkpoint for checkpoint in checkpoints if checkpoint.run]
+        newest = max(named, key=lambda checkpoint: (checkpoint.start, checkpoint.step), default=None)
+        if newest is None:
+            return None
+        line, redone = [Epoch(newest.start, newest.uid)], math.inf
+        own = [checkpoint for checkpoint in named if checkpoint.run == newest.run]
+        for start in sorted({checkpoint.start for checkpoint in own}, reverse=True):
+            written = [checkpoint for checkpoint in own if checkpoint.start == start]
+            left = [checkpoint for checkpoint in written if checkpoint.step < redone]
+            if start < newest.start and left:
+                last = max(left)
+                line.append(Epoch(start, last.uid, last.step))
+            redone = min(redone, *(checkpoint.step for checkpoint in written))
+        return cls(newest.run, tuple(line))
 
     @property
     def epoch(self) -> Epoch:
         return self.line[0]
 
     def holds(self, checkpoint: CheckpointId) -> bool:
-        """Whether a checkpoint is on the line: it may be resumed, and counts among those to keep."""
+        """Whether a checkpoint is on the line, so that it may be resumed and is not abandoned."""
         return any(epoch.holds(checkpoint) for epoch in self.line)
 
     def superseded(self, checkpoint: CheckpointId, step: int) -> bool:
-        """Whether a checkpoint is of an abandoned branch of this run, which has done that step again by `step`."""
+        """Whether a checkpoint lies on an abandoned branch, and the run has trained its step again since.
+
+        Args:
+            step: the step that the run has reached by now.
+        """
         before = checkpoint.run == self.run and checkpoint.start < self.epoch.start
         return before and checkpoint.step <= step and not self.holds(checkpoint)
 
@@ -97,28 +129,28 @@ class History:
         """The inverse of `dumps`.
 
         Raises:
-            CheckpointError: it is damaged, or of another format.
+            CheckpointError: the data is damaged, or has another format.
         """
         try:
             outer = json.loads(data)
             if crc32(outer["body"].encode()) != outer["sum"]:
-                raise CheckpointError(f"`{source}` is damaged: its content is not what was written")
+                raise CheckpointError(f"`{source}` is damaged: its checksum does not match")
             body = json.loads(outer["body"])
             if body["format"] != FORMAT:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {FORMAT}")
-            line = tuple(_epoch(**each) for each in body["line"])
+            line = tuple(_epoch(**fields) for fields in body["line"])
             if not line or not (isinstance(body["run"], str) and body["run"].isalnum()):
                 raise ValueError("it names no run")
             return cls(body["run"], line)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"`{source}` is no history of a run, or damaged: {error}") from error
+            raise CheckpointError(f"`{source}` is not the history of a run, or damaged: {error}") from error
 
     @classmethod
     def read(cls, folder: Path) -> History | None:
-        """The history in a folder of checkpoints; None where there is none.
+        """The history in a folder of checkpoints; None if the folder has none.
 
         Raises:
-            CheckpointError: it is damaged, or cannot be read.
+            CheckpointError: the history is damaged, or cannot be read.
         """
         path = folder / HISTORY
         try:
@@ -132,7 +164,7 @@ class History:
 def _epoch(start: int, uid: str, last: int | None) -> Epoch:
     for number in (start, 0 if last is None else last):
         if type(number) is not int or not 0 <= number < 1 << 60:
-            raise ValueError(f"{number!r} for a count")
+            raise ValueError(f"{number!r} is not a valid number")
     if not (isinstance(uid, str) and uid.isalnum()):
-        raise ValueError(f"{uid!r} for a start")
+        raise ValueError(f"{uid!r} is not the identity of a start")
     return Epoch(start, uid, last)

@@ -1,7 +1,8 @@
-"""Which rank holds which part of which tensor, and which of them saves it where.
+"""Which rank holds which shard of a tensor, and which rank saves it to which place.
 
-Every tensor of the kept state is a *leaf*: the box of it that this rank holds, and the ranks that hold the same box.
-What several ranks hold is saved once: the ranks that hold it cut it into equal stretches of rows.
+A *box* is a rectangular region of a tensor, such as a shard. A *leaf* is one tensor of the saved state as this rank
+sees it: the box that this rank holds, its data, and the ranks that hold the same box. A box that several ranks hold is
+saved once: each of these ranks saves an equal share of its rows.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from shoestring.core.errors import CheckpointError
 
 Offer = TypeVar("Offer")
 
-PRIVATE = "private"  # on one host only: to disk, and to another host's memory
-SHARE = "share"  # on several hosts, of which this rank writes it to disk
-REST = "rest"  # on several hosts, written to disk by another, but kept in this host's memory too
+# Kinds of parts, by which hosts hold their data. Parts of all kinds are saved in this host's memory.
+PRIVATE = "private"  # only this host holds the data: also saved on disk, and in another host's memory
+SHARE = "share"  # several hosts hold the data, and this rank writes it to disk
+REST = "rest"  # several hosts hold the data, and another rank writes it to disk
 KINDS = (PRIVATE, SHARE, REST)
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: its first index and its extent in every dimension."""
+    """A rectangular region of a tensor: its first index and its size in every dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class Box:
         return prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What two boxes share; None where that is empty."""
+        """The intersection of two boxes; None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
         stop = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -49,7 +51,7 @@ class Box:
         return Box(first, shape) if all(extent > 0 for extent in shape) else None
 
     def without(self, other: Box) -> Iterator[Box]:
-        """Disjoint boxes that cover what of this one is not in `other`, which lies inside it."""
+        """Disjoint boxes that cover this box except for the box `other`, which lies inside this one."""
         offset, shape = list(self.offset), list(self.shape)
         for dim, (begin, extent) in enumerate(zip(other.offset, other.shape, strict=True)):
             for first, stop in ((offset[dim], begin), (begin + extent, offset[dim] + shape[dim])):
@@ -60,12 +62,12 @@ class Box:
             offset[dim], shape[dim] = begin, extent
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in a tensor that holds `outer`."""
+        """The slices that select this box from a tensor whose data is the box `outer`."""
         starts = (inner - outside for inner, outside in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
 
     def rows(self, first: int, stop: int) -> Box:
-        """The rows [first, stop) of it, counted along the first dimension."""
+        """The rows [first, stop) of this box, along the first dimension; a scalar's box is returned as it is."""
         if not self.shape:
             return self
         return Box((self.offset[0] + first, *self.offset[1:]), (stop - first, *self.shape[1:]))
@@ -73,7 +75,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """What this rank holds of one tensor: `data` is `box` of a tensor of `shape`."""
+    """This rank's shard of one tensor: `data` holds the region `box` of a tensor of shape `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,17 +93,20 @@ class Leaf:
         return self.data.numel() * self.data.element_size()
 
     def rows(self, first: int, stop: int) -> Leaf:
-        """The leaf of some of its rows."""
+        """The leaf with only the rows [first, stop) of this one."""
         if (first, stop) == (0, self.row_count):
             return self
         return replace(self, box=self.box.rows(first, stop), data=self.data[first:stop])
 
 
 def leaf_of(name: str, tensor: Tensor, holders: Sequence[int]) -> Leaf:
-    """The leaf of a tensor; `holders` are the ranks that hold the same where it is no DTensor.
+    """The leaf of a tensor.
+
+    Args:
+        holders: ranks that hold a copy of the tensor; ignored for a DTensor, which knows its ranks.
 
     Raises:
-        CheckpointError: a DTensor whose value is still to be summed over ranks.
+        CheckpointError: the tensor is a DTensor that is neither replicated nor sharded, such as a partial sum.
     """
     if not isinstance(tensor, DTensor):
         return Leaf(name, tuple(tensor.shape), Box((0,) * tensor.ndim, tuple(tensor.shape)), tuple(holders), tensor)
@@ -110,16 +115,19 @@ def leaf_of(name: str, tensor: Tensor, holders: Sequence[int]) -> Leaf:
 
 
 def box_of(name: str, tensor: DTensor) -> Box:
-    """This rank's box of a DTensor."""
+    """The box of a DTensor that this rank holds."""
     for placement in tensor.placements:
         if not isinstance(placement, Replicate | Shard):
-            raise CheckpointError(f"cannot save `{name}`: it is placed as {placement}", hint="save it whole")
+            raise CheckpointError(f"cannot save `{name}`: its placement is {placement}", hint="replicate or shard it")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Box(tuple(offset), tuple(shape))
 
 
 def _same_box(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks of the mesh that differ from this one in dimensions only over which the tensor is replicated."""
+    """The ranks that hold the same box of a DTensor as this rank.
+
+    These ranks have the same coordinate as this rank on every mesh axis that shards the tensor.
+    """
     mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     assert place is not None
     index = tuple(
@@ -133,10 +141,11 @@ def _same_box(tensor: DTensor) -> tuple[int, ...]:
 
 
 def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, list[Leaf]]:
-    """The pieces of this rank's leaves that it saves, by kind.
+    """Map each kind to the pieces of `leaves` that this rank saves.
 
-    The ranks of one host that hold a box cut it into equal stretches, one each, for the host's memory. Of its stretch
-    a rank writes to disk as many equal parts as there are hosts with the box, the one at its host's place.
+    The ranks of one host that hold a box divide it into equal shares of rows, and each saves one share in the host's
+    memory. If several hosts hold the box, each share is divided once more into as many equal pieces as there are hosts,
+    and a rank writes the piece with its host's index to disk.
     """
     pieces: dict[str, list[Leaf]] = {kind: [] for kind in KINDS}
     for holders, group in itertools.groupby(sorted(leaves, key=lambda leaf: leaf.holders), lambda leaf: leaf.holders):
@@ -147,6 +156,8 @@ def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, lis
         if len(hosts) == 1:
             pieces[PRIVATE] += stretch(same, place, place + 1, ways)
             continue
+        # If hosts have unequal numbers of ranks that hold the box, the shares of the hosts differ, and the first host
+        # that holds the box writes all of it.
         regular = len(holders) == ways * len(hosts)
         count, at = (len(hosts), hosts.index(rank // local_size)) if regular else (1, 0)
         first, stop, parts = place * count, (place + 1) * count, ways * count
@@ -160,7 +171,7 @@ def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, lis
 
 
 def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterator[Leaf]:
-    """Of the leaves' bytes in a row, cut into equal `parts` at the borders of rows, the parts [first, stop)."""
+    """Divide the concatenated leaves into `parts` shares of whole rows and equal bytes; yield shares [first, stop)."""
     ends = list(itertools.accumulate(leaf.nbytes for leaf in leaves))
     if not ends or not ends[-1]:
         if first == 0:  # tensors without elements are saved too
@@ -175,10 +186,10 @@ def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterat
 
 
 def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> tuple[int, int]:
-    """(leaf, row) before which the bytes in a row are cut, at or after `byte`."""
+    """The first (leaf index, row) that begins at or after offset `byte` of the concatenated leaves."""
     if last:
         return len(leaves), 0
-    if not byte:  # what has no elements may come first
+    if not byte:  # leaves without elements may come first
         return 0, 0
     index = bisect_left(ends, byte + 1)
     leaf = leaves[index]
@@ -190,7 +201,10 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
 
 
 def sources(wanted: Box, offers: Iterable[tuple[Box, Offer]]) -> list[tuple[Box, Offer]] | None:
-    """(box, offer) pairs that cover `wanted` without overlaps, earlier offers first; None where they do not."""
+    """Cover the box `wanted` by disjoint boxes, each with the offer to read it from; None if it cannot be covered.
+
+    Earlier offers are preferred.
+    """
     missing, covering = [wanted] if wanted.numel else [], list[tuple[Box, Offer]]()
     for box, offer in offers:
         rest = []
@@ -213,4 +227,4 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""safetensors' names of torch's types."""
+"""Name of a data type in safetensors -> data type of torch."""

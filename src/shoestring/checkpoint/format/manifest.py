@@ -1,4 +1,4 @@
-"""A checkpoint: the state of all ranks after one step; and the records that say where parts of it lie."""
+"""Identities of checkpoints, and the records (manifests on disk, seals in memory) that list their part files."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
 
 FORMAT = 3
-"""Of everything that `Tiered` writes. Version 0.1 reads 3, 2 (without the run), and 1 (one file a checkpoint, by
-`Plain`)."""
+"""Number of the format that `Tiered` writes. Format 2, which does not name the run, can be read as well. Format 1 is
+the single file per checkpoint of `Plain`."""
 READS = (2, FORMAT)
-LIMIT = 100_000_000  # bytes of the longest record: the checksums of some 30 TB
+LIMIT = 100_000_000  # maximum bytes of a record: enough for the checksums of some 30 TB
 _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointId:
-    """Which one: the steps done, and the start of the run that did the last of them."""
+    """Identity of a checkpoint: its step, and the start of the run that did this step."""
 
     step: int
     start: int
-    """Counts the starts of a run; a step that was done again is another checkpoint."""
+    """Number of the start, from 0. If a later start repeats the step, its checkpoint is a different one."""
     uid: str
-    """Drawn at each start, for starts that knew nothing of each other."""
+    """Random identity of the start, because two starts that do not know of each other may have the same number."""
     ranks: int = field(compare=False)
     local: int = field(compare=False)
-    """Ranks of one host."""
+    """Number of ranks per host."""
     run: str = field(default="", compare=False)
     """Identity of the run; empty in checkpoints of format 2."""
 
     @property
     def name(self) -> str:
-        """Of its folder on disk."""
+        """Name of the checkpoint's folder on disk."""
         return f"step-{self.step:08d}-{self.start:04d}-{self.uid}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the header of each of its parts says of it."""
+        """The fields that are repeated in the header of each part of the checkpoint."""
         return {"step": self.step, "start": self.start, "uid": self.uid, "run": self.run}
 
     def claims(self, part: Part) -> None:
-        """Raise CheckpointError if a part says of itself that it belongs to another checkpoint."""
+        """Raise CheckpointError if the header of a part names another checkpoint."""
         for key, value in self.identity.items():
             if (stated := part.about.get(key, "" if key == "run" else value)) != value:
                 raise CheckpointError(
@@ -57,7 +57,7 @@ class CheckpointId:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file that a part lies in."""
+    """The file of a part: its name, its length in bytes, and the checksum of each chunk."""
 
     file: str
     nbytes: int
@@ -66,11 +66,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """What lies in one place of one checkpoint: the seal of a slot in memory, or the manifest of a folder on disk."""
+    """Lists the parts of a checkpoint in one place: the seal of a slot in memory, or the manifest of a disk folder."""
 
     checkpoint: CheckpointId
     parts: Mapping[str, Entry]
-    """By the part's name, which is its kind and rank."""
+    """Name of a part, made of its kind and rank -> its file."""
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def dumps(self) -> bytes:
@@ -84,19 +84,19 @@ class Record:
         """The inverse of `dumps`.
 
         Raises:
-            CheckpointError: it is damaged, of another format, or names files outside of its folder.
+            CheckpointError: the data is damaged, has another format, or names files outside of its folder.
         """
         try:
             outer = json.loads(data)
             if crc32(outer["body"].encode()) != outer["sum"]:
-                raise CheckpointError(f"`{source}` is damaged: its content is not what was written")
+                raise CheckpointError(f"`{source}` is damaged: its checksum does not match")
             body = json.loads(outer["body"])
             if body["format"] not in READS:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {READS}")
-            parts = {name: _entry(each) for name, each in body["parts"].items()}
-            return cls(_checkpoint(body["generation"]), parts, _notes(body["notes"]))
+            parts = {name: _parse_entry(fields) for name, fields in body["parts"].items()}
+            return cls(_parse_checkpoint(body["generation"]), parts, _check_notes(body["notes"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"`{source}` is no record of a checkpoint, or damaged: {error}") from error
+            raise CheckpointError(f"`{source}` is not the record of a checkpoint, or damaged: {error}") from error
 
     @classmethod
     def read(cls, path: Path, *, private: bool = False) -> Record:
@@ -106,52 +106,52 @@ class Record:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
 
     def part(self, folder: Path, name: str) -> Part:
-        """A part of it, opened; CheckpointError where its file is missing or has another length."""
+        """Open a part. Raises CheckpointError if its file is missing or has another length."""
         entry = self.parts[name]
         return Part.open(folder / entry.file, entry.nbytes, entry.sums)
 
 
-def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
-    numbers = [_count(fields[name]) for name in ("step", "start", "ranks", "local")]
-    step, start, ranks, local = numbers
+def _parse_checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
+    step, start, ranks, local = (_count(fields[name]) for name in ("step", "start", "ranks", "local"))
     if not 1 <= local <= ranks <= _MOST_RANKS or ranks % local:
-        raise ValueError(f"{ranks} ranks, {local} of a host")
+        raise ValueError(f"{ranks} ranks cannot have {local} per host")
     if not (isinstance(fields["uid"], str) and fields["uid"].isalnum()):
-        raise ValueError(f"{fields['uid']!r} for a start")
+        raise ValueError(f"{fields['uid']!r} is not the identity of a start")
     run = fields.get("run", "")
     if not (isinstance(run, str) and (not run or run.isalnum())):
-        raise ValueError(f"{run!r} for a run")
+        raise ValueError(f"{run!r} is not the identity of a run")
     return CheckpointId(step, start, fields["uid"], ranks, local, run)
 
 
-def _entry(fields: Mapping[str, Any]) -> Entry:
+def _parse_entry(fields: Mapping[str, Any]) -> Entry:
     file = fields["file"]
+    # A record may come from a stranger, so it must not name files outside of its folder.
     if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
-        raise ValueError(f"{file!r} for a file in its folder")
+        raise ValueError(f"{file!r} is not the name of a file in its folder")
     nbytes, sums = _count(fields["nbytes"]), tuple(map(_count, _listed(fields["sums"])))
     if len(sums) != -(-nbytes // CHUNK):
         raise ValueError(f"{len(sums)} checksums for {nbytes} bytes")
     return Entry(file, nbytes, sums)
 
 
-def _notes(notes: Any) -> dict[str, Any]:
-    """Those that are read are checked: of whom there is parity."""
+def _check_notes(notes: Any) -> dict[str, Any]:
+    """Check the notes on parity, which are read later: ranks, lengths and checksums. Returns all notes."""
     if not isinstance(notes, dict):
-        raise ValueError(f"{notes!r} for notes")
+        raise ValueError(f"its notes are {notes!r}, not a mapping")
     names = ("ranks", "lengths", "marks")
     ranks, lengths, marks = (list(map(_count, _listed(notes.get(name, [])))) for name in names)
     if not len(ranks) == len(lengths) == len(marks) or len(set(ranks)) != len(ranks) or len(ranks) == 1:
-        raise ValueError(f"parity of ranks {ranks} with {len(lengths)} lengths")
+        raise ValueError(f"the parity of ranks {ranks} has {len(lengths)} lengths")
     return notes
 
 
 def _listed(value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{value!r} for a list")
+        raise ValueError(f"{value!r} is not a list")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 60:
-        raise ValueError(f"{value!r} for a count")
+        raise ValueError(f"{value!r} is not a valid number")
     return value

@@ -1,4 +1,4 @@
-"""Kept state as bytes and back, without pickle: tensors as safetensors, everything else as JSON in its metadata."""
+"""Serialise state without pickle: tensors in safetensors' format, everything else as JSON in its metadata."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")
 
-BESIDES = frozenset({"best", "checkpoint", "progress", "random", "scaler"})
-"""The names of states that a run keeps besides the model, its optimizer, and what it was told to keep."""
+BESIDES = frozenset({"best", "checkpoint", "clock", "progress", "random", "scaler"})
+"""Names of states that every run adds to its checkpoints by itself, in addition to model and optimizer."""
 
 _HINTS = {
-    "model": "the model of this run is another one than the checkpoint's: make it as it was (by `model` and [model] in "
-    "a run file), or start from scratch in another folder (--run.folder NEW)",
-    "optimizer": "the optimizer of this run has other parameters than the checkpoint's: give it the same, in order",
+    "model": "this run's model differs from the checkpoint's: build it as before (by `model` and [model] in a run "
+    "file), or start from scratch in another folder (--run.folder NEW)",
+    "optimizer": "this run's optimizer has other parameters than the checkpoint's: give it the same, in the same order",
 }
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
     """Serialise nested mappings, lists, tuples, tensors, arrays and JSON scalars.
 
-    A DTensor is gathered whole, which is a collective: every rank of its mesh must pack.
+    A DTensor is gathered, so every rank of its mesh must call this function.
 
     Raises:
-        CheckpointError: a value of another type, named by its path.
+        CheckpointError: a value has another type; the error names its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(encode(state, "", tensors))
-    tensors = {name: _whole(tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        # A clone, because safetensors refuses tensors that share memory (tied weights).
+        tensors[name] = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
     try:
         return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -58,53 +61,54 @@ def unpack(data: bytes) -> dict[str, Any]:
         length = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         if metadata["sum"] != _checksum(metadata["tree"], tensors):
-            raise ValueError("its content is not what was written")
+            raise ValueError("its checksum does not match")
         state = decode(json.loads(metadata["tree"]), tensors.__getitem__)
         if not isinstance(state, dict):
-            raise ValueError("it is no mapping")
+            raise ValueError("it is not a mapping")
         return state
     except (SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"not a saved state, or damaged: {error}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """What a state that could not be loaded raised, on one line; it may be a state of the user's own."""
+    """The reason in an error of `load_state_dict`, on one line: the last line of its message, or its class."""
     return (str(error).splitlines() or [""])[-1].strip() or type(error).__name__
 
 
 def misfit(source: str, name: str, reason: str) -> CheckpointError:
-    """The error for a state that the run cannot load, with what to do where that is known."""
+    """Build the error for a state that the run cannot load; the hint says what to do, if that is known.
+
+    Args:
+        source: the checkpoint, for the message.
+        name: name of the state.
+    """
     return CheckpointError(f"{source} does not fit this run's {name}: {reason}", hint=_HINTS.get(name, ""))
 
 
 def tell_missing(source: str, wanted: Iterable[str], saved: Iterable[str]) -> None:
-    """Warn of states that a checkpoint lacks, and of those that it holds and nobody takes: one of them was renamed,
-    perhaps. What a run keeps by itself starts afresh without a word."""
+    """Warn of states that a checkpoint lacks, and of saved states that the run does not load.
+
+    A state may have been renamed. There is no warning for states that every run adds by itself (`BESIDES`).
+    """
     lacking, unused = sorted({*wanted} - {*saved} - BESIDES), sorted({*saved} - {*wanted} - BESIDES)
     if lacking:
         listed, starts = ", ".join(f"`{name}`" for name in lacking), "starts" if len(lacking) == 1 else "start"
         log.warning("%s holds no %s, which %s afresh", source, listed, starts)
     if unused:
-        log.warning("of %s nothing takes %s", source, ", ".join(f"`{name}`" for name in unused))
+        log.warning("%s holds %s, which this run does not load", source, ", ".join(f"`{name}`" for name in unused))
 
 
 def unreadable(folder: Path | str, reason: str) -> CheckpointError:
-    """The error for a folder of checkpoints none of which can be read, with the command that looks for the damage."""
+    """Build the error for a folder in which no checkpoint can be read; the hint names the command to examine it."""
     hint = f"`shoestring checkpoint verify {folder}` says what is damaged; restore a copy, or start in another folder"
     return CheckpointError(f"no checkpoint in `{folder}` can be read: {reason}", hint=hint)
 
 
 def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """CRC-32 of everything: safetensors itself would read a flipped bit as another number."""
+    """CRC-32 of a tree and its tensors, because safetensors itself does not notice a flipped bit in a tensor."""
     total = crc32(tree.encode())
     for name, tensor in sorted(tensors.items()):
         total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
-        if tensor.numel():  # those without elements may have strides that cannot be viewed
+        if tensor.numel():  # tensors without elements may have strides that no view allows
             total = crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
     return f"{total:08x}"
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # A clone, because safetensors refuses tensors that share memory (tied weights).
-    return whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()

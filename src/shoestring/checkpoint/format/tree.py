@@ -1,9 +1,10 @@
-"""Nested state as a JSON tree and the tensors at its leaves, and back.
+"""Convert nested state to a JSON tree and the tensors at its leaves, and back.
 
-A tensor's name is its path: the keys from the outside in, with slashes between them. No two paths have the same name:
-in a key that is text, `~` is written as `~0` and `/` as `~1` (as in JSON Pointer, RFC 6901); any other key is written
-as JSON, after `~=` where keys beside it are text. Checkpoints of version 0.1 have other names where keys hold these
-characters, or are text and numbers; they are read as well, for the tree holds every name that it refers to.
+A tensor's name is its path: the keys from the outermost to the innermost, joined by slashes. Names are unique: in a
+text key, `~` is written as `~0` and `/` as `~1` (as in JSON Pointer, RFC 6901). Any other key is written as JSON,
+preceded by `~=` if the mapping has text keys too. Version 0.1 formed names differently if keys hold these characters,
+or are both text and numbers. Checkpoints of version 0.1 can still be read, because a tree holds the names of all its
+tensors.
 """
 
 from __future__ import annotations
@@ -18,31 +19,33 @@ from torch import Tensor
 
 from shoestring.core.errors import CheckpointError
 
-# A value that JSON has no form for is an object with one of these keys; plain mappings are lists of pairs under _MAP.
+# A value that JSON cannot express becomes an object with one of these keys. A mapping becomes a list of pairs under
+# _MAP.
 _TENSOR, _ARRAY, _TUPLE, _MAP = "tensor", "array", "tuple", "map"
 _SCALARS = {str, int, float, bool, type(None)}
 
 
 def root(name: str) -> str:
-    """The path of a state by its name. It holds no colon, which comes after the rank in the name of a rank's tensor."""
+    """The path of a whole state, from its name. Colons are escaped, because a colon separates rank and path in the
+    names of tensors that a rank has of its own."""
     return step(name).replace(":", "~2")
 
 
 def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
-    """The JSON tree of nested mappings, lists, tuples, tensors, arrays and JSON scalars.
-
-    Tensors and arrays are put into `leaves` as they are, under their path; DTensors stay DTensors.
+    """Convert nested mappings, lists, tuples, tensors, arrays and JSON scalars to a JSON tree.
 
     Args:
-        path: the value's own; see `root`.
+        path: path of the value, which the paths in it begin with; see `root`.
+        leaves: mapping to which tensors and arrays are added by their paths, without copying them. DTensors stay
+            DTensors.
 
     Raises:
-        CheckpointError: a value that cannot be saved, named by its path.
+        CheckpointError: a value cannot be saved; the error names its path.
     """
     try:
         return _encode(value, path, leaves)
     except RecursionError:
-        message = f"cannot save `{path.lstrip('/')}`: it is nested too deeply, or holds itself"
+        message = f"cannot save `{path.lstrip('/')}`: it is nested too deeply, or contains itself"
         raise CheckpointError(message) from None
 
 
@@ -55,13 +58,13 @@ def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
             return {_TENSOR: _put(value.detach() if value.requires_grad else value, path, leaves)}
         case dict() | Mapping():
             written = step if {str}.issuperset(map(type, value)) else _steps(value, path)
-            return {_MAP: [[key, _encode(each, f"{path}/{written(key)}", leaves)] for key, each in value.items()]}
+            return {_MAP: [[key, _encode(item, f"{path}/{written(key)}", leaves)] for key, item in value.items()]}
         case tuple():
             return {_TUPLE: _encode(list(value), path, leaves)}
         case list():
-            if _SCALARS.issuperset(map(type, value)):  # a random state has hundreds of numbers
+            if _SCALARS.issuperset(map(type, value)):  # a shortcut for long lists of numbers
                 return list(value)
-            return [_encode(each, f"{path}/{index}", leaves) for index, each in enumerate(value)]
+            return [_encode(item, f"{path}/{index}", leaves) for index, item in enumerate(value)]
         case np.ndarray() if value.dtype.kind in "biufc":
             array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {_ARRAY: _put(torch.from_numpy(array), path, leaves)}
@@ -75,35 +78,38 @@ def _encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
 def _check_dense(tensor: Tensor, path: str) -> None:
     kind = "nested" if tensor.is_nested else "sparse" if tensor.layout is not torch.strided else ""
     if kind or tensor.is_meta:
-        said = f"a {kind} tensor ({tensor.layout})" if kind else "a tensor on the meta device, which has no data"
+        problem = f"a {kind} tensor ({tensor.layout})" if kind else "a tensor on the meta device, which has no data"
         hint = "keep it dense" if kind else "materialise it first"
-        raise CheckpointError(f"cannot save `{path.lstrip('/')}`: {said}", hint=hint)
+        raise CheckpointError(f"cannot save `{path.lstrip('/')}`: {problem}", hint=hint)
 
 
 def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
-    """How the keys of a mapping are written in a path."""
+    """The function that converts the keys of a mapping to steps of a path; for mappings with other keys than text."""
     for key in value:
         if not isinstance(key, str | int | float | None):
-            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is no string or number")
+            raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is neither a string nor a number")
     mark = "~=" if any(isinstance(key, str) for key in value) else ""
     return lambda key: step(key) if isinstance(key, str) else mark + json.dumps(key)
 
 
 def decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`; `leaf` gives the tensor of a path, or what is to stand for it.
+    """The inverse of `encode`.
+
+    Args:
+        leaf: function that returns the tensor of a path, or an object to put in its place.
 
     Raises:
-        CheckpointError: it is no such tree.
+        CheckpointError: the tree is damaged.
     """
     try:
         return _decode(tree, leaf)
     except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"what is saved is no state, or damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"a saved state is damaged: {type(error).__name__}: {error}") from error
 
 
 def _decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
     if isinstance(tree, list):
-        return [_decode(each, leaf) for each in tree]
+        return [_decode(item, leaf) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((form, content),) = tree.items()
@@ -112,19 +118,19 @@ def _decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
     if form == _ARRAY:
         return leaf(content).numpy()
     if form == _TUPLE:
-        return tuple(_decode(each, leaf) for each in content)
+        return tuple(_decode(item, leaf) for item in content)
     if form != _MAP:
-        raise ValueError(f"a value of the form {form!r}")
-    return {key: _decode(each, leaf) for key, each in content}
+        raise ValueError(f"a value has the unknown form {form!r}")
+    return {key: _decode(item, leaf) for key, item in content}
 
 
 def step(key: str) -> str:
-    """A key that is text, as a part of a path."""
+    """A text key, escaped for use in a path."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def _put(tensor: Tensor, path: str, leaves: dict[str, Tensor]) -> str:
-    if path in leaves:  # each key that is not a number (NaN) is another one, but all are written alike
+    if path in leaves:  # a mapping may have several NaN keys, which all give the same path
         raise CheckpointError(f"cannot save `{path.lstrip('/')}`: two values have this name", hint="rename a key")
     leaves[path] = tensor
     return path

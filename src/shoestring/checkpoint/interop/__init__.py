@@ -1,1 +1,1 @@
-"""Checkpoints in the formats of other programs."""
+"""Read and write checkpoints in the formats of other programs."""

@@ -1,8 +1,8 @@
-"""Checkpoints as torch.distributed.checkpoint (DCP) has them, out and in.
+"""Export and import checkpoints in the format of torch.distributed.checkpoint (DCP).
 
-Out, torch's own writer does the work: we plan one chunk a piece and give it the pieces as they lie in our files. What
-it writes are pickles (`.metadata`, and each tensor as torch.save has it). In, nothing is unpickled: the pickles are
-read by `pickles.inert`, and only what a tensor's bytes and plain data need is taken from them.
+The export uses torch's own writer, and gives it one chunk for each piece of a tensor in our files. The format consists
+of pickles: `.metadata`, and each tensor as torch.save writes it. The import unpickles nothing, because unpickling can
+run code. Instead `pickles.inert` parses the pickles, and only tensors and plain data are accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path, PurePath
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shoestring import figures
 from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.format.layout import DTYPES, Box
 from shoestring.checkpoint.interop.exports import Saved, Stored
@@ -37,56 +38,60 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular, read_regular
 
 METADATA: Final = ".metadata"
-LIMIT: Final = 1 << 28  # bytes of the longest .metadata
-_SHORT: Final = 1 << 26  # bytes of the longest pickle beside a tensor
-_CONTENTS: Final = 1 << 20  # bytes of the longest table of contents of an archive: torch writes some hundred
-_CHUNKS: Final = 1 << 14  # of a tensor
+LIMIT: Final = 1 << 28  # maximum bytes of a .metadata file
+_SHORT: Final = 1 << 26  # maximum bytes of a pickle other than .metadata
+_CONTENTS: Final = 1 << 20  # maximum bytes of an archive's table of contents; torch writes some hundred bytes
+_CHUNKS: Final = 1 << 14  # maximum number of chunks of a tensor
 _OF_ZIP: Final = (zipfile.BadZipFile, struct.error)
 _OF_DCP: Final = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 
-# -- out --------------------------------------------------------------------------------------------------------------
+# -- export -----------------------------------------------------------------------------------------------------------
 
 
 def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
-    """Write some states of a checkpoint to a folder that `torch.distributed.checkpoint.load` reads, under their names.
+    """Write some states of a checkpoint to a folder that `torch.distributed.checkpoint.load` reads.
 
     Raises:
         CheckpointError: a tensor is damaged or incomplete; the folder then has no .metadata.
-        OSError: the disk.
+        OSError: the folder cannot be written.
     """
     planner = _Pieces()
     states = {name: _replaced(saved.state(name), planner.stored) for name in names}
     writer = FileSystemWriter(folder, overwrite=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process is alone on purpose
         try:
             save(states, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # torch's wrapping of what went wrong on each rank, which is one here
+        except CheckpointException as error:  # it wraps the errors of all ranks, here only one
             raise error.failures[0][0] from None
 
 
 def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
-    """A state with tensors without data in the place of `Stored`, so that torch flattens it as it flattens any."""
+    """Replace each `Stored` in a state by an empty tensor, so that torch flattens the state like any other.
+
+    Args:
+        stored: mapping to which each empty tensor is added by its id, with the `Stored` that it replaces.
+    """
     if isinstance(value, Stored):
         empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
         stored[id(empty)] = empty, value
         return empty
     if isinstance(value, Mapping):
-        return {key: _replaced(each, stored) for key, each in value.items()}
+        return {key: _replaced(item, stored) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(each, stored) for each in value)
+        return type(value)(_replaced(item, stored) for item in value)
     return value
 
 
 class _Pieces(DefaultSavePlanner):
-    """Plans one chunk a piece, and resolves it to the piece where it lies."""
+    """A planner for torch's writer: plans one chunk for each piece, and reads a piece only when it is written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: dict[int, tuple[Tensor, Stored]] = {}
-        """By the address of what stands for it, which is kept alive here."""
+        """Id of an empty tensor -> the tensor, to keep it alive, and the `Stored` that it replaces."""
         self._reads: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -111,26 +116,32 @@ class _Pieces(DefaultSavePlanner):
             return super().resolve_data(write_item)
         assert write_item.index.offset is not None
         tensor = self._reads[write_item.index.fqn, tuple(write_item.index.offset)]().contiguous()
-        # torch copies what is part of a larger storage, and keeps the copies; this one is no part of any, and mapped.
+        # If a tensor is a view of a larger storage, torch copies it, and keeps all copies in memory. Return a tensor
+        # whose storage has exactly its size instead.
         alone = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor
         return alone.view(tensor.dtype).view(tensor.shape)
 
 
-# -- in ---------------------------------------------------------------------------------------------------------------
+# -- import -----------------------------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The nested states in a folder that torch.distributed.checkpoint wrote; tensors of one chunk are mapped.
+    """Read the nested states in a folder that torch.distributed.checkpoint wrote.
+
+    A tensor of one chunk is memory-mapped; other tensors are copied.
 
     Raises:
-        CheckpointError: it is damaged, holds what is neither a tensor nor plain data, or is of another kind.
+        CheckpointError: the folder is damaged, or holds something that is neither a tensor nor plain data.
     """
     path = folder / METADATA
     try:
         metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
         entries: Mapping[str, Any] = metadata["state_dict_metadata"]
         places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
-        _check_apart(places.values())
+        # Tensors must not share bytes, because together they could then be many times as large as the files.
+        for (file, start, length), (next_file, following, _) in itertools.pairwise(sorted(set(places.values()))):
+            if file == next_file and start + length > following:
+                raise ValueError(f"two tensors in the same bytes of `{file}`")
         budget = iter(range(NODES))
         paths = plain(metadata["planner_data"], str(path), budget) or {}
         states: dict[str, Any] = {}
@@ -144,23 +155,16 @@ def read(folder: Path) -> dict[str, Any]:
     return states
 
 
-def _check_apart(places: Iterable[Place]) -> None:
-    """What lies in the same bytes as something else could be many times as large as the files."""
-    for (file, start, length), (other, following, _) in itertools.pairwise(sorted(set(places))):
-        if file == other and start + length > following:
-            raise ValueError(f"two tensors in the same bytes of `{file}`")
-
-
 def _state(value: Any, target: str) -> Any:
-    """The state of something that the pickle would have made, where it is what it should be."""
+    """The state of an object in a pickle; ValueError unless the object has the type `target`."""
     if not isinstance(value, Call) or value.target != target:
-        raise ValueError(f"{repr(value.target if isinstance(value, Call) else value)} in the place of {target}")
+        raise ValueError(f"{repr(value.target if isinstance(value, Call) else value)} instead of a {target}")
     return value.state
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Call) or value.target != "torch.Size":
-        raise ValueError(f"{repr(value)} for a size")
+        raise ValueError(f"{repr(value)} is not a size")
     (numbers,) = value.arguments
     return _numbers(numbers)
 
@@ -168,32 +172,32 @@ def _size(value: Any) -> tuple[int, ...]:
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     for number in values:
         if type(number) is not int or not 0 <= number < 1 << 60:
-            raise ValueError(f"{repr(number)} for a size")
+            raise ValueError(f"{repr(number)} is not a valid size")
     return tuple(values)
 
 
 Key = tuple[str, tuple[int, ...] | None]
-Place = tuple[str, int, int]  # file, offset and bytes in it
+Place = tuple[str, int, int]  # (name of a file, offset, length in bytes)
 
 
 def _key(index: Any) -> Key:
     fields = _state(index, f"{_OF_DCP}MetadataIndex")
-    offset = fields.get("offset")  # where there is none, it is left to the class
+    offset = fields.get("offset")  # torch omits it if it has its default, None
     return fields["fqn"], None if offset is None else _size(offset)
 
 
 def _place(info: Any) -> Place:
     fields = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if fields.get("transform_descriptors"):
-        raise ValueError("compressed or encrypted files")
+        raise ValueError("its files are compressed or encrypted")
     name, (offset, length) = fields["relative_path"], _numbers((fields["offset"], fields["length"]))
     if not isinstance(name, str) or PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(f"{repr(name)} for a file in its folder")
+        raise ValueError(f"{repr(name)} is not the name of a file in its folder")
     return name, offset, length
 
 
 def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], budget: Iterator[int]) -> Any:
-    """A tensor, or plain data."""
+    """Read the value of an entry: a tensor, or plain data."""
     if isinstance(entry, Call) and entry.target == f"{_OF_DCP}BytesStorageMetadata":
         file, offset, length = places[name, None]
         with _archive(folder / file, offset, length) as (_, archive):
@@ -201,7 +205,7 @@ def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], bud
     fields = _state(entry, f"{_OF_DCP}TensorStorageMetadata")
     dtype, *_ = _state(fields["properties"], f"{_OF_DCP}TensorProperties")
     if not isinstance(dtype, Name) or dtype.name not in _DTYPES:
-        raise ValueError(f"`{name}` has the type {dtype}")
+        raise ValueError(f"`{name}` has the data type {dtype}, which is not supported")
     chunks = []
     if len(fields["chunks"]) > _CHUNKS:
         raise ValueError(f"`{name}` has {len(fields['chunks']):,} chunks")
@@ -214,22 +218,24 @@ def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], bud
 
 
 def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
-    """A tensor as torch.save wrote it, mapped."""
+    """Memory-map a tensor as torch.save wrote it."""
     file, offset, length = place
     with _archive(folder / file, offset, length) as (window, archive):
         rebuilt = inert(_pickle(archive), file)
         if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
-            raise ValueError(f"something in the place of a tensor of {list(box.shape)}")
+            raise ValueError(f"there is another object instead of a tensor of shape {list(box.shape)}")
         storage, first, shape, strides = rebuilt.arguments[:4]
         if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
-            raise ValueError(f"a tensor of {shape} in the place of one of {list(box.shape)}")
-        (info,) = (each for each in archive.infolist() if each.filename.endswith(f"/data/{storage.key[2]}"))
+            raise ValueError(f"a tensor has shape {shape} instead of {list(box.shape)}")
+        (info,) = (member for member in archive.infolist() if member.filename.endswith(f"/data/{storage.key[2]}"))
         start = offset + window.content(info)
     data = _bytes(folder / file, start, info)
     numbers = (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
     (first,) = _numbers([first])
     last = first + sum((extent - 1) * stride for extent, stride in zip(shape, _numbers(strides), strict=True))
-    if prod(shape) and not (last < len(numbers) and prod(shape) <= len(numbers)):  # strides may be 0
+    if prod(shape) and not (
+        last < len(numbers) and prod(shape) <= len(numbers)
+    ):  # strides of 0 would make a large tensor of few bytes
         raise ValueError("a tensor that is larger than its bytes")
     return numbers.as_strided(shape, strides, first) if prod(shape) else torch.empty(shape, dtype=dtype)
 
@@ -238,43 +244,46 @@ def _bytes(path: Path, start: int, info: zipfile.ZipInfo) -> Tensor:
     if not info.file_size:
         return torch.empty(0, dtype=torch.uint8)
     if info.compress_type != zipfile.ZIP_STORED or start + info.file_size > path.stat().st_size:
-        raise ValueError(f"`{path}` is compressed, or cut short")
+        raise ValueError(f"`{path}` is compressed or truncated")
     with open_regular(path) as file:
         data = np.memmap(file, np.uint8, mode="c", offset=start, shape=(info.file_size,))
     if crc32(data.data) != info.CRC:
-        raise ValueError(f"`{path}` is not what was written: a checksum differs")
+        raise ValueError(f"`{path}` is damaged: a checksum does not match")
     return torch.from_numpy(data)
 
 
 @contextmanager
 def _archive(path: Path, offset: int, length: int) -> Iterator[tuple[_Window, zipfile.ZipFile]]:
-    """What torch.save wrote to a stretch of a file."""
+    """Open the archive that torch.save wrote to a range of a file's bytes."""
     with _Window(path, offset, length, _CONTENTS) as window, zipfile.ZipFile(window) as archive:
         window.most = _SHORT
         yield window, archive
 
 
 def _pickle(archive: zipfile.ZipFile) -> bytes:
-    """The pickle in what torch.save wrote, where its numbers are in this machine's order of bytes."""
+    """The pickle in an archive of torch.save; ValueError if the archive's numbers are big-endian."""
     members = {PurePath(info.filename).name: info for info in archive.infolist()}
     if "byteorder" in members and _stored(archive, members["byteorder"]) != b"little":
-        raise ValueError("numbers in the other order of bytes")
+        raise ValueError("its numbers are big-endian")
     return _stored(archive, members["data.pkl"])
 
 
 def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """A short file in an archive; torch compresses none, and what a compressed one grows to is known too late."""
+    """Read a short, uncompressed file in an archive.
+
+    Compressed files are refused: torch writes none, and their real size is only known after they are read.
+    """
     if info.compress_type != zipfile.ZIP_STORED or max(info.file_size, info.compress_size) > _SHORT:
-        raise ValueError(f"`{info.filename[:80]}` is compressed, or longer than {_SHORT >> 20} MiB")
+        raise ValueError(f"`{info.filename[:80]}` is compressed, or longer than {figures.size(_SHORT)}")
     return archive.read(info)
 
 
 class _Window(io.RawIOBase):
-    """A stretch of a file as a file."""
+    """A range of a file's bytes, opened as if it were a whole file."""
 
     def __init__(self, path: Path, offset: int, length: int, most: int) -> None:
         self.most = most
-        """Bytes that are read at once."""
+        """Maximum bytes of one read; a longer read raises ValueError."""
         self._file, self._offset, self._length, self._at = open_regular(path), offset, length, 0
 
     def readable(self) -> bool:
@@ -294,14 +303,14 @@ class _Window(io.RawIOBase):
         left = max(0, self._length - self._at)
         size = left if size < 0 else min(size, left)
         if size > self.most:
-            raise ValueError(f"{size >> 20} MiB that are no tensor's")
+            raise ValueError(f"{figures.size(size)} that are no tensor's")
         self._file.seek(self._offset + self._at)
         data = self._file.read(size)
         self._at += len(data)
         return data
 
     def content(self, info: zipfile.ZipInfo) -> int:
-        """Where the content of a file in an archive begins: behind the header before it."""
+        """The offset in the window at which the content of an archived file begins, after the file's header."""
         self.seek(info.header_offset + 26)
         lengths = self.read(4) or b""
         return info.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
@@ -312,9 +321,14 @@ class _Window(io.RawIOBase):
 
 
 def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterator[int]) -> None:
-    """Put a value where it was before it was flattened; whole numbers in a path are places in lists."""
+    """Put a value at its path in the nested states, as before they were flattened.
+
+    Args:
+        path: keys of mappings, and integers for indices of lists.
+        budget: see `spend`; one item is taken for each item added to a list.
+    """
     if not 0 < len(path) <= DEPTH:
-        raise ValueError(f"a value nested {len(path)} deep")
+        raise ValueError(f"a value is nested {len(path)} deep")
     into: Any = states
     for at, following in zip(path, [*path[1:], None], strict=True):
         fresh: Any = value if following is None else [] if isinstance(following, int) else {}
@@ -325,50 +339,53 @@ def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterat
                 into.append(None)
             into[at] = fresh if into[at] is None else into[at]
         elif not isinstance(into, dict):
-            raise ValueError(f"{path} inside of a value")
+            raise ValueError(f"the path {path} leads into a value that is not a mapping or list")
         else:
             into.setdefault(at, fresh)
         into = into[at]
 
 
 def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, Any]:
-    """A program's states under the names that a job has for them.
+    """Rename another program's states to the names that a job uses.
 
     Args:
-        model: what the model is called in `states`; empty where they are a model's and nothing else.
-        optimizer: what the optimizer is called, where there is one.
+        model: name of the model in `states`; empty if `states` is itself the state dict of the model.
+        optimizer: name of the optimizer in `states`; there may be none.
 
     Raises:
-        CheckpointError: there is no such model.
+        CheckpointError: `states` has no such model.
     """
     if not model:
         return {"model": dict(states)}
     if not isinstance(states.get(model), dict):
         raise CheckpointError(
-            f"there is no `{model}` in it", hint=f"it has: {', '.join(map(str, states))}; use --model"
+            f"the checkpoint has no `{model}`", hint=f"it has: {', '.join(map(str, states))}; use --model"
         )
     rest = {name: state for name, state in states.items() if name not in (model, optimizer, "model", "optimizer")}
-    found = {"model": states[model], **{name: state for name, state in rest.items() if name == "progress"}}
+    job = {"model": states[model], **{name: state for name, state in rest.items() if name == "progress"}}
     if isinstance(states.get(optimizer), dict):
-        found["optimizer"] = _numbered({"state": {}, **states[optimizer]})
-    return found
+        job["optimizer"] = _numbered({"state": {}, **states[optimizer]})
+    return job
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state whose parameters go by numbers, which became strings when it was flattened."""
+    """Convert the keys of an optimizer's state back to parameter numbers, which flattening has turned into strings."""
     groups = state.get("param_groups")
     listed = (
         [group.get("params", ()) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     )
-    if not any(type(each) is int for params in listed for each in params):
+    if not any(type(key) is int for params in listed for key in params):
         return state
-    return state | {"state": {int(key): each for key, each in state["state"].items()}}
+    return state | {"state": {int(key): value for key, value in state["state"].items()}}
 
 
 def with_step(states: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int]:
-    """The states with progress in them, and the steps that are done: as given, as they say, or none."""
-    told = states.get("progress", {})
-    known = told.get("step") if isinstance(told, dict) else None
+    """Add the state `progress`; returns all states, and the number of steps done.
+
+    The number of steps is `step` if given, else the number in the states' own progress, else 0.
+    """
+    saved = states.get("progress", {})
+    known = saved.get("step") if isinstance(saved, dict) else None
     done = step if step is not None else known if type(known) is int else 0
-    progress = {"total": 0, "tokens": 0, "count": 0.0, **(told if isinstance(told, dict) else {}), "step": done}
+    progress = {"total": 0, "tokens": 0, "count": 0.0, **(saved if isinstance(saved, dict) else {}), "step": done}
     return {**states, "progress": progress}, done

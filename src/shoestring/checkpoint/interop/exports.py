@@ -1,13 +1,11 @@
-"""Checkpoints read by one process, without ranks: whole tensors from their pieces, for files that other programs read;
-and checkpoints made of what other programs wrote.
-"""
+"""Read whole tensors of a checkpoint in one process, to export them, and write checkpoints of imported tensors."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
-from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, Leaf, sources
+from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, leaf_of, sources
 from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Part, mapped
 from shoestring.checkpoint.format.tree import decode, encode, root
 from shoestring.checkpoint.tiers import plain
 from shoestring.checkpoint.tiers.disk import MANIFEST, Disk
 from shoestring.core.errors import CheckpointError, nearest
-from shoestring.storage.guarded import open_regular
+from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,14 +35,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a checkpoint: its type, and the pieces that it can be read from; the rest of it may be on other
-    hosts."""
+    """A tensor of a checkpoint, whose pieces on this host are read only when needed."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[tuple[Box, Callable[[Box], Tensor]], ...]
-    """Boxes of it, each with what reads a box inside of that, verified."""
+    """Boxes of the tensor, each with a function that verifies and reads a smaller box inside it."""
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +56,14 @@ class Stored:
         return sources(self.whole, self.pieces) is not None
 
     def numpy(self) -> Stored:
-        """Itself: an array is exported as a tensor."""
+        """Return the tensor itself, because arrays are exported as tensors; `decode` calls this for an array."""
         return self
 
     def cover(self) -> list[tuple[Box, Callable[[], Tensor]]]:
-        """Disjoint boxes that make up all of it, with what reads each.
+        """Disjoint boxes that make up the whole tensor, each with the function that reads it.
 
         Raises:
-            CheckpointError: they are not all there.
+            CheckpointError: pieces are missing on this host.
         """
         covering = sources(self.whole, self.pieces)
         if covering is None:
@@ -75,10 +72,10 @@ class Stored:
         return [(box, partial(read, box)) for box, read in covering] or [(self.whole, empty)]
 
     def read(self) -> Tensor:
-        """All of it: a view of the checkpoint's file where it is one piece there, else a copy.
+        """The whole tensor: a view of the checkpoint's file if it is stored as one piece, otherwise a copy.
 
         Raises:
-            CheckpointError: it is damaged or incomplete.
+            CheckpointError: the tensor is damaged or incomplete.
         """
         cover = self.cover()
         if len(cover) == 1:
@@ -91,31 +88,32 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """The content of a checkpoint."""
+    """The content of a checkpoint: the trees of its states, and its tensors, which are read when needed."""
 
     step: int
     source: str
-    """For messages."""
+    """Name of the checkpoint in messages."""
     shared: Mapping[str, Any]
-    """The trees of states that all ranks have in common, by name."""
+    """Name of a state that all ranks share -> its tree."""
     own: Mapping[int, Mapping[str, Any]]
-    """Those that each has for itself, by rank."""
+    """Rank -> name of a state that differs from rank to rank -> its tree."""
     homes: Mapping[int, Mapping[str, int]]
+    """Rank -> path of a tensor in a state of its own -> the rank that is part of the tensor's name."""
     tensors: Mapping[str, Stored]
 
     def state(self, name: str) -> Any:
-        """A state with `Stored` in the place of tensors; of what each rank has for itself, the first one's.
+        """A state with `Stored` objects instead of tensors; of states that each rank has of its own, the first rank's.
 
         Raises:
-            CheckpointError: there is none of this name.
+            CheckpointError: the checkpoint has no state of this name.
         """
         if name in self.shared:
             return decode(self.shared[name], self._stored)
-        mine = self.own.get(0, {})
-        if name not in mine:
-            raise CheckpointError(f"{self.source} holds no `{name}`", hint=nearest(name, [*self.shared, *mine]))
+        own = self.own.get(0, {})
+        if name not in own:
+            raise CheckpointError(f"{self.source} holds no `{name}`", hint=nearest(name, [*self.shared, *own]))
         homes = self.homes.get(0, {})
-        return decode(mine[name], lambda path: self._stored(f"{homes.get(path, 0)}:{path}"))
+        return decode(own[name], lambda path: self._stored(f"{homes.get(path, 0)}:{path}"))
 
     def _stored(self, path: str) -> Stored:
         try:
@@ -125,10 +123,10 @@ class Saved:
 
 
 def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
-    """A checkpoint from the records of it that are at hand, each with its folder; those named first are read first.
+    """Open a checkpoint from (folder, record) pairs; a part in several folders is read from the first of them.
 
     Raises:
-        CheckpointError: a part that is needed is damaged or missing.
+        CheckpointError: a part is damaged or missing.
     """
     parts: dict[str, Part] = {}
     for folder, record in places:
@@ -140,44 +138,45 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
     for part in parts.values():
         for piece in part.pieces:
             if kinds.setdefault(piece.tensor, (piece.dtype, piece.shape)) != (piece.dtype, piece.shape):
-                raise CheckpointError(f"`{part.name}` has another `{piece.tensor}` than the parts beside it")
+                raise CheckpointError(f"`{part.name}` has `{piece.tensor}` in another type or shape than other parts")
             pieces.setdefault(piece.tensor, []).append((piece.box, partial(part.read, piece)))
     tensors = {name: Stored(name, dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
     checkpoint = places[0][1].checkpoint
-    abouts = {r: parts[f"{PRIVATE}-{r}"].about for r in range(checkpoint.ranks) if f"{PRIVATE}-{r}" in parts}
+    names = {rank: f"{PRIVATE}-{rank}" for rank in range(checkpoint.ranks)}
+    abouts = {rank: parts[name].about for rank, name in names.items() if name in parts}
     source = f"the checkpoint of step {checkpoint.step}"
     try:
         own = {rank: about["trees"]["own"] for rank, about in abouts.items()}
         homes = {rank: about["homes"] for rank, about in abouts.items()}
         return Saved(checkpoint.step, source, abouts[min(abouts)]["trees"]["shared"], own, homes, tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source} does not say what is in it") from error
+        raise CheckpointError(f"{source} lacks the trees of its states") from error
 
 
 def part_of(folder: Path, record: Record, name: str) -> Part:
-    """A part, mapped: of a checkpoint on disk, or in a slot.
+    """Memory-map a part of a checkpoint, on disk or in a slot.
 
     Raises:
-        CheckpointError: its file is missing or too short.
+        CheckpointError: the part's file is missing or too short.
     """
     entry = record.parts[name]
     return Part.open(folder / entry.file, entry.nbytes, entry.sums, slot=not (folder / MANIFEST).exists())
 
 
 def one_file(path: Path) -> Saved:
-    """A checkpoint in one file, as `Plain` writes them.
+    """Open a checkpoint of `Plain`, which is a single file.
 
     Raises:
-        CheckpointError: it is damaged, or of another format.
+        CheckpointError: the file is damaged, or has another format.
     """
     content = plain.read(path)
     leaves: dict[str, Tensor] = {}
     shared = {name: encode(state, root(name), leaves) for name, state in content["shared"].items()}
     own = {}
     for rank, states in enumerate(content["own"]):
-        mine: dict[str, Tensor] = {}
-        own[rank] = {name: encode(state, root(name), mine) for name, state in states.items()}
-        leaves |= {f"{rank}:{name}": tensor for name, tensor in mine.items()}
+        own_leaves: dict[str, Tensor] = {}
+        own[rank] = {name: encode(state, root(name), own_leaves) for name, state in states.items()}
+        leaves |= {f"{rank}:{name}": tensor for name, tensor in own_leaves.items()}
     tensors = {name: held(name, tensor) for name, tensor in leaves.items()}
     homes = {rank: {} for rank in own}
     progress = content["shared"].get("progress")
@@ -186,6 +185,7 @@ def one_file(path: Path) -> Saved:
 
 
 def held(name: str, tensor: Tensor) -> Stored:
+    """Wrap a tensor in memory as a `Stored`, like a tensor in a checkpoint."""
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return Stored(name, tensor.dtype, tuple(tensor.shape), ((whole, lambda box: tensor[box.inside(whole)]),))
 
@@ -194,22 +194,23 @@ def held(name: str, tensor: Tensor) -> Stored:
 
 
 def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
-    """Write whole tensors to one file: its header, then one tensor after the other, each verified before it is written.
+    """Write whole tensors to one safetensors file, one after the other; each tensor is verified before it is written.
 
-    The file is there whole or not at all; no more than one tensor is in memory.
+    The file is written completely or not at all, with at most one tensor in memory.
 
     Raises:
-        CheckpointError: a tensor is damaged, incomplete, or of a type that safetensors lacks.
-        OSError: the disk.
+        CheckpointError: a tensor is damaged or incomplete, or safetensors does not support its data type.
+        OSError: the file cannot be written.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that all are aligned
+    # Wide data types come first, so that all tensors are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     if "__metadata__" in tensors:
-        raise CheckpointError("cannot export `__metadata__`: safetensors has another use for this name")
+        raise CheckpointError("cannot export `__metadata__`: safetensors reserves this name")
     for name, stored in ordered:
         if stored.dtype not in _NAMES:
-            raise CheckpointError(f"cannot export `{name}`: safetensors has no {stored.dtype}")
+            raise CheckpointError(f"cannot export `{name}`: safetensors does not support {stored.dtype}")
         span = [end, end := end + stored.nbytes]
         header[name] = {"dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": span}
     text = json.dumps(header).encode()
@@ -219,16 +220,15 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, or of all in a folder, by name; they are mapped, not read.
+    """Memory-map the tensors of one safetensors file, or of all such files in a folder, by name.
 
     Raises:
-        CheckpointError: there are none, one is damaged, or two hold the same name.
+        CheckpointError: there is no such file, one is damaged, or two hold a tensor of the same name.
     """
     tensors: dict[str, Tensor] = {}
     for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
         try:
-            open_regular(path).close()
-            with safe_open(path, framework="pt") as file:
+            with foreign.open_safetensors(path) as file:
                 more = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read `{path}`: {error}") from error
@@ -244,36 +244,39 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path:
-    """Make a checkpoint of whole states, as if one rank had saved them; any number of ranks can resume from it.
+    """Write a checkpoint of whole states, as a run of one rank would; any number of ranks can resume from it.
+
+    Args:
+        start: number of the start of the run that the checkpoint claims to be from.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        CheckpointError: a state holds what cannot be saved.
-        OSError: the disk; nothing is left then.
+        CheckpointError: a state cannot be saved.
+        OSError: writing failed; the unfinished checkpoint is removed.
     """
     checkpoint = CheckpointId(step, start, secrets.token_hex(4), 1, 1)
     leaves: dict[str, Tensor] = {}
     trees = {name: encode(state, root(name), leaves) for name, state in states.items()}
     about = {"step": step, "start": start, "uid": checkpoint.uid, "homes": {}}
-    draft = Draft.of(_whole(leaves), about | {"trees": {"shared": trees, "own": {}}})
+    pieces = [leaf_of(name, tensor, (0,)) for name, tensor in leaves.items()]
+    draft = Draft.of(pieces, about | {"trees": {"shared": trees, "own": {}}})
     try:
         disk.files.folder(disk.aside(checkpoint))
         entry = _fill(disk, draft, disk.aside(checkpoint) / f"{PRIVATE}-0.safetensors")
         disk.files.sync(disk.aside(checkpoint))
-        disk.commit(Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True}))  # resuming from it is no failure
+        disk.commit(
+            Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True})
+        )  # `last`, so that resuming from it does not count as a failure
     except BaseException:
         disk.abort(checkpoint)
         raise
     return disk.folder / checkpoint.name
 
 
-def _whole(leaves: Mapping[str, Tensor]) -> Iterator[Leaf]:
-    for name, tensor in leaves.items():
-        shape = tuple(tensor.shape)
-        yield Leaf(name, shape, Box((0,) * len(shape), shape), (0,), tensor)
-
-
 def _fill(disk: Disk, draft: Draft, path: Path) -> Entry:
-    """Write a part through a mapping of its file, so that no more than one tensor is in memory."""
+    """Write a part by memory-mapping its file, so that at most one tensor is in memory."""
     disk.files.write(path, b"", durable=False)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, draft.nbytes)

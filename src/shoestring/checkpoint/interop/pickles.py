@@ -1,7 +1,8 @@
-"""Reading pickles without running them.
+"""Parse pickles without running them.
 
-A pickle is a program for a stack machine, whose instructions import and call things. Here each of those leaves a note
-of what it asks for, and nothing is imported or called; what to make of the notes is the reader's choice.
+A pickle is a program for a stack machine, with instructions that import objects and call functions. Here such an
+instruction only creates a placeholder (`Name`, `Call`, `Outside`) that describes what it asks for. The caller
+interprets the placeholders; nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from typing import Any
 
 from shoestring.core.errors import CheckpointError
 
-NODES = (
-    1_000_000  # of the values of one checkpoint; a list that holds itself, or another one a million times, is refused
-)
-DEPTH = 100  # of what is nested
+NODES = 1_000_000
+"""Maximum number of values in a checkpoint, which keeps a list that contains itself from being copied without end."""
+DEPTH = 100
+"""Maximum depth to which values may be nested."""
 INSTRUCTIONS = 8_000_000
-"""Of one pickle: each may make an object. The description of some 75,000 tensors, or 400,000 pieces, has as many."""
+"""Maximum number of instructions in a pickle, each of which may create an object; enough for about 75,000 tensors or
+400,000 pieces."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """Something that the pickle would import."""
+    """Placeholder for an object that the pickle would import."""
 
     name: str
-    """package.module.name"""
+    """Qualified name of the object: package.module.name."""
 
 
 @dataclass(eq=False)
 class Call:
-    """Something that the pickle would call, and the state that it would then give to what came of it."""
+    """Placeholder for the result of a call that the pickle would make, with the state that it would set on it."""
 
     target: str
     arguments: tuple[Any, ...] = ()
@@ -41,16 +43,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Outside:
-    """Something that lies beside the pickle; `key` says what."""
+    """Placeholder for a reference to data outside of the pickle (a persistent id), such as a tensor's storage."""
 
     key: Any
 
 
 def inert(data: bytes, source: str) -> Any:
-    """The value of a pickle, made of Python's own plain types and the notes above.
+    """The value of a pickle, built of plain Python types and the placeholders above.
 
     Raises:
-        CheckpointError: it is no pickle, or has instructions that plain data does not need.
+        CheckpointError: the data is not a pickle, or has instructions that plain data and tensors do not need.
     """
     machine = _Machine()
     try:
@@ -65,13 +67,13 @@ def inert(data: bytes, source: str) -> Any:
 
 
 def plain(value: Any, source: str, budget: Iterator[int] | None = None) -> Any:
-    """A value of `inert` that is nothing but nested lists, tuples, mappings and scalars.
+    """Copy a value of `inert`, and check that it consists of nested lists, tuples, mappings and scalars only.
 
     Args:
-        budget: has an item for each that it may still be made of; several values may share one.
+        budget: iterator with one item for each object that the value may consist of; several values may share it.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the value contains anything else, or is too large.
     """
     try:
         return _copied(value, iter(range(NODES)) if budget is None else budget, DEPTH)
@@ -80,7 +82,7 @@ def plain(value: Any, source: str, budget: Iterator[int] | None = None) -> Any:
 
 
 def spend(budget: Iterator[int]) -> None:
-    """Take one item of a budget; ValueError where nothing is left of it."""
+    """Take one item from a budget; ValueError if there is none left."""
     if next(budget, None) is None:
         raise ValueError("it is too large")
 
@@ -93,12 +95,12 @@ def _copied(value: Any, budget: Iterator[int], depth: int) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [_copied(each, budget, depth - 1) for each in value]
+            return [_copied(item, budget, depth - 1) for item in value]
         case tuple():
-            return tuple(_copied(each, budget, depth - 1) for each in value)
+            return tuple(_copied(item, budget, depth - 1) for item in value)
         case dict():
-            return {_copied(key, budget, depth - 1): _copied(each, budget, depth - 1) for key, each in value.items()}
-    raise ValueError(f"it holds {repr(value.target if isinstance(value, Call) else value)}")
+            return {_copied(key, budget, depth - 1): _copied(item, budget, depth - 1) for key, item in value.items()}
+    raise ValueError(f"it contains {repr(value.target if isinstance(value, Call) else value)}")
 
 
 _LITERALS = {
@@ -116,7 +118,7 @@ class _Machine:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def do(self, code: str, argument: Any) -> None:
-        """One instruction."""
+        """Execute one instruction of the pickle."""
         if code in _LITERALS:
             self.stack.append(argument)
         elif code in _CONSTANTS:
@@ -131,6 +133,7 @@ class _Machine:
             self._build(code, argument)
 
     def _build(self, code: str, argument: Any) -> None:
+        """Execute an instruction that builds a list, tuple or mapping."""
         match code:
             case "MARK":
                 self.marked.append(self.stack)
@@ -142,15 +145,19 @@ class _Machine:
                 self.stack.append(tuple(items) if code == "TUPLE" else items)
             case "APPEND" | "APPENDS":
                 items = self._pop(1) if code == "APPEND" else self._to_mark()
-                _list(self.stack[-1]).extend(items)
+                if not isinstance(self.stack[-1], list):
+                    raise ValueError("items appended to something that is not a list")
+                self.stack[-1].extend(items)
             case "SETITEM" | "SETITEMS":
                 items = self._pop(2) if code == "SETITEM" else self._to_mark()
-                self._set(zip(items[::2], items[1::2], strict=True))
+                if not isinstance(self.stack[-1], dict):
+                    raise ValueError("items set in something that is not a mapping")
+                self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
             case _:
                 self._note(code, argument)
 
     def _note(self, code: str, argument: Any) -> None:
-        """What an unpickler would import or call."""
+        """Create the placeholder for an instruction by which an unpickler would import or call something."""
         match code:
             case "GLOBAL":
                 self.stack.append(Name(argument.replace(" ", ".")))
@@ -159,7 +166,7 @@ class _Machine:
                 self.stack.append(Name(f"{module}.{name}"))
             case "REDUCE" | "NEWOBJ":
                 target, arguments = self._pop(2)
-                ordered = target.name == "collections.OrderedDict" and not arguments  # as good as any other mapping
+                ordered = target.name == "collections.OrderedDict" and not arguments  # becomes a plain mapping
                 self.stack.append({} if ordered else Call(target.name, tuple(arguments)))
             case "BUILD":
                 (state,) = self._pop(1)
@@ -167,26 +174,16 @@ class _Machine:
             case "BINPERSID":
                 self.stack.append(Outside(self.stack.pop()))
             case _:
-                raise ValueError(f"the instruction {code}")
-
-    def _set(self, items: Iterator[tuple[Any, Any]]) -> None:
-        if not isinstance(self.stack[-1], dict):
-            raise ValueError("items of what is no mapping")
-        self.stack[-1].update(items)
+                raise ValueError(f"it has the instruction {code}")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise ValueError("it takes more than there is")
+            raise ValueError("an instruction takes more values than the stack has")
         items = self.stack[-count:]
         del self.stack[-count:]
         return items
 
     def _to_mark(self) -> list[Any]:
+        """Pop all values that were pushed since the newest mark."""
         items, self.stack = self.stack, self.marked.pop()
         return items
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("more of what is no list")
-    return value

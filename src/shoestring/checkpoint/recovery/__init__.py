@@ -1,1 +1,1 @@
-"""Finding the newest usable checkpoint and resuming from it."""
+"""Find the newest usable checkpoint, and resume from it."""

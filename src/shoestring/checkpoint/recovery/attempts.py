@@ -1,15 +1,15 @@
-"""Counting the attempts to load a checkpoint, over restarts: what ends the process each time is not loaded for ever.
+"""Count attempts to load a checkpoint over restarts, so that a checkpoint that crashes every process is given up.
 
-Only an end that the load itself caused counts: one that left the report of a crash (a segmentation fault, an abort), or
-during which the system ended a process for want of memory. A kill from outside strikes a load as it strikes a step, and
-says nothing about what is loaded.
+An attempt counts as failed only if loading itself ended the process: a crash (a segmentation fault, an abort) left its
+report, or the system killed a process for lack of memory meanwhile. A kill by someone else says nothing about the
+checkpoint.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,22 +22,23 @@ from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.planning.system import kills_for_memory
 from shoestring.storage.guarded import read_regular
 
-LIMIT = 1 << 20  # bytes of the longest mark
+LIMIT = 1 << 20  # maximum bytes of a file with counts
 MOST = 10
-"""Attempts in a row after which a checkpoint is given up."""
+"""Number of failed attempts in a row after which a checkpoint is given up."""
 
 
 @dataclass(eq=False)
 class Attempts:
-    """What is known of attempts that did not end; every method is a collective.
+    """Counts, for each checkpoint, the attempts in a row that did not finish; every method is a collective.
 
-    Files in the folder: `.loading-HOST` counts attempts by checkpoint, `.shoestring-attempt-HOST` says which is under
-    way and how many processes had been killed for memory by then, and a crash writes its report into
-    `.shoestring-crash-RANK`.
+    The counts are stored in the folder of the checkpoints. `.loading-HOST` holds the number of attempts for each
+    checkpoint. `.shoestring-attempt-HOST` names the checkpoint that is being loaded, and how many processes the system
+    had killed for lack of memory before. A crash writes its report to `.shoestring-crash-RANK`.
 
     Args:
-        folder: of the run's checkpoints; nothing is counted without it.
-        host: number of this host, if this rank writes for it.
+        folder: folder of the run's checkpoints; with None nothing is counted.
+        host: index of this host, on the one rank of the host that writes files; None on its other ranks.
+        counts: name of a checkpoint -> number of attempts in a row that did not finish.
     """
 
     group: RankGroup
@@ -47,26 +48,22 @@ class Attempts:
     counts: dict[str, int] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Find what any rank knows: the most of each. An attempt that ended for no reason of its own is not counted."""
-        here = _read(self.folder) if self.folder and self.host is not None else ({}, [], False)
-        gathered = self.group.all_gather(here)
-        for counts, _, _ in gathered:
-            self.counts |= {name: max(count, self.counts.get(name, 0)) for name, count in counts.items()}
-        under_way = {name for _, names, _ in gathered for name in names} & self.counts.keys()
-        if under_way and not any(caused for _, _, caused in gathered):
-            self.counts |= {name: self.counts[name] - 1 for name in under_way}
+        """Gather the counts of all hosts, without an attempt that ended because someone else killed the process."""
+        here = read_marks(self.folder) if self.folder and self.host is not None else ({}, [], False)
+        self.counts, under_way = judge(self.group.all_gather(here))
         if under_way:
             self._write(self.counts)
 
-    def exhausted(self, checkpoint: CheckpointId) -> bool:
-        return self.counts.get(checkpoint.name, 0) >= MOST
-
     @contextmanager
     def counted(self, checkpoint: CheckpointId) -> Iterator[None]:
-        """Count what is done as an attempt unless it ends; an error ends it if it does not come of a rank's death."""
+        """Context around an attempt to load `checkpoint`. If loading finishes, the checkpoint's count is cleared.
+
+        An error restores the former count, except for a RuntimeError or OSError, which may come from the death of
+        another rank.
+        """
         before = dict(self.counts)
         self._write({**before, checkpoint.name: before.get(checkpoint.name, 0) + 1}, checkpoint.name)
-        self.group.all_gather(None)  # nobody begins before it is written
+        self.group.all_gather(None)  # no rank begins before the attempt is on disk
         with self._reported():
             try:
                 yield
@@ -78,13 +75,17 @@ class Attempts:
         self._write({name: count for name, count in before.items() if name != checkpoint.name})
 
     def _write(self, counts: dict[str, int], under_way: str = "") -> None:
-        """Where it cannot be written, nothing is counted: a disk that cannot be written to may still be read."""
+        """Write the counts, and the name of the checkpoint that is being loaded, if any.
+
+        Errors are ignored, so that a run can also resume from a read-only disk.
+        """
         if self.folder is None or self.host is None:
             return
         with suppress(OSError):
             self._put(f"{MARK}{self.host}", counts)
-            for path in [each for each in _marks(self.folder) if each.name.startswith((UNDER_WAY, CRASH))]:
-                self.files.unlink(path)
+            for path in _marks(self.folder):
+                if path.name.startswith((UNDER_WAY, CRASH)):
+                    self.files.unlink(path)
             if under_way:
                 self._put(f"{UNDER_WAY}{self.host}", {"name": under_way, "kills": kills_for_memory()})
 
@@ -98,8 +99,8 @@ class Attempts:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Have a crash of this process write its report to a file, which is removed at the end."""
-        if self.folder is None or (report := self._report(self.folder / f"{CRASH}{self.group.rank}")) is None:
+        """Context in which a crash of this process writes its report to a file, which is removed at the end."""
+        if self.folder is None or (report := self._create_report(self.folder / f"{CRASH}{self.group.rank}")) is None:
             yield
             return
         enabled = faulthandler.is_enabled()
@@ -115,7 +116,8 @@ class Attempts:
             with suppress(OSError):
                 self.files.unlink(Path(report.name))
 
-    def _report(self, path: Path) -> IO[bytes] | None:
+    def _create_report(self, path: Path) -> IO[bytes] | None:
+        """Create and open the file for a crash report; None if that fails."""
         try:
             self.files.unlink(path)
             self.files.write(path, b"", durable=False)
@@ -131,9 +133,32 @@ def _marks(folder: Path) -> list[Path]:
         return []
 
 
-def _read(folder: Path) -> tuple[dict[str, int], list[str], bool]:
-    """From the files of all hosts that are seen here: the attempts by the names of checkpoints, those that were under
-    way, and whether any was ended by what it did. Damaged ones count nothing."""
+def judge(marks: Iterable[Sequence[Any]]) -> tuple[dict[str, int], bool]:
+    """Merge the results of `read_marks` on all hosts.
+
+    Returns:
+        The largest number of attempts for each checkpoint, by its name, without an attempt that ended because someone
+        else killed the process; and whether any attempt had not finished.
+    """
+    counts, pending, caused_by_load = dict[str, int](), set[str](), False
+    for counted, names, caused in marks:
+        for name, count in counted.items():
+            counts[name] = max(count, counts.get(name, 0))
+        pending |= {*names}
+        caused_by_load = caused_by_load or caused
+    pending &= counts.keys()
+    if not caused_by_load:
+        counts |= {name: counts[name] - 1 for name in pending}
+    return counts, bool(pending)
+
+
+def read_marks(folder: Path) -> tuple[dict[str, int], list[str], bool]:
+    """Read the files that count attempts of all hosts that use this folder. Damaged files are ignored.
+
+    Returns:
+        Number of attempts for each checkpoint, by its name; names of the checkpoints that were being loaded when the
+        process ended; and whether loading itself ended a process.
+    """
     counts: dict[str, int] = {}
     under_way, caused = [], False
     for path in _marks(folder):

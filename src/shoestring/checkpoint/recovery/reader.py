@@ -1,12 +1,11 @@
-"""Reading a checkpoint from wherever its parts are: this host's memory and disk, or another host's."""
+"""Read a checkpoint wherever its parts lie: in the memory or on the disk of this host or of another host."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,179 +14,182 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoestring.checkpoint.format.layout import PRIVATE, Box, box_of, sources
-from shoestring.checkpoint.format.manifest import CheckpointId, Entry
-from shoestring.checkpoint.format.part import Part, Piece
+from shoestring.checkpoint.format.manifest import CheckpointId
+from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.format.tree import decode, encode, root
+from shoestring.checkpoint.recovery.offers import DISK, Offer
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.staging import apart_name, home
+from shoestring.core.attachments import Kept
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Kept
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
 
-MEMORY, DISK = "memory", "disk"
 
-
-@dataclass(frozen=True)
-class Offer:
-    """A file with a part of a checkpoint, that the ranks of one host can read."""
-
-    checkpoint: CheckpointId
-    host: int
-    level: str
-    path: str
-    part: str
-    entry: Entry
-    notes: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return self.host, self.path
-
-    @property
-    def held(self) -> bool:
-        return Path(self.path).name.startswith("held-")
-
-
-def opened(offer: Offer) -> Part:
-    """An offer's part, mapped."""
-    return Part.open(Path(offer.path), offer.entry.nbytes, offer.entry.sums, slot=offer.level == MEMORY)
+Damage = dict[tuple[int, str], str]
+"""Key of a damaged offer -> what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A box of a piece of a part that some host offers."""
+    """A request to read a box of a tensor from one piece of an offered part."""
 
     tensor: str
     offer: int
     piece: int
     box: Box
     server: int
-    """The present rank that reads it from memory or disk."""
+    """The rank that reads the box from memory or disk; it sends the box if another rank needs it."""
 
 
 @dataclass(eq=False)
 class Reader:
-    """The pieces of all offers of a checkpoint, and reading them wherever they are."""
+    """Reads the tensors of a checkpoint from its offers, which may lie on any host.
+
+    Methods are called in this order: `open`, `sort`, `locate` for each tensor, `verify` for all reads, `fetch` for each
+    group of reads.
+    """
 
     world: World
     group: RankGroup
     offers: list[Offer]
     parts: dict[int, Part] = field(default_factory=dict)
     pieces: dict[str, list[tuple[Box, tuple[int, int]]]] = field(default_factory=dict)
-    """By tensor: the boxes that can be read, as (box, (offer, piece)), the nearest first."""
+    """Name of a tensor -> its boxes that can be read, as (box, (offer, piece)), the nearest first."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    """Name of a tensor -> its data type and shape."""
     abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a part -> its metadata."""
     _plan: dict[str, list[Read]] = field(default_factory=dict)
+    """Name of a group -> this rank's reads."""
     _asked: list[dict[str, list[Any]]] = field(default_factory=list)
+    """For each rank: name of a group -> the reads that this rank requests from other ranks."""
     _headers: list[Any] = field(default_factory=list)
+    """(index of the offer, metadata, pieces) for each offer of all hosts."""
 
     @property
     def host(self) -> int:
         return self.world.rank // self.world.local_size
 
-    def open(self) -> set[tuple[int, str]]:
-        """Read the headers on the hosts that have them, and tell them to all; the damaged ones."""
+    def open(self) -> Damage:
+        """Memory-map this host's offers, and share their headers with all ranks; returns the damaged offers.
+
+        Each header is read and shared by one rank. A collective.
+        """
         damaged, headers = [], []
         for index, offer in enumerate(self.offers):
             if offer.host != self.host or offer.part.startswith(peer_copies.PARITY):
                 continue
             try:
-                self.parts[index] = part = opened(offer)
+                self.parts[index] = part = offer.open()
                 if self._server(index) == self.world.rank:
                     part.verify(0, 8)
                     offer.checkpoint.claims(part)
-                    headers.append([index, part.about, [_described(piece) for piece in part.pieces]])
+                    pieces = [
+                        [
+                            piece.tensor,
+                            piece.shape,
+                            piece.box.offset,
+                            piece.box.shape,
+                            str(piece.dtype)[len("torch.") :],
+                        ]
+                        for piece in part.pieces
+                    ]
+                    headers.append([index, part.about, pieces])
             except CheckpointError as error:
                 log.warning("%s", error)
-                damaged.append(list(offer.key))
-        if any(bad := self.group.all_gather(damaged)):
-            return {(host, path) for each in bad for host, path in each}
-        self._headers = [each for listed in self.group.all_gather(headers) for each in listed]
-        return set()
+                damaged.append((offer, error))
+        if wrong := gather_damage(self.group, damaged):
+            return wrong
+        self._headers = [header for of_rank in self.group.all_gather(headers) for header in of_rank]
+        return {}
 
     def sort(self) -> None:
-        """Sort the pieces in the headers by their tensors.
+        """Collect the pieces of each tensor from the headers, sorted by distance, the nearest first.
 
         Raises:
-            CheckpointError: on all ranks: two of them are of different tensors under one name.
+            CheckpointError: two pieces of a tensor disagree on its type or shape; raised on all ranks.
         """
-        of: dict[str, int] = {}
-        for index, about, pieces in sorted(self._headers, key=lambda each: self._distance(each[0])):
+        origin: dict[str, int] = {}
+
+        def distance(index: int) -> tuple[bool, bool, bool, int]:
+            offer = self.offers[index]
+            return offer.host != self.host, offer.level == DISK, offer.held, index
+
+        for index, about, pieces in sorted(self._headers, key=lambda header: distance(header[0])):
             self.abouts.setdefault(self.offers[index].part, about)
             for number, (tensor, shape, offset, extent, dtype) in enumerate(pieces):
                 kind = getattr(torch, dtype), tuple(shape)
-                if self.kinds.setdefault(tensor, kind) != kind:
-                    one, other = (
-                        f"{k} {s} in `{self.offers[i].path}`"
-                        for (k, s), i in ((self.kinds[tensor], of[tensor]), (kind, index))
-                    )
-                    raise CheckpointError(f"`{tensor}` is {one} and {other}")
-                of.setdefault(tensor, index)
+                if (known := self.kinds.setdefault(tensor, kind)) != kind:
+                    here = f"{known[0]} {known[1]} in `{self.offers[origin[tensor]].path}`"
+                    there = f"{kind[0]} {kind[1]} in `{self.offers[index].path}`"
+                    raise CheckpointError(f"`{tensor}` is {here} and {there}")
+                origin.setdefault(tensor, index)
                 self.pieces.setdefault(tensor, []).append((Box(tuple(offset), tuple(extent)), (index, number)))
 
     def _server(self, index: int) -> int:
-        """The rank that reads an offer for others."""
+        """The rank that reads an offer for other hosts; offers are spread over the ranks of their host."""
         return self.offers[index].host * self.world.local_size + index % self.world.local_size
 
-    def _distance(self, index: int) -> tuple[bool, bool, bool, int]:
-        offer = self.offers[index]
-        far = offer.host != self.host
-        return far, offer.level == DISK, offer.held, index
-
     def locate(self, tensor: str, box: Box) -> list[Read]:
-        """What to read for a box of a tensor.
+        """The reads that together make up a box of a tensor.
 
         Raises:
-            CheckpointError: it is not all there.
+            CheckpointError: a region of the box is in no offer.
         """
         covering = sources(box, self.pieces.get(tensor, []))
         if covering is None or tensor not in self.kinds:
             raise CheckpointError(f"`{tensor}` is incomplete")
         reads = []
-        for part, (index, piece) in covering:
+        for shared, (index, piece) in covering:
             near = self.offers[index].host == self.host
-            reads.append(Read(tensor, index, piece, part, self.world.rank if near else self._server(index)))
+            reads.append(Read(tensor, index, piece, shared, self.world.rank if near else self._server(index)))
         return reads
 
-    def verify(self, reads: Mapping[str, list[Read]]) -> set[tuple[int, str]]:
-        """Verify what all ranks will read, on the ranks that read it; the damaged offers."""
+    def verify(self, reads: Mapping[str, list[Read]]) -> Damage:
+        """Verify all bytes that any rank will read; returns the damaged offers. A collective.
+
+        Args:
+            reads: name of a group -> this rank's reads.
+        """
         self._plan = dict(reads)
         asks = {
             name: [
                 [read.offer, read.piece, read.box.offset, read.box.shape, read.server]
-                for read in each
+                for read in group
                 if read.server != self.world.rank
             ]
-            for name, each in reads.items()
+            for name, group in reads.items()
         }
         self._asked = self.group.all_gather(asks)
         damaged = []
-        mine = {(read.offer, read.piece) for each in reads.values() for read in each if read.server == self.world.rank}
-        mine |= {(o, p) for name in reads for _, o, p, _ in self._requests(name)}
-        for index, number in sorted(mine):
+        served = {
+            (read.offer, read.piece) for group in reads.values() for read in group if read.server == self.world.rank
+        }
+        served |= {(offer, piece) for name in reads for _, offer, piece, _ in self._requests(name)}
+        for index, number in sorted(served):
             try:
                 piece = self.parts[index].pieces[number]
                 self.parts[index].verify(piece.start, piece.stop)
             except CheckpointError as error:
                 log.warning("%s", error)
-                damaged.append(list(self.offers[index].key))
-        return {(host, path) for each in self.group.all_gather(damaged) for host, path in each}
+                damaged.append((self.offers[index], error))
+        return gather_damage(self.group, damaged)
 
     def _requests(self, name: str) -> Iterator[tuple[int, int, int, Box]]:
-        """(rank, offer, piece, box) of what others want from this rank."""
+        """(rank, offer, piece, box) for each read that another rank requests from this rank."""
         for rank, asked in enumerate(self._asked):
             for offer, piece, offset, shape, server in asked[name]:
                 if server == self.world.rank:
                     yield rank, offer, piece, Box(tuple(offset), tuple(shape))
 
     def fetch(self, name: str) -> list[Tensor]:
-        """The tensors of one planned group of reads: views of what is near, copies of what was sent; a collective.
+        """Read the tensors of one group: views of this host's files, and copies that other ranks send. A collective.
 
         Raises:
-            ConnectionError: on this rank alone, after the exchange: something did not arrive whole.
+            ConnectionError: a tensor was damaged on the way; raised on this rank only, after the exchange.
         """
         sends = [(rank, self._at(offer, piece, box).contiguous()) for rank, offer, piece, box in self._requests(name)]
         got, receives = [], []
@@ -198,7 +200,7 @@ class Reader:
                 got.append(torch.empty(read.box.shape, dtype=self.kinds[read.tensor][0]))
                 receives.append((read.server, got[-1]))
         if damaged := self.group.exchange(sends, receives):
-            raise ConnectionError(f"what rank {min(damaged)} sent did not arrive whole")
+            raise ConnectionError(f"data that rank {min(damaged)} sent arrived damaged")
         return got
 
     def _at(self, index: int, number: int, box: Box) -> Tensor:
@@ -206,8 +208,10 @@ class Reader:
         return part.read(part.pieces[number], box)
 
 
-def _described(piece: Piece) -> list[Any]:
-    return [piece.tensor, piece.shape, piece.box.offset, piece.box.shape, str(piece.dtype).removeprefix("torch.")]
+def gather_damage(group: RankGroup, damaged: Sequence[tuple[Offer, CheckpointError]]) -> Damage:
+    """Share with all ranks which offers each rank has found damaged; a collective."""
+    gathered = group.all_gather([[*offer.key, error.parts()[1]] for offer, error in damaged])
+    return {(host, path): reason for of_rank in gathered for host, path, reason in of_rank}
 
 
 # -- what a rank wants ------------------------------------------------------------------------------------------------
@@ -215,24 +219,30 @@ def _described(piece: Piece) -> list[Any]:
 
 @dataclass(eq=False)
 class Wanted:
-    """The states that this rank needs of a checkpoint, and the boxes of tensors that they are made of."""
+    """The states that this rank loads from a checkpoint, and the boxes of tensors that it needs for them."""
 
-    kept: Mapping[str, Kept]
+    states: Mapping[str, Kept]
+    """The states of this run, by name."""
     world: World
     checkpoint: CheckpointId
     reader: Reader
 
     def __post_init__(self) -> None:
-        self._boxes: dict[str, dict[str, tuple[Box, DTensor | None]]] = {}  # by name of what is kept, and tensor
-        self._reads: dict[str, list[list[Read]]] = {}  # by name, of each of its tensors
+        self._boxes: dict[str, dict[str, tuple[Box, DTensor | None]]] = {}  # state -> tensor -> what to read
+        self._reads: dict[str, list[list[Read]]] = {}  # state -> for each of its tensors, the reads
         self._placed: dict[str, DTensor] = {}
-        """By tensor, or by what its path begins with: what it is placed like on this rank."""
-        for name, kept in self.kept.items():
+        """Path -> DTensor of this rank; saved tensors at that path, or directly below, get the same placement."""
+        for name, entry in self.states.items():
             tensors: dict[str, Tensor] = {}
-            encode(kept.state.state_dict(), root(name), tensors)
-            for path, tensor in (*tensors.items(), *_moments(root(name), kept.state)):
+            encode(entry.state.state_dict(), root(name), tensors)
+            if isinstance(entry.state, Optimizer):
+                # A new optimizer has no state yet. The state for parameter N, at path state/N, will get the placement
+                # of parameter N.
+                parameters = (parameter for group in entry.state.param_groups for parameter in group["params"])
+                tensors |= {f"{root(name)}/state/{index}": parameter for index, parameter in enumerate(parameters)}
+            for path, tensor in tensors.items():
                 if isinstance(tensor, DTensor):
-                    key = f"{home(tensor, self.world.rank)}:{path}" if kept.across == "own" else path
+                    key = f"{home(tensor, self.world.rank)}:{path}" if entry.across == "own" else path
                     self._placed[key] = tensor
         self._trees = {rank: self._about(rank) for rank in range(self.checkpoint.ranks)}
 
@@ -244,34 +254,37 @@ class Wanted:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What its first rank said of it when it was saved."""
+        """Metadata of the first rank's private part."""
         return self._trees[0]
 
     @property
     def saved(self) -> set[str]:
-        """The names of all states that it holds."""
+        """Names of all states in the checkpoint."""
         return {name for about in self._trees.values() for trees in about["trees"].values() for name in trees}
 
     def reads(self) -> dict[str, list[Read]]:
-        """Everything to read, for each name that is kept."""
-        for name in self.kept:
+        """All reads that this rank needs, by state."""
+        for name in self.states:
             self._boxes[name] = {}
             self._visit(name, partial(self._want, self._boxes[name]))
             self._reads[name] = [self.reader.locate(tensor, box) for tensor, (box, _) in self._boxes[name].items()]
-        return {name: [read for reads in each for read in reads] for name, each in self._reads.items()}
+        return {name: [read for reads in tensors for read in reads] for name, tensors in self._reads.items()}
 
     def state(self, name: str) -> dict[str, Any] | None:
-        """One state, which shares nothing with slots or files; None where it starts afresh. A collective."""
+        """Read one state; None if the checkpoint has none for this rank, so that it starts afresh. A collective."""
         tensors, ready = iter(self.reader.fetch(name)), {}
         for (tensor, (box, placed)), reads in zip(self._boxes[name].items(), self._reads[name], strict=True):
             whole = torch.empty(box.shape, dtype=self.reader.kinds[tensor][0])
             for read in reads:
                 whole[read.box.inside(box)].copy_(next(tensors))
-            ready[tensor] = whole if placed is None else _as(placed, whole)
+            if placed is not None:
+                local, layout = whole.to(placed.to_local().device), {"shape": placed.shape, "stride": placed.stride()}
+                whole = DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, **layout)
+            ready[tensor] = whole
         return self._visit(name, lambda leaf, _: ready[leaf])
 
     def _want(self, boxes: dict[str, tuple[Box, DTensor | None]], tensor: str, placed: bool) -> Tensor:
-        """Note that a tensor is needed: this rank's box of it where it is placed as one here, else all of it."""
+        """Record which box of a tensor is needed: this rank's box if it is a DTensor here, otherwise all of it."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
         like = self._like(tensor, shape) if placed else None
         if like is not None:
@@ -281,13 +294,14 @@ class Wanted:
         return torch.empty(0)
 
     def _like(self, tensor: str, shape: tuple[int, ...]) -> DTensor | None:
-        """What a saved tensor is placed like on this rank; None where it comes back whole.
+        """A DTensor whose placement a saved tensor gets on this rank; None if the tensor is loaded whole.
 
-        A fresh optimizer's state of a parameter lies as what the optimizer would make of that parameter: a moment as
-        the parameter itself, and a factor of a moment (Adafactor), which has as many dimensions, as a new tensor of it.
+        State of a new optimizer gets the placement that the optimizer would give it. A moment has the placement of its
+        parameter. A factor of a moment (Adafactor), which has as many dimensions, has the placement of a new tensor
+        made from the parameter.
         """
-        if (mine := self._placed.get(tensor)) is not None:
-            return mine if tuple(mine.shape) == shape else None
+        if (present := self._placed.get(tensor)) is not None:
+            return present if tuple(present.shape) == shape else None
         parameter = self._placed.get(tensor.rpartition("/")[0])
         if parameter is None or tuple(parameter.shape) == shape:
             return parameter
@@ -297,51 +311,35 @@ class Wanted:
         return factor if isinstance(factor, DTensor) else None
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
-        """This rank's state, its tensors from `leaf`; None for what the checkpoint lacks or what starts afresh.
+        """This rank's state, with tensors from `leaf`; None if the checkpoint has none, so that it starts afresh.
 
-        What was one state for all is where each rank begins, should they hold their own now; the other way round, all
-        resume from the first one's.
+        If a state was saved once for all ranks and is now each rank's own, it begins equal on all ranks. If each rank
+        saved its own and all ranks now have the same, all ranks resume from the state that `merge` returns, or without
+        `merge` from the first rank's.
         """
-        each = self.kept[name]
+        entry = self.states[name]
         first = self._trees[0]["trees"]
+        ranks, same_hosts = self.checkpoint.ranks, self.checkpoint.local == self.world.local_size
         if name in first["shared"]:
-            return decode(first["shared"][name], lambda path: leaf(self._apart(path), True))
+
+            def shared_leaf(path: str) -> Tensor:
+                own = apart_name(path, self.world.rank)  # a buffer that each rank saved itself
+                return leaf(own if ranks == self.world.size and own in self.reader.kinds else path, True)
+
+            return decode(first["shared"][name], shared_leaf)
         if name not in first["own"]:
             return None
-        if each.across != "own":
+        if entry.across != "own" and entry.merge is None:
             return self._own(0, name, leaf, placed=False)
-        ranks, same = self.checkpoint.ranks, self.checkpoint.local == self.world.local_size
-        if ranks == self.world.size and (each.merge is None or same):
+        if entry.across == "own" and ranks == self.world.size and (entry.merge is None or same_hosts):
             return self._own(self.world.rank, name, leaf, placed=True)
-        if each.merge is None:
+        if entry.merge is None:
             return None
         states = [self._own(rank, name, leaf, placed=False) for rank in range(ranks)]
-        return each.merge(states, self.world.rank, self.world.size) if name in self._reads else None
-
-    def _apart(self, path: str) -> str:
-        """The name of this rank's own tensor in a shared state, where as many ranks saved one each."""
-        name = apart_name(path, self.world.rank)
-        return name if self.checkpoint.ranks == self.world.size and name in self.reader.kinds else path
+        return entry.merge(states, self.world.rank, self.world.size) if name in self._reads else None
 
     def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
+        """A state that a former rank saved for itself, because its `across` was "own"."""
         about = self._trees[rank]
-        return decode(about["trees"]["own"][name], partial(self._owned, about["homes"], rank, leaf, placed))
-
-    def _owned(
-        self, homes: Mapping[str, str], rank: int, leaf: Callable[[str, bool], Tensor], placed: bool, path: str
-    ) -> Tensor:
-        return leaf(f"{homes.get(path, rank)}:{path}", placed)
-
-
-def _moments(path: str, state: object) -> Iterator[tuple[str, Tensor]]:
-    """(path below which its state is saved, parameter): a fresh optimizer's state will lie as its parameters do."""
-    if isinstance(state, Optimizer):
-        parameters = (parameter for group in state.param_groups for parameter in group["params"])
-        yield from ((f"{path}/state/{index}", parameter) for index, parameter in enumerate(parameters))
-
-
-def _as(placed: DTensor, local: Tensor) -> DTensor:
-    """A local tensor as part of one that is placed like another."""
-    local = local.to(placed.to_local().device)
-    layout = {"shape": placed.shape, "stride": placed.stride()}
-    return DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, **layout)
+        homes = about["homes"]
+        return decode(about["trees"]["own"][name], lambda path: leaf(f"{homes.get(path, rank)}:{path}", placed))

@@ -1,139 +1,92 @@
-"""Restoring a job from whatever level has its newest state."""
+"""Resume a run: gather the checkpoints that exist, choose one by `decide`, verify it, and load it."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from shoestring.checkpoint.format.history import History
-from shoestring.checkpoint.format.layout import PRIVATE
 from shoestring.checkpoint.format.manifest import CheckpointId
-from shoestring.checkpoint.format.state import misfit, reason_of, tell_missing, unreadable
-from shoestring.checkpoint.recovery.attempts import MOST, Attempts
-from shoestring.checkpoint.recovery.reader import DISK, MEMORY, Offer, Wanted
-from shoestring.checkpoint.recovery.search import Choice, Recovery, seals_under
+from shoestring.checkpoint.format.state import misfit, reason_of, tell_missing
+from shoestring.checkpoint.recovery.attempts import Attempts
+from shoestring.checkpoint.recovery.decide import ResumeFacts, ResumePlan, decide
+from shoestring.checkpoint.recovery.offers import Wish, gather, seals_under
+from shoestring.checkpoint.recovery.reader import Wanted
+from shoestring.checkpoint.recovery.verify import verify
 from shoestring.checkpoint.tiers.claim import newest
-from shoestring.checkpoint.tiers.disk import MANIFEST, MARK
-from shoestring.checkpoint.tiers.keeper import REBUILT
-from shoestring.checkpoint.tiers.plain import Restorer
+from shoestring.checkpoint.tiers.plain import Restorer, abandon_after
 from shoestring.checkpoint.tiers.slots import SEAL, Slot
 from shoestring.checkpoint.tiers.tiered import Checkpointer
-from shoestring.core.errors import CheckpointError
 from shoestring.planning.system import forget_peak
 
 log = logging.getLogger("shoestring")
 
 
 def resume(checkpointer: Checkpointer, where: str) -> int | None:
-    """Resume from the newest state there is, a checkpoint or one file ("auto"), or from what is named; a collective.
+    """Resume from the newest checkpoint of `Tiered` or `Plain` ("auto"), or from the one at a path; a collective.
 
     Args:
-        where: "auto", a run folder, its folder of checkpoints, the folder of one checkpoint, or one file.
+        where: "auto", or the path of a run folder, of its folder of checkpoints, of one checkpoint's folder, or of a
+            file.
 
     Returns:
-        The step; None where "auto" finds nothing.
+        The step after which training continues; None if "auto" finds no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: nothing of what is there can be used, or it does not fit this run.
+        CheckpointError: no checkpoint can be used, or its states do not fit this run; raised on all ranks.
     """
-    auto = where == "auto"
-    memory = checkpointer.folder.parent if auto else None
-    disk, only = (
-        (Path(checkpointer.settings.folder), None) if auto else checkpointer.world.agree(lambda: _named(Path(where)))
-    )
-    checkpointer.take()
-    recovery = Recovery(checkpointer.kept, checkpointer.world, checkpointer.group)
-    world = checkpointer.world
-    writes = world.rank // world.local_size if world.local_rank == 0 else None
-    attempts = Attempts(checkpointer.group, checkpointer.files, disk if auto else None, writes)
-    offers = recovery.offers(memory, disk)
+    world, group, claim = checkpointer.world, checkpointer.group, checkpointer.claim
+    wish = Wish(Path(checkpointer.settings.folder), checkpointer.folder.parent)
+    if where != "auto":
+        wish = world.agree(lambda: Wish.of_path(Path(where)))
+    host, looks = world.host_of(world.rank), world.local_rank == 0
+    checkpointer.take()  # first, so that no other launch of the run writes checkpoints meanwhile
+    available = gather(world, group, wish)
+    attempts = Attempts(group, checkpointer.files, wish.disk if wish.auto else None, host if looks else None)
     attempts.look()
-    others = {offer.checkpoint for offer in offers}
-    loader = Restorer(checkpointer.kept, world, Path(checkpointer.settings.folder))
-    in_one_file = loader.newest() if auto and not recovery.unseen else 0
-    if only:
-        offers = [offer for offer in offers if Path(offer.path).parent == only]
-    else:
-        known = (
-            checkpointer.claim.known if auto else newest(checkpointer.group, disk if world.local_rank == 0 else None)
-        )
-        offers = _continued(known, offers, disk, in_one_file)
-    replayed: list[CheckpointId] = []
-    while (choice := next(recovery.choices(offers), None)) is not None and choice.checkpoint.step >= in_one_file:
-        if attempts.exhausted(choice.checkpoint):
-            recovery.give_up(choice, f"the last {MOST} attempts to load it ended the process")
-            continue
-        with attempts.counted(choice.checkpoint):
-            wanted = recovery.attempt(
-                choice, lambda lost: Slot(checkpointer.folder / f"{REBUILT}{lost}", checkpointer.files)
-            )
-            if wanted is not None:
-                source = f"step {choice.checkpoint.step} of `{disk}`"
-                load(checkpointer, wanted, source)
-                if auto and not _ended(choice.offers):
-                    replayed = _replayed(checkpointer, choice.checkpoint, partial(load, checkpointer, wanted, source))
-        if wanted is not None:
-            on_disk = [offer for offer in choice.offers if offer.level == DISK]
-            if auto and not _ended(on_disk):
-                checkpointer.schedule.failed(choice.worst, _since(checkpointer, wanted))
-            _continue_from(checkpointer, choice, others, replayed)
-            checkpointer.on_disk = not replayed and _whole(choice.checkpoint, on_disk)
-            if auto and _ended(choice.offers):  # it may have been killed on the way to the disk, or right after
-                checkpointer.finished = checkpointer.on_disk
-                if not checkpointer.on_disk:
-                    checkpointer.finish()
-            if not auto:
-                world.agree(lambda: loader.go_back(choice.checkpoint.step) if world.first else None)
-            return replayed[-1].step if replayed else choice.checkpoint.step
-    if in_one_file:
-        return _from_one_file(checkpointer, loader, where, others)
-    if recovery.unseen:
-        raise CheckpointError(f"nothing to resume from: {recovery.unseen}")
-    if any(attempts.exhausted(offer.checkpoint) for offer in offers):
-        hint = f"remove `{disk / MARK}*` to try again"
-        raise CheckpointError(f"no checkpoint in `{disk}` can be read: {recovery.reason}", hint=hint)
-    if offers and all(
-        offer.level == MEMORY for offer in offers
-    ):  # a first checkpoint that was cut short, or hosts are lost
-        log.warning("nothing is on disk, and what is left in memory is incomplete: starting from step 0")
-    elif offers:
-        count, why = len({offer.checkpoint for offer in offers}), recovery.reason and f": {recovery.reason}"
-        raise unreadable(disk, f"all {count} are damaged or incomplete{why}")
-    step = _from_one_file(checkpointer, loader, where, others)
-    if step is None and auto:
-        world.agree(lambda: _check_empty(disk))
-    return step
+    history = claim.known if wish.auto else newest(group, wish.disk if looks else None)[0]
+    facts = ResumeFacts(world.hosts, world.local_size, claim.damaged, attempts.counts)
+    others, warned = {offer.checkpoint for offer in available.offers}, set[str]()
 
+    def make_plan() -> ResumePlan:
+        plan = decide(available, history, wish, facts)
+        for line in plan.warnings:
+            if line not in warned:
+                log.warning("%s", line)
+        warned.update(plan.warnings)
+        claim.known = plan.history if wish.auto else claim.known
+        return plan
 
-def _check_empty(disk: Path) -> None:
-    """Nothing may be begun beside what looks like a checkpoint, and cannot be used."""
-    if unusable := sorted(path.name for path in disk.glob("step-*") if (path / MANIFEST).exists()):
-        raise CheckpointError(
-            f"`{disk}` holds checkpoints, and none of them can be used: {', '.join(unusable[-3:])}",
-            hint=f"`shoestring checkpoint verify {disk}` says why; or start in another folder (--run.folder NEW)",
-        )
-
-
-def _named(path: Path) -> tuple[Path, Path | None]:
-    """The folder of checkpoints that a path means, and that of the one checkpoint if it means one."""
-    try:
-        if (path / MANIFEST).exists():
-            return path.parent, path
-        return (path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
-    except OSError as error:
-        raise CheckpointError(f"cannot look for checkpoints in `{path}`: {error.strerror}") from error
+    plan = make_plan()
+    while (checkpoint := plan.checkpoint) is not None:
+        with attempts.counted(checkpoint):
+            outcome = verify(plan, facts.damaged, checkpointer)
+            replayed = _load(checkpointer, plan, outcome) if isinstance(outcome, Wanted) else []
+        if isinstance(outcome, Wanted):
+            return _continue(checkpointer, plan, outcome, others, replayed)
+        facts = facts.after(checkpoint, outcome.damaged, outcome.misfit)
+        plan = make_plan()
+    if plan.refusal is not None:
+        raise plan.refusal
+    if plan.action == "start anew":
+        return None
+    return _continue_from_one_file(checkpointer, where, others)
 
 
 def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
-    """Load state by state, so that no more than one is held besides; random numbers last, for the rest may draw some.
+    """Load one state after the other, so that at most one is in memory twice.
+
+    Random number generators come last, because loading the other states may draw random numbers.
+
+    Args:
+        source: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: on all ranks: a state does not fit.
+        CheckpointError: a state does not fit this run; raised on all ranks.
     """
     if checkpointer.world.first:
         tell_missing(source, checkpointer.kept, wanted.saved)
@@ -142,71 +95,74 @@ def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
         try:
             if (state := wanted.state(name)) is not None:
                 checkpointer.kept[name].state.load_state_dict(state)
-        except Exception as error:  # whatever a state of the user's own raises
+        except Exception as error:  # a user's `load_state_dict` may raise any error
             reason = reason_of(error)
         if reason := next(filter(None, checkpointer.group.all_gather(reason)), ""):
             raise misfit(source, name, reason)
 
 
-def _since(checkpointer: Checkpointer, wanted: Wanted) -> float:
-    """Seconds since a checkpoint was saved, by the clock of the first rank, on all of them."""
-    saved, now = wanted.about.get("at"), time.time()
-    return checkpointer.group.all_gather(now - saved if isinstance(saved, float) and 0 < saved < now else 0.0)[0]
-
-
-def _continued(known: History | None, offers: list[Offer], disk: Path, in_one_file: int) -> list[Offer]:
-    """The offers that the newest start of the run continues, as its history says.
-
-    Where there is none, memory may hold what another run has left that was in a folder of this name.
-
-    Raises:
-        CheckpointError: there are only others, which nothing may be begun beside unasked.
-    """
-    if known is None:
-        usable = [offer for offer in offers if offer.level == DISK]
-        if offers and not usable:
-            log.warning("`%s` does not say of which run it is: what is left in memory is not resumed", disk)
-        return usable
-    usable = [offer for offer in offers if known.holds(offer.checkpoint)]
-    others = [offer.checkpoint.step for offer in offers if offer.level == DISK]
-    if others and not usable and not in_one_file:
-        raise CheckpointError(
-            f"`{disk}` holds no checkpoint of the newest start, though others up to step {max(others)}",
-            hint="name the folder of one to resume it, or choose another folder",
-        )
-    return usable
-
-
-def _whole(checkpoint: CheckpointId, offers: Iterable[Offer]) -> bool:
-    """Whether every rank's part is among these."""
-    return {f"{PRIVATE}-{rank}" for rank in range(checkpoint.ranks)} <= {offer.part for offer in offers}
-
-
-def _replayed(checkpointer: Checkpointer, base: CheckpointId, reload: Callable[[], None]) -> list[CheckpointId]:
-    """Replay the steps after a checkpoint that was loaded, where their differences are left; which they were."""
-    differences, history = checkpointer.differences, checkpointer.claim.known
-    if differences is None or history is None:
+def _load(checkpointer: Checkpointer, plan: ResumePlan, wanted: Wanted) -> list[CheckpointId]:
+    """Load a checkpoint, and replay the steps after it whose differences exist; returns the replayed steps."""
+    reload = partial(load, checkpointer, wanted, f"step {plan.step} of `{plan.wish.disk}`")
+    reload()
+    if not plan.replays or plan.history is None or checkpointer.differences is None:
         return []
-    return differences.replay(base, history, reload)
+    return checkpointer.differences.replay(wanted.checkpoint, plan.history, reload)
 
 
-def _continue_from(
-    checkpointer: Checkpointer, choice: Choice, others: Collection[CheckpointId], replayed: Sequence[CheckpointId]
-) -> None:
-    forget_peak()  # what was mapped to be read is none of training's
+def _continue(
+    checkpointer: Checkpointer,
+    plan: ResumePlan,
+    loaded: Wanted,
+    others: Collection[CheckpointId],
+    replayed: list[CheckpointId],
+) -> int:
+    """Begin this start of the run after a checkpoint was loaded; returns the step after which training continues.
+
+    Args:
+        others: all checkpoints that exist.
+        replayed: the steps that were replayed after the checkpoint.
+    """
+    if plan.follows_failure:
+        saved_at, now = loaded.about.get("at"), time.time()
+        seconds = now - saved_at if isinstance(saved_at, float) and 0 < saved_at < now else 0.0
+        # Use the first rank's clock, so that all ranks plan the same intervals.
+        checkpointer.schedule.failed(plan.level, checkpointer.group.all_gather(seconds)[0])
+    forget_peak()  # the peak of memory so far includes memory-mapped files, and says nothing about training
     reached = replayed[-1] if replayed else None
-    checkpointer.begin(choice.checkpoint, {*others, *replayed}, reached)
+    checkpointer.begin(loaded.checkpoint, {*others, *replayed}, reached)
     if checkpointer.world.local_rank == 0:
-        _forget(checkpointer, choice.checkpoint)
+        _forget(checkpointer, loaded.checkpoint)
+    checkpointer.on_disk = plan.on_disk and not replayed
+    if plan.wish.auto and plan.ended:
+        checkpointer.finished = checkpointer.on_disk
+        if not checkpointer.on_disk:
+            checkpointer.finish()
+    if not plan.wish.auto:
+        _go_back(checkpointer, plan.step)
+    return reached.step if reached else plan.step
 
 
-def _ended(offers: Iterable[Offer]) -> bool:
-    """Whether the run that wrote it ended by itself."""
-    return any(dict(offer.notes).get("last") for offer in offers)
+def _continue_from_one_file(checkpointer: Checkpointer, where: str, others: Collection[CheckpointId]) -> int | None:
+    """Load a checkpoint of `Plain`, which is a single file; returns its step, or None if there is none."""
+    loader = Restorer(checkpointer.kept, checkpointer.world, Path(checkpointer.settings.folder))
+    if not loader.restore(where):
+        return None
+    if others or checkpointer.claim.known is not None:  # all checkpoints of `Tiered` are older or unusable
+        checkpointer.begin(None, others)
+    if where != "auto":
+        _go_back(checkpointer, checkpointer.progress.step)
+    return checkpointer.progress.step
+
+
+def _go_back(checkpointer: Checkpointer, step: int) -> None:
+    """Record in the folder of checkpoints that `Plain`'s checkpoints of later steps are abandoned."""
+    folder = Path(checkpointer.settings.folder)
+    checkpointer.world.agree(lambda: abandon_after(folder, step) if checkpointer.world.first else None)
 
 
 def _forget(checkpointer: Checkpointer, restored: CheckpointId) -> None:
-    """Remove what is of other checkpoints in the slots of hosts that had another number."""
+    """Free slots that this host filled when it had another index among the hosts, except of the restored checkpoint."""
     with suppress(OSError):
         for path, record in seals_under(checkpointer.folder.parent):
             if path.parent != checkpointer.folder and record.checkpoint != restored:
@@ -214,21 +170,5 @@ def _forget(checkpointer: Checkpointer, restored: CheckpointId) -> None:
 
 
 def forget_all(memory: Path) -> None:
-    """Remove all that a run has in this host's memory."""
+    """Remove all of a run's checkpoints and differences from this host's memory."""
     shutil.rmtree(memory, ignore_errors=True)
-
-
-def _from_one_file(
-    checkpointer: Checkpointer, loader: Restorer, where: str, others: Collection[CheckpointId]
-) -> int | None:
-    """Resume from a checkpoint as `Plain` writes them. Checkpoints beside it are of what came before, or was given
-    up."""
-    if not loader.restore(where):
-        return None
-    if others or checkpointer.claim.known is not None:
-        checkpointer.begin(None, others)
-    if where != "auto":
-        checkpointer.world.agree(
-            lambda: loader.go_back(checkpointer.progress.step) if checkpointer.world.first else None
-        )
-    return checkpointer.progress.step

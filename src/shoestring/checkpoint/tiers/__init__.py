@@ -1,1 +1,1 @@
-"""Writing checkpoints: own memory, another host's memory, and disk, each at its own interval."""
+"""Write checkpoints to this host's memory, to other hosts' memory and to disk, each at an interval of its own."""

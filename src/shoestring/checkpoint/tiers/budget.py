@@ -1,5 +1,8 @@
-"""What the levels take of a host's memory. Given back first is what is held for other hosts, then the own slots; one
-copy to write to disk from is always taken."""
+"""Limit how much of a host's memory checkpoints take.
+
+If memory runs short, copies held for other hosts are freed first, then the host's own slots. One copy, from which
+checkpoints are written to disk, is always allowed.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoestring import figures
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.checkpoint.tiers.slots import check_private
 from shoestring.core.errors import ShoestringError
 from shoestring.core.leases import HostMemory, Priority
 from shoestring.core.world import World
 from shoestring.planning.system import free_memory, kills_for_memory, peak_above_now
+from shoestring.storage.guarded import read_regular
 
 if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
 
 STAGING, OWN, HELD = "checkpoint staging", "checkpoint memory", "checkpoint peers"
 DIFFERENCES = "checkpoint differences"
-_ALL = 1e18  # bytes: no host has as many
+_ALL = 1e18  # more bytes than any host has; JSON has no infinity
 _PRIORITIES = {
     STAGING: Priority.REQUIRED,
     OWN: Priority.CHECKPOINT,
@@ -30,14 +35,14 @@ _PRIORITIES = {
 
 
 def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> None:
-    """Set a rank's part of its host's memory, unless it is set: what the user allows, or most of what is free at the
-    peak of a step.
+    """Set a rank's budget of its host's memory: what the user allows, or most of what is free at the peak of a step.
 
-    What slots of an earlier start take will be filled again: it counts as if it were free. If something was killed for
-    memory since that start, it may have taken too much: from now on the run takes half of it. A collective.
+    A collective. A budget that is already set stays, unless the user has set `max_memory_gb`. Slots of an earlier start
+    will be filled again, so their memory counts as free. If the system has killed a process for lack of memory since
+    that start, the run takes half as much from now on.
     """
-    if settings.budget:
-        world.memory.budget = settings.budget * 1e9 / world.local_size
+    if settings.max_memory_gb:
+        world.memory.budget = settings.max_memory_gb * 1e9 / world.local_size
         return
     there = 0
     with suppress(OSError):
@@ -45,9 +50,11 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
     note = folder.parent / f"budget-{folder.name}.json"
     most, kills = _allowed(note), kills_for_memory()
     host = world.rank // world.local_size * world.local_size
-    told = group.all_gather([min(free_memory() + there, _ALL), peak_above_now(), most])[host : host + world.local_size]
-    free = min(free for free, _, _ in told) - sum(above for _, above, _ in told)
-    free = max(0.0, min([free, *(most for *_, most in told)]))
+    answers = group.all_gather([min(free_memory() + there, _ALL), peak_above_now(), most])
+    on_host = answers[host : host + world.local_size]
+    # All ranks may reach their peaks at the same time.
+    free = min(free for free, _, _ in on_host) - sum(above for _, above, _ in on_host)
+    free = max(0.0, min([free, *(most for *_, most in on_host)]))
     world.memory.settle(free, world.local_size, there)
     if world.local_rank == 0:
         with suppress(OSError, ShoestringError):
@@ -56,30 +63,40 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
 
 
 def _allowed(note: Path) -> float:
-    """Bytes that all ranks of this host may take at most, for what happened to earlier starts of the run."""
+    """Maximum bytes that the checkpoints of all ranks of this host may take.
+
+    If the system has killed a process for lack of memory since an earlier start, this is half of the memory that the
+    earlier start found free.
+
+    Args:
+        note: file that an earlier start has written, with the free memory and its own maximum.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(note.read_bytes())
+        before = json.loads(read_regular(note, 1 << 16))
         return float(before["free"]) / 2 if kills_for_memory() > before["kills"] else float(before["most"])
     return _ALL
 
 
 def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
-    """Why there is no room for some slots any more, which must be freed, and then given; empty where there is."""
+    """Lease memory for slots; returns an empty string, or why there is no room.
+
+    If there is no room, the caller must free the slots and give their lease back.
+    """
     if memory.take(name, slots * nbytes, _PRIORITIES[name]):
         return ""
     has = memory.described(but=name)
-    return f"no room for {slots} slots of {nbytes / 1e6:.0f} MB in this host's memory, of which a rank has {has}"
+    return f"no room for {slots} slots of {figures.memory(nbytes)} in this host's memory, of which a rank has {has}"
 
 
 def called_back(memory: HostMemory, name: str) -> str:
-    """Why slots must be freed now, and then given; empty where nobody needs them."""
+    """Why the caller must free slots now and give their lease back; empty if nobody else needs the memory."""
     if name not in memory.called_back:
         return ""
     nbytes = memory.leases[name][0] if name in memory.leases else 0
-    return f"others on this host need the {nbytes / 1e6:.0f} MB of its slots"
+    return f"other processes on this host need the {figures.memory(nbytes)} of its slots"
 
 
 def release(memory: HostMemory) -> None:
-    """Give everything back."""
+    """Give back all leases of host memory that checkpoints hold."""
     for name in _PRIORITIES:
         memory.give(name)

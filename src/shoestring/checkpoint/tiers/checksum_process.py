@@ -1,7 +1,7 @@
-"""Checksums by a process of its own.
+"""Compute checksums in a child process.
 
-Threads of the training process take the interpreter's lock once for every chunk, which a training thread that launches
-work for a GPU feels: a checkpoint of 19 GB has 4,500 chunks.
+Threads of the training process would take the global interpreter lock (GIL) once for every chunk, and a checkpoint of
+19 GB has 4,500 chunks. Taking the GIL so often would delay the training thread when it launches kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -19,20 +19,34 @@ from typing import Any
 from torch import Tensor
 
 from shoestring.checkpoint.format import checksum
+from shoestring.processors import processors
 
-PATIENCE = 30.0  # seconds for an answer, beside what its bytes take
-SLOWEST = 1e8  # bytes a second
-_END = 5.0  # seconds for the process to end
+PATIENCE = 30.0  # seconds that an answer may take, in addition to the time that `SLOWEST` allows for its bytes
+SLOWEST = 1e8  # minimum speed in bytes/s at which checksums must be computed
+_END = 5.0  # seconds in which the process must end
+
+
+def threads_beside(ranks: int) -> int:
+    """Number of threads that a rank may use while it trains: a quarter of its share of the host's processors.
+
+    Each chunk takes the global interpreter lock once. More threads would take it so often that the training thread
+    launches kernels late.
+
+    Args:
+        ranks: number of ranks on the host.
+    """
+    return max(1, processors() // (4 * ranks))
 
 
 class ChecksumProcess:
-    """Computes the checksums of files in shared memory in a child process, which ends with this one.
+    """Computes the checksums of files in shared memory in a child process, which ends when this process ends.
 
-    What is in no file, and what that process cannot read or does not answer for, is computed here.
+    Checksums of data that is not in a file are computed in this process, and so are those that the child fails to
+    compute.
 
     Args:
-        threads: of that process, or of this one.
-        child: whether there is one; on a CPU training and checksums share the processors anyway.
+        threads: number of threads in either process.
+        child: whether to use a child process; it has no benefit for training on a CPU.
     """
 
     def __init__(self, threads: int, *, child: bool = True) -> None:
@@ -41,7 +55,7 @@ class ChecksumProcess:
         self._works = child and bool(sys.executable) and not getattr(sys, "frozen", False)
 
     def sums(self, data: Tensor, file: tuple[Path, int, int] | None) -> list[int]:
-        """The checksum of each chunk of bytes (uint8, 1-d), the first of a file of this path, device and inode."""
+        """The checksum of each chunk of `data` (uint8, 1-d), which is the beginning of `file` (path, device, inode)."""
         if self._works and file is not None and len(data):
             try:
                 answer = self._ask([str(file[0]), *file[1:], len(data), self.threads], PATIENCE + len(data) / SLOWEST)
@@ -58,7 +72,7 @@ class ChecksumProcess:
                 [sys.executable, "-P", checksum.__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # a signal from the terminal is for the training process, which ends this one
+                start_new_session=True,  # Ctrl-C in the terminal must not end the child before this process
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -73,18 +87,18 @@ class ChecksumProcess:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process, and start none any more."""
+        """End the child process; later checksums are computed in this process."""
         process, self._process, self._works = self._process, None, False
         if process is None:
             return
-        process.terminate()  # it holds nothing
+        process.terminate()  # the child has nothing to save
         try:
             process.wait(_END)
-        except subprocess.TimeoutExpired:  # it is stopped, say
+        except subprocess.TimeoutExpired:  # a stopped process, for example
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # what it was told last cannot be written
+                with suppress(OSError):  # the rest of the last request cannot be written
                     pipe.close()

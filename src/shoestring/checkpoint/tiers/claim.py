@@ -1,9 +1,9 @@
-"""The right to write a run's checkpoints: one start of the run has it at a time.
+"""The right to write a run's checkpoints, which only one start of the run has at a time.
 
-A lock of the kernel on the folder keeps a second start out for as long as the process lives that holds it, stopped or
-not; and so does one on this host's slots for each process that has them mapped. Where a folder is shared by hosts
-between which locks do not work, the history tells a start that another one has taken over: before it gives anything
-its final name or deletes anything, and in any case before anything of it is resumed.
+A kernel lock on the folder keeps a second start out as long as the process that holds it exists, even if it is stopped.
+A lock on this host's slots does the same for each process that has mapped them. If hosts share a folder on which locks
+do not work, a start reads the history before it renames or deletes anything, and ends if another start has taken over.
+Checkpoints that it commits after that are never resumed, because the history does not list its epoch.
 """
 
 from __future__ import annotations
@@ -33,103 +33,118 @@ LOCK = "lock"
 
 
 class Claim:
-    """One rank's part in it; methods that take a group are collectives.
+    """One rank's part in claiming the right to write; methods that take a group are collectives.
 
     Args:
-        memory: the folder of all of the run's slots on this host.
+        disk: folder of the run's checkpoints.
+        memory: folder of all slots of the run in this host's memory.
     """
 
     def __init__(self, world: World, disk: Disk, memory: Path) -> None:
         self.world, self.disk, self.memory = world, disk, memory
         self.known: History | None = None
-        """What the folder said when it was claimed."""
+        """The history that the folder held when it was claimed; None if it held none."""
+        self.damaged = False
+        """Whether the folder has a history that cannot be read."""
         self.history: History | None = None
-        """Of this start, once it has begun."""
+        """The history of this start, once it has begun."""
         self.commits = False
-        """Whether this rank writes manifests in its folder: on each folder that ranks see, one does."""
+        """Whether this rank commits checkpoints to its folder; exactly one of the ranks that share a folder does."""
         self.shared: bool | None = None
-        """Whether all hosts see one folder; None while that is not known."""
+        """Whether all hosts share one folder; None until that is known."""
         self.unrecorded = ""
-        """Why the history is not written; without it nothing in memory would be resumed."""
+        """Why the history cannot be written, so that checkpoints in memory could not be resumed; empty if it can."""
         self.replaced = False
-        """Whether another start has taken over."""
+        """Whether another start of the run has taken over the folder."""
         self._token = ""
         self._lock: Lock | None = None
         self._presence: Lock | None = None
 
     def take(self, group: RankGroup) -> None:
-        """Get the right, or keep it; and find out what the folder says.
+        """Claim the folder, unless this start has claimed it before, and read its history.
 
         Raises:
-            CheckpointError: on all ranks: another start of the run still lives.
+            CheckpointError: a process of another start of the run still exists; raised on all ranks.
         """
         self._token = self._token or str(group.all_gather(secrets.token_hex(8))[0])
         self._lock_folder(group)
-        others = None
-        if self.world.local_rank == 0:
-            others = tried(self._take_memory)
-        _agreed(group, others)
-        if self._presence is None or not self._presence.stands:  # each process for itself, once those before are gone
+        _agreed(group, tried(self._take_memory) if self.world.local_rank == 0 else None)
+        # The processes of the earlier start are gone. Now each process of this start creates and locks a file.
+        if self._presence is None or not self._presence.stands:
             with suppress(OSError, ShoestringError):
                 check_private(self.memory, 2)
                 path = self.memory / f"{LOCK}-{self._token}-{self.world.rank}"
                 self._presence = self.disk.files.lock(path, self._says)
-        self.known = newest(group, self.disk.folder if self.world.local_rank == 0 else None)
+        self.known, self.damaged = newest(group, self.disk.folder if self.world.local_rank == 0 else None)
 
     @property
     def _says(self) -> str:
         return f"process {os.getpid()} on {socket.gethostname()} {self._token}"
 
     def _lock_folder(self, group: RankGroup) -> None:
-        """Lock each folder that ranks see, by one rank; the first host's before the others, which may have the same."""
+        """Lock each folder of checkpoints by one rank. The first host locks first, as others may share its folder."""
         first = self._grab() if self.world.first else None
         self.unrecorded = str(_agreed(group, first)[0] or "")
         if self.unrecorded:
             self.shared = None
             return
-        looks, sees, mine = self.world.local_rank == 0, True, None
+        looks, sees, problem = self.world.local_rank == 0, True, None
         if looks and not self.world.first:
             sees = self._sees_first()
-            mine = None if sees else self._grab()
+            problem = None if sees else self._grab()
         self.shared = all(group.all_gather(sees))
         self.commits = self.world.first or (looks and not self.shared)
-        self.unrecorded = next((str(each) for each in _agreed(group, mine) if each), "")
+        self.unrecorded = next((str(reason) for reason in _agreed(group, problem) if reason), "")
 
     def _sees_first(self) -> bool:
+        """Whether this host has the same folder as the first rank, so that its lock file holds the token."""
         try:
             return self._token.encode() in read_regular(self.disk.folder / LOCK, 1000)
         except OSError:
             return False
 
     def _grab(self) -> str | list[str] | None:
-        """Why the folder could not be locked, if it could not; in a list where that is because it is locked already."""
+        """Lock the folder.
+
+        Returns:
+            None if this process has locked the folder. If another process has locked the folder, a list of message and
+            hint, with which all ranks refuse to start. If the folder cannot be locked for another reason, a message.
+        """
         if self._lock is not None and self._lock.stands:
             return None
         if self._lock is not None:
             self._lock.release()
-
         try:
             self.disk.files.folder(self.disk.folder)
             self._lock = self.disk.files.lock(self.disk.folder / LOCK, self._says)
         except BlockingIOError as error:
-            return _held(self.disk.folder, error)
+            return _in_use(self.disk.folder, error)
         except OSError as error:
             return system_error(error)
         return None
 
     def _take_memory(self) -> list[str] | None:
-        """Make sure that no process of an earlier start can still write to the slots of this host."""
+        """Wait until no process of an earlier start has this host's slots mapped.
+
+        Returns:
+            None, or a list of message and hint if such a process still exists.
+        """
         for path in sorted(self.memory.glob(f"{LOCK}-*")):
             if not path.name.startswith(f"{LOCK}-{self._token}-"):
                 try:
                     self.disk.files.lock(path, self._says).release(remove=True)
                 except BlockingIOError as error:
-                    return _held(self.memory, error)
+                    return _in_use(self.memory, error)
         return None
 
     def begin(self, group: RankGroup, restored: CheckpointId | None, others: Collection[CheckpointId]) -> None:
-        """Begin a start that continues a checkpoint, or nothing: the history says so from here on."""
-        starts = [each.start for each in others]
+        """Begin a start of the run, and write its history.
+
+        Args:
+            restored: the checkpoint that the start resumes from, if any.
+            others: all checkpoints that exist.
+        """
+        starts = [checkpoint.start for checkpoint in others]
         starts += [self.known.epoch.start] if self.known else []
         uid = secrets.token_hex(4)
         history = History.following(self.known, restored, others, max(starts, default=-1) + 1, uid)
@@ -140,39 +155,39 @@ class Claim:
         self.record(group)
 
     def record(self, group: RankGroup) -> None:
-        """Write the history, on each folder that ranks see."""
+        """Write the history to each folder of checkpoints."""
         assert self.history is not None
         if self.shared is None:
             self._lock_folder(group)
         if self.unrecorded and self.shared is None:
             return
         failed = tried(self._write) if self.commits else None
-        self.unrecorded = next((str(each) for each in group.all_gather(failed) if each), "")
+        self.unrecorded = next((str(reason) for reason in group.all_gather(failed) if reason), "")
 
     def _write(self) -> None:
         assert self.history is not None
         self.disk.files.replace(self.disk.folder / HISTORY, self.history.dumps())
 
     def guard(self) -> None:
-        """Raise OSError unless this start is still the newest one. An emptied folder is claimed again."""
+        """Raise OSError if another start has taken over. If somebody has emptied the folder, it is claimed again."""
         if not self.commits or self.history is None:
             return
         try:
             current = History.read(self.disk.folder)
-        except CheckpointError:  # damaged
+        except CheckpointError:  # a damaged history is treated like a missing one, and written again
             current = None
         if current is not None and current.epoch == self.history.epoch and current.run == self.history.run:
             return
-        if current is None and not isinstance(held := self._grab(), list):
-            if held:
-                raise OSError(errno.EIO, held, str(self.disk.folder))
+        if current is None and not isinstance(problem := self._grab(), list):
+            if problem:
+                raise OSError(errno.EIO, problem, str(self.disk.folder))
             self._write()
             return
         self.replaced = True
         raise OSError(errno.ESTALE, "another start of this run has taken over", str(self.disk.folder))
 
     def release(self) -> None:
-        """Give the right back; a folder that nothing was written to is left as it was."""
+        """Release the locks. If this start has not begun, remove its lock file, and the folder if it is then empty."""
         if self._lock is not None:
             self._lock.release(remove=self.history is None)
             if self.history is None:
@@ -180,34 +195,44 @@ class Claim:
                     self.disk.folder.rmdir()
         if self._presence is not None:
             self._presence.release(remove=True)
-            with suppress(OSError):  # unless something is left in it
+            with suppress(OSError):  # fails while other files are in it
                 self.memory.rmdir()
         self._lock = self._presence = None
 
 
-def newest(group: RankGroup, folder: Path | None) -> History | None:
-    """The history that most hosts have, the newest of those; for a folder of this host, if this rank looks for it."""
-    own = None
+def newest(group: RankGroup, folder: Path | None) -> tuple[History | None, bool]:
+    """Read the histories on all hosts; a collective.
+
+    Args:
+        folder: this host's folder of checkpoints, on the rank that reads it; None on other ranks.
+
+    Returns:
+        The newest history of the run that most hosts record, if any; and whether all histories are damaged.
+    """
+    own, damaged = None, False
     if folder is not None:
         try:
             own = History.read(folder)
         except CheckpointError as error:
             log.debug("%s", error)
-    gathered = [str(text) for text in group.all_gather(own.dumps().decode() if own else None) if text]
-    histories = [History.loads(text.encode(), "what a rank sent") for text in gathered]
+            damaged = True
+    gathered = group.all_gather([own.dumps().decode() if own else "", damaged])
+    histories = [History.loads(str(text).encode(), "what a rank sent") for text, _ in gathered if text]
     runs = [history.run for history in histories]
-    return max(
+    known = max(
         histories, key=lambda history: (runs.count(history.run), history.epoch.start, history.epoch.uid), default=None
     )
+    return known, known is None and any(damaged for _, damaged in gathered)
 
 
-def _held(folder: Path, error: BlockingIOError) -> list[str]:
+def _in_use(folder: Path, error: BlockingIOError) -> list[str]:
+    """Message and hint of the error for a folder that another process has locked."""
     process = str(error.strerror).rpartition(" ")[0] or str(error.strerror)
     return [f"`{folder}` is in use by {process}", "another start of this run still lives: end it, or wait for its end"]
 
 
 def _agreed(group: RankGroup, value: object) -> list[object]:
-    """What every rank found; raised on all of them as an error if it is a list on one."""
+    """All-gather a value; if it is a list of message and hint on any rank, raise CheckpointError on all ranks."""
     gathered = group.all_gather(value)
     for answer in gathered:
         if isinstance(answer, list):

@@ -1,4 +1,4 @@
-"""Generations on disk: one folder each, whole once its manifest is in it under its final name."""
+"""Checkpoints on disk. Each is a folder, which is valid once it has its manifest and its final name."""
 
 from __future__ import annotations
 
@@ -22,44 +22,48 @@ from shoestring.storage.guarded import read_regular
 log = logging.getLogger("shoestring")
 
 MANIFEST = "manifest.json"
-LATEST = "latest"  # a hint for people; what is there is found by looking
-MARK = ".loading-"  # of the checkpoint that is being loaded; see `attempts`
-NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # a checkpoint's
-ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # that is not committed, or being deleted
-UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # of an attempt to load; see there, too
+LATEST = "latest"  # file that names the newest checkpoint, for people; the code does not use it
+MARK = ".loading-"  # prefix of the counts of attempts to load; see `attempts`
+NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # folder of a checkpoint
+ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # folder that is being written or deleted
+UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # prefixes of an attempt's files; see `attempts`
 MARKS = re.compile(rf"({'|'.join(map(re.escape, (MARK, UNDER_WAY, CRASH)))})\d+")
 _LEFT = re.compile(r"\.(latest|history\.json)\.[0-9a-f]{8}\.tmp")
 
 
 def _unguarded() -> None:
-    """What nobody else can be writing."""
+    """The `guard` of a folder to which no other start can write; does nothing."""
 
 
 @dataclass
 class Disk:
-    """The folder of a run's checkpoints."""
+    """Writes, commits and deletes checkpoints in the folder of a run's checkpoints."""
 
     folder: Path
     files: Files
     run: str = ""
-    """Marks what is not committed as this run's."""
+    """Identity of the run, which is part of the names of folders that are not committed yet."""
     guard: Callable[[], None] = _unguarded
-    """Raises OSError where another start has taken over; asked before anything gets its final name or is deleted."""
+    """Raises OSError if another start has taken over; called before a folder is committed or deleted."""
     _rooted: bool = field(default=False, init=False)
 
     def aside(self, checkpoint: CheckpointId) -> Path:
-        """Where a checkpoint is written before it is committed."""
+        """The folder in which a checkpoint is written before it is committed."""
         return self._aside(checkpoint.name)
 
     def _aside(self, name: str) -> Path:
         return self.folder / (f".{name}.{self.run}.tmp" if self.run else f".{name}.tmp")
 
     def write(self, checkpoint: CheckpointId, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Write some of a checkpoint's parts, make them durable, and read them back: older checkpoints are deleted for
-        them.
+        """Write parts of a checkpoint, sync them to disk, and read them back to compare their checksums.
+
+        The parts are read back because older checkpoints are deleted once this one is committed.
+
+        Returns:
+            Name of a part -> its file.
 
         Raises:
-            OSError: as `Files.write`; or what was written is not what is there.
+            OSError: as `Files.write`; or the disk does not hold the bytes that were written.
         """
         aside = self.aside(checkpoint)
         self.files.folder(aside)
@@ -72,10 +76,10 @@ class Disk:
         return entries
 
     def commit(self, record: Record) -> None:
-        """Make what was written valid: the manifest last, then the folder's name.
+        """Commit a checkpoint whose parts are written: write the manifest, then give the folder its final name.
 
         Raises:
-            OSError: as `write`; what has its final name by then may be found, and is whole.
+            OSError: as `write`. If the folder has its final name nevertheless, the checkpoint is complete.
         """
         aside, final = self.aside(record.checkpoint), self.folder / record.checkpoint.name
         data = record.dumps()
@@ -96,7 +100,7 @@ class Disk:
 
         Raises:
             OSError: as `write`.
-            CheckpointError: its manifest is missing or damaged.
+            CheckpointError: the checkpoint's manifest is missing or damaged.
         """
         path = self.folder / record.checkpoint.name / MANIFEST
         there = Record.read(path)
@@ -104,7 +108,7 @@ class Disk:
         self.files.replace(path, Record(there.checkpoint, there.parts, {**there.notes, **record.notes}).dumps())
 
     def _may_point(self) -> bool:
-        """Whether `latest` is this package's to write: other programs have a file of that name, too."""
+        """Whether the file `latest` may be written: it is missing, or this package wrote it and not another program."""
         path = self.folder / LATEST
         if path.is_symlink():
             return False
@@ -116,21 +120,21 @@ class Disk:
             return False
 
     def _root(self) -> None:
-        """Make the folders above durable, once, whoever made them: without them all is lost with the power."""
+        """Sync all parent folders once, so that a power loss cannot remove the path to the checkpoints."""
         if not self._rooted:
             for above in self.folder.absolute().parents:
-                with suppress(OSError):  # those that are not ours
+                with suppress(OSError):  # folders that this user may not open
                     self.files.sync(above)
             self._rooted = True
 
     def abort(self, checkpoint: CheckpointId) -> None:
-        """Leave nothing of a checkpoint that could not be written."""
+        """Remove a checkpoint that could not be written completely."""
         self.files.remove(self.aside(checkpoint))
 
     def retire(self, folders: Iterable[Path]) -> None:
-        """Delete checkpoints: each gets the name of one that is not committed first, so a half-deleted one is none.
+        """Delete checkpoints. Each folder first gets the name of an uncommitted one, so half-deleted ones are invalid.
 
-        What only links to a checkpoint elsewhere is left alone.
+        Symbolic links to checkpoints elsewhere are left alone.
         """
         for folder in folders:
             with suppress(OSError):
@@ -145,7 +149,7 @@ class Disk:
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove what interrupted checkpoints of this run have left, by their exact names; nobody else's files."""
+        """Remove files of this run's interrupted checkpoints. Only exact names match, so other files are safe."""
         for path in self.folder.iterdir():
             name = path.name
             if path.is_symlink():
@@ -157,7 +161,7 @@ class Disk:
 
 
 def manifests(folder: Path) -> list[tuple[Path, Record]]:
-    """The committed checkpoints in a folder, newest first; those whose manifest is damaged are passed over."""
+    """The committed checkpoints in a folder, the newest first, without those whose manifests are damaged."""
     records = []
     for path in folder.glob("step-*"):
         if (path / MANIFEST).is_file():
@@ -169,10 +173,10 @@ def manifests(folder: Path) -> list[tuple[Path, Record]]:
 
 
 def checked(folder: Path, record: Record) -> dict[str, Any]:
-    """Read all of a checkpoint's parts; {"parts", "bytes"}.
+    """Read and verify all parts of a checkpoint; returns their number as "parts", and their size as "bytes".
 
     Raises:
-        CheckpointError: the first that is missing or damaged.
+        CheckpointError: a part is missing or damaged.
     """
     for name in record.parts:
         part = record.part(folder, name)

@@ -1,4 +1,4 @@
-"""Every act on files that a checkpoint consists of, one by one, so that tests can stop, fail or record each of them."""
+"""The file operations with which checkpoints are written, in one class, so that tests can stop, fail or record each."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from typing import Any
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import CHUNK, crc32
-from shoestring.storage.guarded import open_regular
+from shoestring.storage.guarded import open_regular, read_regular
 from shoestring.storage.whole import sync_folder
 
-PIECE = 8 << 20  # bytes that one write is of
-WAIT = 20.0  # seconds that a lock is waited for: who holds it may be about to end
-_TURN = 0.05  # seconds between attempts
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems that have none
+PIECE = 8 << 20  # bytes of one write
+WAIT = 20.0  # seconds to wait for a lock, because the process that holds it may be about to end
+_TURN = 0.05  # seconds between attempts to lock
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of file systems without locks
 
 
 class Files:
-    """Acts on files. `before` is called before each."""
+    """File operations; each calls `before` first, which tests override."""
 
     def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
-        """Nothing; tests override it.
+        """Do nothing; tests override this to record an operation or to make it fail.
 
         Args:
-            data: what is written, or the new name.
-            at: the byte where it is written, or how many are reserved.
+            act: name of the operation that follows.
+            data: the data to be written, or the new name for a rename.
+            at: the offset of the data, or the number of bytes to reserve.
         """
 
     def folder(self, path: Path) -> None:
@@ -42,30 +43,27 @@ class Files:
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, data: Tensor | bytes, *, durable: bool = True) -> None:
-        """A new file with `data` (uint8, 1-d) in it: its room reserved, written, and synced if it must be durable.
+        """Write `data` (uint8, 1-d) to a new file: reserve its room on disk, write, and if `durable` sync it.
 
         Raises:
-            OSError: no room, no right, or the device failed; it names the path. After a failed fsync the file must
-            not be trusted, even if another one succeeds.
+            OSError: no room, no permission, or the device failed; the error names the path. After a failed fsync the
+                file must not be used even if another fsync succeeds, because the kernel may have dropped pages.
         """
         view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
         self.before("create", path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with naming(path):
-                self._fill(descriptor, path, view)
+                if len(view):
+                    self.before("reserve", path, at=len(view))
+                    os.posix_fallocate(descriptor, 0, len(view))
+                for start in range(0, len(view), PIECE):
+                    self._put(descriptor, path, view[start : start + PIECE], start)
                 if durable:
                     self.before("sync", path)
                     os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    def _fill(self, descriptor: int, path: Path, view: memoryview) -> None:
-        if len(view):
-            self.before("reserve", path, at=len(view))
-            os.posix_fallocate(descriptor, 0, len(view))
-        for start in range(0, len(view), PIECE):
-            self._put(descriptor, path, view[start : start + PIECE], start)
 
     def _put(self, descriptor: int, path: Path, view: memoryview, at: int) -> None:
         self.before("write", path, view, at)
@@ -74,38 +72,39 @@ class Files:
             view, at = view[done:], at + done
 
     def reread(self, path: Path, sums: Sequence[int]) -> None:
-        """Read a synced file back, from the device where it has one, and compare its chunks with their checksums.
+        """Read a synced file back, from the device and not from the page cache, and compare its checksums.
 
         Raises:
-            OSError: it holds something else, or cannot be read.
+            OSError: the file does not hold the bytes that were written, or cannot be read.
         """
         self.before("read", path)
         with open_regular(path) as file, naming(path):
-            _forget(file.fileno())  # or it would be read from memory
-            for each in sums:
-                if crc32(file.read(CHUNK)) != each:
-                    raise OSError(errno.EIO, "it holds other bytes than were written", str(path))
+            _forget(file.fileno())  # otherwise it would be read from the page cache
+            for checksum in sums:
+                if crc32(file.read(CHUNK)) != checksum:
+                    raise OSError(errno.EIO, "it does not hold the bytes that were written", str(path))
             _forget(file.fileno())
 
     def lock(self, path: Path, says: str, wait: float | None = None) -> Lock:
-        """Lock a file for this process alone, and write into it who this is.
+        """Lock a file for this process alone, and write into the file who holds the lock.
 
-        A lock of the kernel: it ends with the process, however that ends. On a file system without locks between hosts
-        it keeps out processes of this host only, and where there are no locks at all, nobody.
+        The kernel releases the lock when the process ends, however it ends. On a file system whose locks do not work
+        between hosts, the lock keeps out only processes of this host; on one without locks, it keeps out none.
 
         Args:
-            wait: seconds to wait for it; defaults to `WAIT`.
+            says: text for the file, which names this process.
+            wait: seconds to wait for the lock; defaults to `WAIT`.
 
         Raises:
-            BlockingIOError: another process holds it, and still does after `wait` seconds; it says which.
-            OSError: the file cannot be made.
+            BlockingIOError: another process still holds the lock after `wait` seconds; the error names it.
+            OSError: the file cannot be created.
         """
         self.before("lock", path)
         end = time.monotonic() + (WAIT if wait is None else wait)
         while True:
             held = Lock.of(path)
             if held is None and time.monotonic() > end:
-                holder = path.read_text(errors="replace")[:200].strip()
+                holder = read_regular(path, 1 << 16).decode(errors="replace")[:200].strip()
                 raise BlockingIOError(errno.EWOULDBLOCK, holder or "another process", str(path))
             if held is not None and held.stands:
                 try:
@@ -113,21 +112,21 @@ class Files:
                         file.write(says.encode())
                         file.flush()
                         os.fsync(file.fileno())
-                except OSError:  # a full disk, say
-                    held.release()
+                except OSError:  # a full disk, for example
+                    held.release(remove=True)
                     raise
                 return held
-            if held is not None:  # who held it has removed it
+            if held is not None:  # the former holder has removed the file meanwhile: lock a new one
                 held.release()
             time.sleep(_TURN)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; replaces a file, not a folder that holds something."""
+        """Rename a file or folder atomically; a file or an empty folder at `target` is replaced."""
         self.before("rename", source, target)
         source.rename(target)
 
     def replace(self, path: Path, data: bytes, *, durable: bool = True) -> None:
-        """Put `data` at `path`, all of it or nothing."""
+        """Write `data` to `path` atomically, so that the file has either its former or its new content."""
         aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         try:
             self.write(aside, data, durable=durable)
@@ -140,35 +139,36 @@ class Files:
             raise
 
     def sync(self, folder: Path) -> None:
-        """Make a folder's entries durable."""
+        """Sync a folder, so that renamed, created and removed entries survive a power loss."""
         with naming(folder):
             self.before("sync folder", folder)
             sync_folder(folder)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file that may be gone already."""
+        """Remove a file, if it exists."""
         self.before("unlink", path)
         path.unlink(missing_ok=True)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder with all that is in it; what cannot be removed stays."""
+        """Remove a folder with its content; files that cannot be removed stay, without an error."""
         self.before("remove", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Lock:
-    """A locked file."""
+    """A file that this process has locked."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
-        # Otherwise a child, say a worker that loads data, would hold the lock on after this process has ended.
+        # Otherwise a forked child, such as a data loader's worker, would hold the lock after this process has ended.
         held = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go(held()))
 
     @classmethod
     def of(cls, path: Path) -> Lock | None:
-        """None where another process holds it."""
-        # Nothing that is open for writing keeps a file system from becoming read-only, but NFS wants it so.
+        """Lock a file, which is created if it is missing; None if another process holds the lock."""
+        # Try to open the file read-only first, because a file that is open for writing keeps its file system from being
+        # remounted read-only. NFS needs a file that is open for writing for an exclusive lock.
         for mode in (os.O_RDONLY, os.O_RDWR):
             flags = mode | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             held = cls(path, os.open(path, flags, 0o600))
@@ -191,14 +191,14 @@ class Lock:
 
     @property
     def stands(self) -> bool:
-        """Whether the file is still there, and this process has it."""
+        """Whether this process holds the lock, and the file is still at its path."""
         try:
             return self.descriptor >= 0 and os.path.samestat(os.fstat(self.descriptor), self.path.lstat())
         except OSError:
             return False
 
     def release(self, *, remove: bool = False) -> None:
-        """Let others have it."""
+        """Release the lock, and if `remove` delete the file."""
         if remove and self.stands:
             with suppress(OSError):
                 self.path.unlink()
@@ -212,13 +212,13 @@ def _let_go(lock: Lock | None) -> None:
 
 
 def _forget(descriptor: int) -> None:
-    """Drop what the system keeps of a file in memory, where it can."""
+    """Drop a file from the page cache, if the operating system supports it."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the path into an OSError that came of a descriptor and so lacks it."""
+    """Context that adds the path to an OSError that lacks it, as errors of operations on descriptors do."""
     try:
         yield
     except OSError as error:
@@ -227,7 +227,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def tried(work: Callable[[], Any]) -> Any:
-    """What some work on files gives, or in words why it failed."""
+    """Call `work`, and return its result, or the message of an OSError that it raises."""
     try:
         return work()
     except OSError as error:
@@ -235,6 +235,6 @@ def tried(work: Callable[[], Any]) -> Any:
 
 
 def system_error(error: OSError) -> str:
-    """An error of the system in words, with the path."""
+    """The message of an OSError, with the path that it names."""
     where = f" `{error.filename}`" if error.filename else ""
     return f"{error.strerror or error}{where}"

@@ -1,6 +1,7 @@
-"""Many copies from a GPU to pinned memory by one call of CUDA's driver.
+"""Copy many tensors from a GPU to pinned memory by a single call of CUDA's driver.
 
-A call for each tensor takes the driver's lock as often, and a training thread that launches kernels waits for it.
+One call for each tensor would take the driver's lock thousands of times, and the training thread would often wait for
+it before it can launch a kernel.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from torch import Tensor
 from shoestring._torch import foreach_copy_
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: by the copy engines
+BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: use the copy engines
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation; all zeros where the pointer says it."""
+    """CUDA's CUmemLocation; with all zeros the driver determines the location from the pointer."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """CUDA's CUmemcpyAttributes."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -38,25 +39,25 @@ class CopyAttributes(ctypes.Structure):
 
 @cache
 def batched_copy() -> Callable[..., int] | None:
-    """`cuMemcpyBatchAsync` of CUDA 13, or of 12.8 in the same form; None where the driver has neither."""
+    """The driver's `cuMemcpyBatchAsync` with CUDA 13's arguments, also for CUDA 12.8; None if the driver lacks it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    if found := getattr(driver, "cuMemcpyBatchAsync_v2", None):
-        return found
+    if current := getattr(driver, "cuMemcpyBatchAsync_v2", None):
+        return current
     earlier: Any = getattr(driver, "cuMemcpyBatchAsync", None)
     if earlier is None:
         return None
-    failed = ctypes.c_size_t()
+    failed = ctypes.c_size_t()  # output argument: index of the copy that failed; CUDA 13 has dropped it
     return lambda *arguments: earlier(*arguments[:-1], ctypes.byref(failed), arguments[-1])
 
 
 def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-    """Issue the copies of all sources to their targets on a stream, which is the present one of this thread.
+    """Issue copies of all sources to their targets on a stream, which must be this thread's current stream.
 
-    What lies in this host's memory, as some optimizers' state does, is copied at once: the host does not wait for what
-    it has issued before it changes that.
+    Sources in host memory, such as the state of some optimizers, are copied by torch immediately, because the host may
+    change them without waiting for the stream.
     """
     pairs, batched, single = list(zip(targets, sources, strict=True)), [], []
     for pair in pairs:
@@ -70,7 +71,7 @@ def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: 
 
 
 def is_plain(target: Tensor, source: Tensor) -> bool:
-    """Whether a copy is of the source's bytes as they lie on the GPU."""
+    """Whether a copy only moves bytes from a GPU: same data type, contiguous, no lazy conjugation or negation."""
     as_they_lie = target.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     return is_on_gpu(source) and as_they_lie and target.dtype == source.dtype and source.numel() > 0
 
@@ -80,7 +81,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def arguments(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
-    """What the driver's call wants to know of (target, source) pairs, but for the stream."""
+    """Arguments of `cuMemcpyBatchAsync` for (target, source) pairs, except for the stream."""
     count = len(pairs)
     addresses = ctypes.c_uint64 * count
     attributes = CopyAttributes(order=IN_STREAM_ORDER, flags=BESIDE_KERNELS)

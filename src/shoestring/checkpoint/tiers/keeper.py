@@ -1,6 +1,6 @@
-"""What becomes of a sealed checkpoint beside training: kept by peers, written to disk, committed; older ones retired.
+"""Replicate sealed checkpoints to other hosts, write them to disk, and delete old ones, in the background.
 
-All of it is on one thread, with a process group of its own, in the same order on all ranks.
+All this runs on one thread with its own process group, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -38,49 +38,53 @@ log = logging.getLogger("shoestring")
 
 KEEPING = "copying a checkpoint to peers or writing it to disk"
 REBUILT = "rebuilt-"
-"""Begins the names of slots with parts of lost ranks, which are needed until the next checkpoint."""
+"""Name prefix of slots that hold rebuilt parts of lost ranks, which are needed until the next checkpoint is safe."""
 
 
 def kind_of(reason: str) -> str:
-    """A reason without the files that it names, which are others each time."""
+    """A reason for a failure without its file names, which differ from checkpoint to checkpoint."""
     return re.sub(r"`[^`]*`", "", reason)
 
 
 @dataclass
 class Standing:
-    """How safe the run is."""
+    """State of the levels: the newest step that is safe at each level, and why a level does not work."""
 
     speaks: bool
-    """Whether this rank says what all ranks know."""
+    """Whether this rank logs warnings that concern all ranks."""
     speaks_for_host: bool
-    """Whether it says what all ranks of its host know."""
+    """Whether this rank logs warnings that concern its host only."""
     safe: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
-    """The newest step that is safe at each level, on all ranks."""
+    """Level -> the newest step of which all ranks have a complete checkpoint there; 0 if none."""
     lacking: dict[str, str] = field(default_factory=lambda: dict.fromkeys(LEVELS, ""))
-    """Why a level does not work."""
+    """Level -> why it does not work; empty if it does."""
 
     def lacks(self, level: str, reason: str) -> None:
-        """Say why a level does not work, once for each reason; that it does with an empty one."""
+        """Record whether a level works, and warn once for each reason if it does not.
+
+        Args:
+            reason: why the level does not work; empty if it works.
+        """
         if reason and kind_of(reason) != kind_of(self.lacking[level]):
             says = self.speaks_for_host if level == MEMORY else self.speaks
-            said = "no checkpoints to %s: %s; earlier ones are intact, and training continues"
-            log.log(logging.WARNING if says else logging.DEBUG, said, level, reason)
+            message = "no checkpoints to %s: %s; earlier ones are intact, and training continues"
+            log.log(logging.WARNING if says else logging.DEBUG, message, level, reason)
         self.lacking[level] = reason
 
 
 @dataclass(eq=False)
 class Keeper:
-    """One rank's part in keeping checkpoints beyond this host's own memory."""
+    """Replicates this rank's sealed checkpoints to peers, and writes them to disk."""
 
     world: World
     settings: Tiered
     folder: Path
-    """Of this host's slots."""
+    """Folder of this host's slots."""
     claim: Claim
     schedule: CheckpointSchedule
     standing: Standing
     pinned: Slot | None = None
-    """The own slot whose checkpoint the peers have, too."""
+    """This rank's slot with the checkpoint of which other hosts hold copies; it must not be refilled."""
 
     def __post_init__(self) -> None:
         self.group = RankGroup.join(self.world, "copying a checkpoint to peers or to disk")
@@ -89,12 +93,12 @@ class Keeper:
         self._thread = BackgroundThread("checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
-        self._nbytes = 0  # of what is kept
+        self._nbytes = 0  # bytes of the checkpoint that is being copied or written
         self._left: list[Slot] = []
-        """Slots of earlier starts that nobody fills any more; what is in them is needed until a newer one is safe."""
+        """Slots of earlier starts that this start does not fill; they are freed once a newer checkpoint is safe."""
 
     def begin(self, history: History, own: list[Slot]) -> None:
-        """Begin a start of the run."""
+        """Begin a start of the run: find out which checkpoints the slots hold."""
         for slot in self.held:
             slot.resume(history)
         held = max((slot.checkpoint for slot in self.held if slot.checkpoint), default=None)
@@ -115,37 +119,38 @@ class Keeper:
 
     @property
     def reads(self) -> Slot | None:
-        """The slot that must not be filled now."""
+        """The slot that is being read, and must not be filled; None if there is none."""
         return None if self.idle else self._reads
 
     def keep(self, sealing: Future[str], slot: Slot, levels: set[str], record: Record) -> None:
-        """Begin to keep what is in a slot at some levels, once it is sealed.
+        """Start to copy the content of a slot to peers or to disk, once the slot is sealed.
 
         Args:
-            sealing: gives why it must not be kept, if anything speaks against it.
-            record: its checkpoint and notes.
+            sealing: resolves to an empty text once the slot is sealed, or to why its content must not be used.
+            levels: PEERS, DISK or both.
+            record: identity and notes of the checkpoint.
         """
         self._reads, self._nbytes = slot, sum(map(len, slot.parts(KINDS).values()))
         self._keeping = self._thread.submit(self._keep, sealing, slot, frozenset(levels), record)
 
     def answer_calls(self) -> None:
-        """Free what is held for other hosts, if others on this host need its memory; what is kept next may return."""
+        """Free the copies held for other hosts if other processes need the memory; later copies may lease it again."""
         if self.idle and (reason := budget.called_back(self.world.memory, budget.HELD)):
             self._free_held()
             self.standing.lacks(PEERS, reason)
 
     def _free_held(self) -> None:
-        for each in self.held:
-            each.close()
+        for slot in self.held:
+            slot.close()
         self.world.memory.give(budget.HELD)
 
     def drain(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no checkpoint is being copied to peers or written to disk."""
         if self._keeping is not None:
             result_of(self._keeping, KEEPING, self._nbytes, 4 * self.group.patience)
 
     def close(self, *, forget: bool) -> None:
-        """Stop the thread; and give the memory back that it held for others."""
+        """Stop the thread. If `forget`, free the copies held for other hosts."""
         self._thread.stop(KEEPING, self._nbytes, 4 * self.group.patience)
         for slot in self.held if forget else ():
             slot.close()
@@ -168,7 +173,7 @@ class Keeper:
             if max(self.standing.safe[PEERS], self.standing.safe[DISK]):
                 while self._left:
                     self._left.pop().close()
-        except (RuntimeError, ConnectionError) as error:  # a rank is lost, which training will notice, too
+        except (RuntimeError, ConnectionError) as error:  # a rank is lost; the training thread will raise an error
             level = PEERS if PEERS in levels else DISK
             self.standing.lacks(level, (str(error).splitlines() or [""])[0])
 
@@ -179,23 +184,23 @@ class Keeper:
             self.standing.lacks(PEERS, reason)
             return
         with span("replicate", "wire", len(part)):
-            if self.settings.peers == "parity":
-                of = peer_copies.parity_set(self.group, local, self.settings.set_size, part)
-                peer_copies.encode(self.group, of, part, held, checkpoint)
+            if self.settings.redundancy == "parity":
+                parity = peer_copies.parity_set(self.group, local, self.settings.set_size, part)
+                peer_copies.encode(self.group, parity, part, held, checkpoint)
             else:
                 peer_copies.copy(self.group, local, part, held, checkpoint)
         reason = self._any(held.lacking or slot.lacking)
         self.standing.lacks(PEERS, reason)
-        if reason:  # some have it, not all: the next one takes its place, not that of the last that all have
+        if reason:  # not all ranks have this copy, so the next one goes here, and the last complete copy stays
             held.checkpoint = None
             return
         self.pinned, self.standing.safe[PEERS] = slot, checkpoint.step
         self.schedule.took(PEERS, time.perf_counter() - began)
 
     def _refused(self, slot: Slot, part: Tensor) -> str:
-        """Why the peers should not get a part, by any rank; a collective."""
+        """Why no rank sends its part to peers; empty if every rank can send and has room for a copy. A collective."""
         nbytes = max(self.group.all_gather(len(part)))
-        if self.settings.peers == "parity":
+        if self.settings.redundancy == "parity":
             nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
         reason = budget.lacking(self.world.memory, budget.HELD, len(self.held), nbytes)
         if reason:
@@ -203,7 +208,10 @@ class Keeper:
         return self._any(slot.lacking or reason)
 
     def _persist(self, slot: Slot, record: Record) -> None:
-        """Write this rank's parts, vote, commit; a failure on any rank leaves nothing and stops no training."""
+        """Write this rank's parts to disk, agree that all ranks have written theirs, and commit the checkpoint.
+
+        If a rank fails, nothing stays on disk, and training continues.
+        """
         began, checkpoint = time.perf_counter(), record.checkpoint
         if self.claim.unrecorded:
             self.standing.lacks(DISK, self.claim.unrecorded)
@@ -214,10 +222,11 @@ class Keeper:
         parts = slot.parts(kinds)
         with span("persist", "disk", sum(map(len, parts.values()))):
             written = tried(lambda: self.disk.write(checkpoint, parts))
-            told = self.group.all_gather(written if isinstance(written, str) else _plain(written))
-            reason = next((each for each in told if isinstance(each, str)), "")
+            answer = written if isinstance(written, str) else {name: vars(entry) for name, entry in written.items()}
+            answers = self.group.all_gather(answer)
+            reason = next((answer for answer in answers if isinstance(answer, str)), "")
             if not reason:
-                reason = self._commit(record, told)
+                reason = self._commit(record, answers)
         if reason:
             tried(lambda: self.disk.abort(checkpoint))
         else:
@@ -226,7 +235,10 @@ class Keeper:
         self.schedule.took(DISK, time.perf_counter() - began)
 
     def _noted(self, record: Record) -> bool:
-        """Whether the disk has this step already, and now its notes as well: a loop ended right after a checkpoint."""
+        """Add notes to the checkpoint of this step, which is on disk already; returns whether all ranks succeeded.
+
+        The step is on disk already if the training loop ends right after a checkpoint.
+        """
         reason = ""
         if self.claim.commits:
             try:
@@ -236,7 +248,7 @@ class Keeper:
         return not self._any(reason)
 
     def _commit(self, record: Record, parts_of_ranks: list[Mapping[str, Any]]) -> str:
-        """Why it could not be committed, on all ranks."""
+        """Commit a checkpoint that all ranks have written; returns on all ranks why that failed, or an empty string."""
         ranks = range(self.world.size)
         if not self.claim.shared:
             host = self.world.rank // self.world.local_size
@@ -252,16 +264,12 @@ class Keeper:
         return reason
 
     def _retire(self, newest: CheckpointId) -> None:
-        """Keep the newest few that this start continues; of abandoned branches, what has been done again by now goes.
+        """Delete old checkpoints: all but the newest few of the run's history, and abandoned ones.
 
-        What others have put here stays.
+        Abandoned checkpoints are deleted once their steps have been repeated. Checkpoints of other runs stay.
         """
-        there = [(path, record.checkpoint) for path, record in manifests(self.disk.folder)]
+        committed = [(path, record.checkpoint) for path, record in manifests(self.disk.folder)]
         assert self.claim.history is not None
-        line = [path for path, checkpoint in there if self.claim.history.holds(checkpoint)]
-        gone = [path for path, checkpoint in there if self.claim.history.superseded(checkpoint, newest.step)]
-        self.disk.retire((*gone, *line[self.settings.keep :]))
-
-
-def _plain(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    return {name: {"file": each.file, "nbytes": each.nbytes, "sums": each.sums} for name, each in entries.items()}
+        line = [path for path, checkpoint in committed if self.claim.history.holds(checkpoint)]
+        repeated = [path for path, checkpoint in committed if self.claim.history.superseded(checkpoint, newest.step)]
+        self.disk.retire((*repeated, *line[self.settings.keep :]))

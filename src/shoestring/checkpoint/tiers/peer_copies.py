@@ -1,8 +1,9 @@
-"""What other hosts keep of a rank's private part, so that it survives its host: a copy, or parity over a set of hosts.
+"""Store a rank's private part redundantly on other hosts, as a copy or as parity, so that it survives its host.
 
-Copies go to a partner (hosts in pairs survive more double losses than a ring). Parity is the XOR code of SCR's level
-XOR: a rank of a set of N cuts its part into N - 1 segments, one for each of the others, and each keeps the XOR of what
-it was sent. That is B / (N - 1) bytes a rank in place of B, and any one rank of the set can be rebuilt.
+A copy is sent to a partner host. Hosts form pairs, which survive more losses of two hosts than a ring does. Parity is
+the XOR code of the SCR library. In a set of N ranks, each rank divides its part of B bytes into N - 1 segments, sends
+one to each of the others, and stores the XOR of the segments that it receives. This takes B / (N - 1) bytes per rank
+instead of B, and the part of any one lost rank can be rebuilt.
 """
 
 from __future__ import annotations
@@ -22,40 +23,40 @@ from shoestring.checkpoint.tiers.slots import Slot
 
 PARITY = "parity"
 _WORD = 8  # bytes that are XORed at once
-_STRIDE = PIECE // 2  # bytes of a segment that are rebuilt at once; a rebuild takes two strides longer than its bytes
+_STRIDE = PIECE // 2  # bytes of a segment that are rebuilt at once
 
 
 def partner(host: int, hosts: int) -> int:
-    """The host that keeps this one's copy: of pairs, and of a ring of the last three where their number is odd."""
+    """The host that holds the copy for `host`. Hosts form pairs; if their number is odd, the last three form a ring."""
     if hosts % 2 and host >= hosts - 3:
         return hosts - 3 + (host - (hosts - 3) + 1) % 3
     return host ^ 1
 
 
 def sets(hosts: int, size: int) -> list[range]:
-    """The hosts in sets of about `size`, none smaller unless there are fewer."""
+    """Divide hosts into sets of at least `size`, as equal as possible; one set if there are fewer hosts."""
     count = max(1, hosts // size)
     edges = [hosts * index // count for index in range(count + 1)]
     return [range(first, stop) for first, stop in itertools.pairwise(edges)]
 
 
 def copy(group: RankGroup, local: int, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
-    """Send this rank's part to its partner, and seal in `slot` what another one sent; a collective.
+    """Send this rank's part to its partner, receive a part into `slot`, and seal it; a collective.
 
     Raises:
-        ConnectionError: on all ranks: what some rank sealed is not what was sent to it.
+        ConnectionError: data was damaged on the way to any rank; raised on all ranks.
     """
     hosts, host = group.size // local, group.rank // local
     target = partner(host, hosts) * local + group.rank % local
-    source = next(h for h in range(hosts) if partner(h, hosts) == host) * local + group.rank % local
+    source = next(index for index in range(hosts) if partner(index, hosts) == host) * local + group.rank % local
     lengths = group.all_gather(len(part))
     slot.begin()
     room = slot.room(f"{PRIVATE}-{source}", lengths[source])
     group.exchange([(target, part)], [(source, room)])
-    marks = group.all_gather([_mark(part), source, _mark(room)])  # what arrived, read again from where it lies
-    for holder, (_, of, mark) in enumerate(marks):
-        if mark != marks[of][0]:
-            raise ConnectionError(f"rank {holder} holds another copy of rank {of}'s state than was sent")
+    marks = group.all_gather([_mark(part), source, _mark(room)])  # checksums of the sent and the received part
+    for holder, (_, owner, mark) in enumerate(marks):
+        if mark != marks[owner][0]:
+            raise ConnectionError(f"rank {holder} holds a damaged copy of rank {owner}'s state")
     return slot.seal(checkpoint)
 
 
@@ -68,7 +69,7 @@ def _mark(data: Tensor) -> int:
 
 @dataclass(frozen=True)
 class ParitySet:
-    """Ranks whose parts are coded together, with the parts' lengths in bytes."""
+    """Ranks whose parts are encoded together, with the lengths of the parts in bytes."""
 
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -77,45 +78,53 @@ class ParitySet:
 
     @property
     def segment(self) -> int:
-        """Bytes of a segment, and of the parity that a rank keeps."""
+        """Number of bytes of a segment, and of the parity that a rank stores."""
         return -(-max(self.lengths) // (len(self.ranks) - 1) // _WORD) * _WORD
 
-    def span(self, of: int, keeper: int) -> tuple[int, int]:
-        """(start, stop) of the segment of rank `of` that goes into the parity of rank `keeper`."""
-        place = [rank for rank in self.ranks if rank != of].index(keeper)
-        length = self.lengths[self.ranks.index(of)]
+    def span(self, owner: int, keeper: int) -> tuple[int, int]:
+        """(start, stop) of the segment of rank `owner` that goes into the parity of rank `keeper`."""
+        place = [rank for rank in self.ranks if rank != owner].index(keeper)
+        length = self.lengths[self.ranks.index(owner)]
         return min(place * self.segment, length), min((place + 1) * self.segment, length)
 
 
 def parity_set(group: RankGroup, local: int, size: int, part: Tensor) -> ParitySet:
-    """The set of this rank: one rank of each host in it; a collective."""
+    """The parity set of this rank, with one rank of each host in the set; a collective."""
     marks = group.all_gather([len(part), _mark(part)])
     hosts = next(members for members in sets(group.size // local, size) if group.rank // local in members)
     ranks = tuple(host * local + group.rank % local for host in hosts)
     return ParitySet(ranks, *zip(*(marks[rank] for rank in ranks), strict=True))
 
 
-def encode(group: RankGroup, of: ParitySet, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
-    """Seal in `slot` the parity that this rank keeps for the others of its set; a collective.
+def encode(group: RankGroup, parity: ParitySet, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
+    """Compute in `slot` the parity that this rank stores for the other ranks of its set, and seal it; a collective.
 
     Raises:
-        ConnectionError: on all ranks: what arrived on some rank is not what was sent to it.
+        ConnectionError: data was damaged on the way to any rank; raised on all ranks.
     """
     slot.begin()
-    room = slot.room(f"{PARITY}-{group.rank}", of.segment)
+    room = slot.room(f"{PARITY}-{group.rank}", parity.segment)
     room.zero_()
-    others = [rank for rank in of.ranks if rank != group.rank]
-    outgoing = {rank: part[slice(*of.span(group.rank, rank))] for rank in others}
-    widths = {rank: of.span(rank, group.rank) for rank in others}
+    others = [rank for rank in parity.ranks if rank != group.rank]
+    outgoing = {rank: part[slice(*parity.span(group.rank, rank))] for rank in others}
+    widths = {rank: parity.span(rank, group.rank) for rank in others}
     damaged = _xor_in(group, room, outgoing, {rank: stop - start for rank, (start, stop) in widths.items()})
     for rank, sources in enumerate(group.all_gather(sorted(damaged))):
         if sources:
-            raise ConnectionError(f"what rank {sources[0]} sent to rank {rank} did not arrive whole")
-    return slot.seal(checkpoint, {name: list(each) for name, each in vars(of).items()})
+            raise ConnectionError(f"data that rank {sources[0]} sent to rank {rank} arrived damaged")
+    return slot.seal(checkpoint, {name: list(values) for name, values in vars(parity).items()})
 
 
 def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
-    """XOR what arrives from each rank into `room`, a piece at a time; the ranks of which it did not arrive whole."""
+    """XOR the data that other ranks send into `room`, in messages of `PIECE` bytes.
+
+    Args:
+        outgoing: rank -> data that this rank sends to it.
+        widths: rank -> bytes that it sends to this rank.
+
+    Returns:
+        The ranks whose data arrived damaged.
+    """
     damaged = set[int]()
     longest = max((*widths.values(), *map(len, outgoing.values())), default=0)
     buffers = {rank: torch.empty(min(PIECE, width), dtype=torch.uint8) for rank, width in widths.items()}
@@ -129,7 +138,7 @@ def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths:
 
 
 def xor_(target: Tensor, data: Tensor) -> None:
-    """target ^= data, both uint8 of one length."""
+    """Compute target ^= data in place, both uint8 of equal length; by words of 8 bytes if both are aligned."""
     whole = len(data) // _WORD * _WORD
     if target.data_ptr() % _WORD or data.data_ptr() % _WORD:
         whole = 0
@@ -144,9 +153,9 @@ class Rebuild:
     of: ParitySet
     lost: int
     holders: dict[int, int]
-    """Of each other rank of the set as it was: the present rank that has its part and its parity."""
+    """For the other former ranks of the set: former rank -> present rank that holds its part and its parity."""
     builder: int
-    """The present rank that the part is rebuilt on."""
+    """The present rank that rebuilds the lost part."""
 
 
 def rebuild(
@@ -155,20 +164,22 @@ def rebuild(
     """Rebuild a lost part; a collective of all present ranks.
 
     Args:
-        parts: of former ranks that this rank is the holder of: their parts; `parities` likewise.
-        into: (bytes of the lost part,) on the builder, and of no length elsewhere.
+        parts: former rank -> its part, for the former ranks whose data this rank holds.
+        parities: former rank -> its parity, for the same ranks.
+        into: memory for the lost part on the builder, (bytes,) uint8; empty on other ranks.
 
     Returns:
-        Whether, on the builder, what came out is what the lost rank had.
+        On the builder, whether the rebuilt part has the lost part's checksum; True on all other ranks.
 
-    Each holder k XORs its parity with the others' segments for it, which leaves the lost rank's segment for k; the
-    builder collects those. No rank sends or receives more than about one part, and none waits for another's end: a
-    piece that is ready goes to the builder beside the exchange of the next one.
+    Each holder computes the XOR of its parity and the segments that went into it from the other remaining ranks. The
+    result is the lost rank's segment, which it sends to the builder. No rank sends or receives much more than one part.
+    Segments are processed in strides, and the loop is pipelined: a finished stride is sent to the builder together with
+    the exchange for the next stride. Therefore the loop has one iteration more than there are strides.
     """
     others = [rank for rank in how.of.ranks if rank != how.lost]
     held = [rank for rank in others if how.holders[rank] == group.rank]
     builds = group.rank == how.builder
-    ready = {keeper: parities[keeper][:0] for keeper in held}  # of the stride before
+    ready = {keeper: parities[keeper][:0] for keeper in held}  # the lost rank's segments in the previous stride
     for start in range(0, how.of.segment + _STRIDE, _STRIDE):
         pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in held}
         sends, receives, arriving = [], [], []
@@ -190,7 +201,7 @@ def rebuild(
                 sends.append((how.builder, ready[keeper][: stop - first]))
             if builds:
                 receives.append((how.holders[keeper], into[low + first : low + stop]))
-        group.exchange(sends, receives)  # what does not arrive whole shows in the mark of what comes out
+        group.exchange(sends, receives)  # damaged data changes the checksum of the result
         for buffer, target in arriving:
             xor_(target, buffer)
         ready = pieces
@@ -198,6 +209,6 @@ def rebuild(
 
 
 def pick_builder(present: Sequence[int], busy: Sequence[int]) -> int:
-    """The present rank that rebuilds: one that holds nothing of the set if there is one, else the last."""
+    """Choose who rebuilds: the first of `present` that holds nothing of the set, or the last if all are `busy`."""
     free = [rank for rank in present if rank not in busy]
     return free[0] if free else present[-1]

@@ -1,11 +1,12 @@
-"""One file a checkpoint: gathered to the first rank, written aside, flushed, synced, renamed."""
+"""Checkpoints in a single file: gathered on the first rank, written to a temporary file, synced, and renamed."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring import figures
 from shoestring.checkpoint.format.state import misfit, pack, reason_of, tell_missing, unpack, unreadable
 from shoestring.checkpoint.tiers.staging import buffer_names
+from shoestring.core.attachments import Attachments, Kept
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Job, Kept
 from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.storage.guarded import open_regular, read_regular
@@ -30,64 +32,64 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 NEWEST = "newest-step"
-"""File with the newest step of the run where later ones are there, too: it went back from those."""
+"""Name of a file with the run's newest step, which exists if the folder also holds later steps that are abandoned."""
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 _LEFT = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.tmp")
 
 
 class Saver:
-    """Saves a job's kept state at the step's boundary, and restores it."""
+    """Writes a job's checkpoints between steps, each as a single file."""
 
-    def __init__(self, job: Job, settings: Plain) -> None:
-        self.job = job
+    def __init__(self, attachments: Attachments, settings: Plain) -> None:
+        self.attachments = attachments
         self.every, self.keep = settings.every, settings.keep
         self.folder = Path(settings.folder)
         self._rooted = False
         self._restored = False
 
     def capture(self) -> None:
-        """Work for Phase.CAPTURE: save where it is due."""
-        if (self.every and self.job.progress.step % self.every == 0) or self.job.done:
-            self.job.world.agree(self.job.verify)
+        """Write a checkpoint if one is due after this step; runs in Phase.CAPTURE."""
+        if (self.every and self.attachments.progress.step % self.every == 0) or self.attachments.done:
+            self.attachments.world.agree(self.attachments.verify)
             self.save()
 
     def save(self) -> Path:
-        """Write everything kept; a collective of all ranks.
+        """Write a checkpoint; a collective.
 
         Raises:
-            CheckpointError: on all ranks, when the first cannot write; earlier checkpoints are intact.
+            CheckpointError: the first rank cannot write; raised on all ranks. Earlier checkpoints are intact.
         """
-        path = self.folder / f"step-{self.job.progress.step:08d}.safetensors"
+        path = self.folder / f"step-{self.attachments.progress.step:08d}.safetensors"
         with span("save", "disk"):
             data = self._gather()
-            self.job.world.agree(lambda: self._write(path, data) if self.job.world.first else None)
+            self.attachments.world.agree(lambda: self._write(path, data) if self.attachments.world.first else None)
         return path
 
     def restored(self, step: int | None) -> int | None:
-        """Note whether there was something to restore."""
+        """Record whether a checkpoint was restored; returns `step` unchanged."""
         self._restored = step is not None
         return step
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> bytes:
-        """The file's content on the first rank; other ranks contribute shards, their own state and their buffers."""
-        world, shared = self.job.world, {}
+        """The content of the file: shards, own states of all ranks, and buffers that differ from the first rank's."""
+        world, shared = self.attachments.world, {}
         own_part: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
-        for name, kept in self.job.kept.items():
-            state = kept.state.state_dict()
-            if kept.across == "own":
+        for name, entry in self.attachments.kept.items():
+            state = entry.state.state_dict()
+            if entry.across == "own":
                 own_part["own"][name] = state
                 continue
-            if kept.across == "shard" or world.first:
+            if entry.across == "shard" or world.first:  # `pack` gathers shards, which all ranks must call
                 shared[name] = state
-            if buffers := {key: state[key] for key in buffer_names(kept.state) if isinstance(state.get(key), Tensor)}:
+            if buffers := {key: state[key] for key in buffer_names(entry.state) if isinstance(state.get(key), Tensor)}:
                 own_part["buffers"][name] = buffers
-        gathered = [unpack(one) for one in world.gather(pack(own_part))]
+        gathered = [unpack(data) for data in world.gather(pack(own_part))]
         head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
-        apart = [_other_than(gathered[0]["buffers"], part["buffers"]) for part in gathered]
-        if any(apart):
-            head["buffers"] = apart
+        differing = [_differing(gathered[0]["buffers"], part["buffers"]) for part in gathered]
+        if any(differing):
+            head["buffers"] = differing
         return pack({**head, "shared": shared, "own": [part["own"] for part in gathered] if own_part["own"] else []})
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -98,21 +100,24 @@ class Saver:
                 self._rooted = True
         except OSError as error:
             raise CheckpointError(
-                f"cannot save `{path}` ({len(data) / 1e6:.1f} MB): {error.strerror or error}",
+                f"cannot save `{path}` ({figures.size(len(data))}): {error.strerror or error}",
                 hint="earlier checkpoints are intact; free space, then resume",
             ) from error
         with suppress(OSError):
             self._delete(path)
 
     def _delete(self, newest: Path) -> None:
-        """Keep the newest few. Checkpoints of later steps are damaged, or of a future that this run went back from:
-        those go, unless this start has not restored anything, and so knows nothing of them; "auto" takes neither."""
-        there, abandoned = saves(self.folder), _newest(self.folder)
-        later = [path for path in there if _step(path) > min(_step(newest), abandoned) and path != newest]
+        """Delete all but the newest few checkpoints.
+
+        Checkpoints of steps after `newest` are damaged or abandoned, so "auto" does not resume from them. Such
+        checkpoints are deleted only if this start has restored a checkpoint; otherwise they may belong to another run.
+        """
+        present, newest_on_line = saves(self.folder), _newest(self.folder)
+        later = [path for path in present if _step(path) > min(_step(newest), newest_on_line) and path != newest]
         if later and not self._restored:
             write_atomic(self.folder / NEWEST, str(_step(newest)).encode())
             later = []
-        earlier = [path for path in there if path.name < newest.name and path not in later]
+        earlier = [path for path in present if path.name < newest.name and path not in later]
         left = [path for path in self.folder.glob(".step-*.tmp") if _LEFT.fullmatch(path.name)]
         for path in (*later, *earlier[self.keep - 1 :], *left):
             path.unlink(missing_ok=True)
@@ -122,136 +127,173 @@ class Saver:
 
 @dataclass(frozen=True)
 class Restorer:
-    """Restores what is kept from such files."""
+    """Restores states from checkpoints that are single files."""
 
-    kept: Mapping[str, Kept]
+    states: Mapping[str, Kept]
+    """The states of this run, by name."""
     world: World
     folder: Path
 
     def restore(self, where: str) -> bool:
-        """Resume from the newest good checkpoint in the folder ("auto"), or from the file or run folder named.
+        """Resume from the newest undamaged checkpoint in the folder ("auto"), or from the file or run folder at a path.
 
         Returns:
-            Whether there was one; "auto" may find none.
+            Whether a checkpoint was found and loaded; only "auto" may find none.
         """
         world = self.world
         owner = self._owner() if where == "auto" else 0
         path, data = world.agree(lambda: self._read(where) if world.rank == owner else (None, b""))
-        source = world.broadcast(str(path or "").encode(), owner).decode()
+        source = os.fsdecode(world.broadcast(os.fsencode(path or ""), owner))
         if not source:
             return False
         self._load(_checked(unpack(world.broadcast(data, owner)), source), source)
         return True
 
-    def go_back(self, step: int) -> None:
-        """Note that checkpoints of later steps are abandoned, so that "auto" takes none of them."""
-        try:
-            if any(_step(path) > step for path in saves(self.folder)):
-                write_atomic(self.folder / NEWEST, str(step).encode())
-        except OSError as error:
-            raise CheckpointError(f"cannot write `{self.folder / NEWEST}`: {error.strerror}") from error
-
-    def newest(self) -> int:
-        """The step of the newest good checkpoint in the folder of any host that "auto" may take; 0 without one."""
-        path = None
-        with suppress(CheckpointError):
-            path = self._read("auto")[0] if self.world.local_rank == 0 else None
-        return max(int(each) for each in self.world.gather(str(_step(path) if path else 0).encode()))
-
     def _owner(self) -> int:
-        """The rank whose host has the newest checkpoint: it is not the first one's where folders are on the hosts' own
-        disks and the hosts came back in another order."""
+        """The rank whose host has the newest checkpoint.
+
+        This need not be the first rank: each host may have its own disk, and after a restart hosts may be in another
+        order.
+        """
         world = self.world
         newest_here = continued(self.folder)[:1] if world.local_rank == 0 else []
         newest = world.gather("".join(path.name for path in newest_here).encode())
         return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
-        """The first readable checkpoint, newest first. A named one that is missing is an error; "auto" may find
-        none."""
-        candidates = continued(self.folder) if where == "auto" else _named(Path(where))
-        for path in candidates:
-            try:
-                with open_regular(path) as file:
-                    data = file.read()
-                unpack(data)
-            except (CheckpointError, OSError) as error:
-                log.warning("skipping `%s`: %s", path, error)
-                continue
-            return path, data
+        """Path and content of the newest undamaged checkpoint.
+
+        If there is no such checkpoint, "auto" returns (None, b""), and a path raises CheckpointError.
+        """
+        path = Path(where)
+        if where == "auto":
+            candidates = continued(self.folder)
+        else:
+            candidates = [path] if path.is_file() else saves(path) or saves(path / "checkpoints")
+        if (newest := next(_undamaged(candidates), None)) is not None:
+            return newest
         if candidates:
             raise unreadable(candidates[0].parent, f"all {len(candidates)} are damaged")
         if where != "auto":
-            raise CheckpointError(
-                f"`{where}` holds no checkpoint", hint="name the folder of a run's checkpoints, or one of them"
-            )
+            raise none_in(where)
         return None, b""
 
     def _load(self, content: dict[str, Any], source: str) -> None:
         if self.world.first:
             tell_missing(
-                f"`{source}`", self.kept, {*content["shared"], *(name for own in content["own"] for name in own)}
+                f"`{source}`", self.states, {*content["shared"], *(name for own in content["own"] for name in own)}
             )
-        # Random numbers last: loading the rest may draw some.
-        for name in sorted(self.kept, key=lambda name: name == "random"):
+        # Random number generators come last, because loading the other states may draw random numbers.
+        for name in sorted(self.states, key=lambda name: name == "random"):
             state = self._part(name, content)
             if state is not None:
                 try:
-                    self.kept[name].state.load_state_dict(state)
-                except Exception as error:  # whatever a state of the user's own raises
+                    self.states[name].state.load_state_dict(state)
+                except Exception as error:  # a user's `load_state_dict` may raise any error
                     raise misfit(f"`{source}`", name, reason_of(error)) from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
-        """The state for this rank; None for what the checkpoint lacks, or what cannot survive a change of ranks.
+        """The state for this rank; None if the checkpoint lacks it, or it cannot be adapted to another number of ranks.
 
-        What was one state for all is where each rank begins, should they hold their own now; the other way round, all
-        resume from the first one's.
+        If a state was saved once for all ranks and is now each rank's own, it begins equal on all ranks. If each rank
+        saved its own and all ranks now have the same, all ranks resume from the state that `merge` returns, or without
+        `merge` from the first rank's.
         """
-        kept, world = self.kept[name], self.world
+        entry, world = self.states[name], self.world
         if name in content["shared"]:
-            apart = content.get("buffers", [])
-            buffers = apart[world.rank].get(name, {}) if len(apart) == world.size else {}
+            differing = content.get("buffers", [])
+            buffers = differing[world.rank].get(name, {}) if len(differing) == world.size else {}
             return {**content["shared"][name], **buffers}
         states = [own[name] for own in content["own"] if name in own]
-        if states and kept.across != "own":
-            return states[0]
-        if len(states) == world.size and (not kept.merge or content.get("mesh") == [world.hosts, world.local_size]):
+        if states and entry.across != "own":
+            return entry.merge(states, world.rank, world.size) if entry.merge else states[0]
+        if len(states) == world.size and (not entry.merge or content.get("mesh") == [world.hosts, world.local_size]):
             return states[world.rank]
-        return kept.merge(states, world.rank, world.size) if states and kept.merge else None
+        return entry.merge(states, world.rank, world.size) if states and entry.merge else None
 
 
-def _other_than(
+@dataclass(frozen=True)
+class OneFiles:
+    """Summary of `Plain`'s checkpoints in one host's folder from which "auto" may resume."""
+
+    newest: str = ""
+    """File name of the newest checkpoint; empty if there is none."""
+    count: int = 0
+    undamaged: int = 0
+    """Step of the newest undamaged checkpoint; 0 if all are damaged."""
+
+
+def one_files(folder: Path) -> OneFiles:
+    """Read `Plain`'s checkpoints in a folder, from the newest down to the first undamaged one, and summarise them."""
+    candidates = continued(folder)
+    undamaged = next((_step(path) for path, _ in _undamaged(candidates)), 0)
+    return OneFiles(candidates[0].name if candidates else "", len(candidates), undamaged)
+
+
+def _undamaged(paths: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
+    """Read files; yields the path and the content of each undamaged one."""
+    for path in paths:
+        try:
+            with open_regular(path) as file:
+                data = file.read()
+            unpack(data)
+        except (CheckpointError, OSError) as error:
+            log.warning("skipping `%s`: %s", path, error)
+            continue
+        yield path, data
+
+
+def abandon_after(folder: Path, step: int) -> None:
+    """Record that checkpoints of later steps than `step` are abandoned, so that "auto" does not resume from them.
+
+    Raises:
+        CheckpointError: the record cannot be written.
+    """
+    try:
+        if any(_step(path) > step for path in saves(folder)):
+            write_atomic(folder / NEWEST, str(step).encode())
+    except OSError as error:
+        raise CheckpointError(f"cannot write `{folder / NEWEST}`: {error.strerror}") from error
+
+
+def none_in(where: str) -> CheckpointError:
+    """Build the error for a path that the user wants to resume from, but that holds no checkpoint."""
+    hint = "name the folder of a run's checkpoints, or one of them"
+    return CheckpointError(f"`{where}` holds no checkpoint", hint=hint)
+
+
+def _differing(
     first: Mapping[str, Mapping[str, Tensor]], buffers: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """The buffers of a rank, by state and name, that are not those of the first rank."""
-    differ = {
-        name: {key: value for key, value in of_rank.items() if not torch.equal(value, first[name][key])}
-        for name, of_rank in buffers.items()
+    """The buffers of a rank that differ from the first rank's: name of the state -> name of the buffer -> buffer."""
+    differing = {
+        name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
+        for name, of_state in buffers.items()
     }
-    return {name: each for name, each in differ.items() if each}
+    return {name: of_state for name, of_state in differing.items() if of_state}
 
 
 def _checked(content: dict[str, Any], path: Path | str) -> dict[str, Any]:
-    """The content of a checkpoint in one file.
+    """Check the structure of a file's content, and return it.
 
     Raises:
-        CheckpointError: it is of another format, or no checkpoint.
+        CheckpointError: the file has another format, or is not a checkpoint.
     """
     if content.get("format") != FORMAT:
         raise CheckpointError(f"`{path}` has format {content.get('format')}, this version reads {FORMAT}")
     shared, own = content.get("shared"), content.get("own")
     buffers = content.get("buffers", [])
     listed = [*own, *buffers] if isinstance(own, list) and isinstance(buffers, list) else [None]
-    if not isinstance(shared, dict) or not all(isinstance(each, dict) for each in listed):
-        raise CheckpointError(f"`{path}` does not say what is in it")
+    if not isinstance(shared, dict) or not all(isinstance(of_rank, dict) for of_rank in listed):
+        raise CheckpointError(f"`{path}` is not a checkpoint: it lacks its states")
     return content
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint in one file.
+    """Read the content of a checkpoint that is a single file.
 
     Raises:
-        CheckpointError: it is damaged, of another format, or no checkpoint.
+        CheckpointError: the file is damaged, has another format, or is not a checkpoint.
     """
     try:
         with open_regular(path) as file:
@@ -263,7 +305,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def saves(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; none, and a warning, where it cannot be read."""
+    """Paths of `Plain`'s checkpoints in a folder, the newest first; none, with a warning, if it cannot be read."""
     try:
         return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
     except OSError as error:
@@ -272,13 +314,13 @@ def saves(folder: Path) -> list[Path]:
 
 
 def continued(folder: Path) -> list[Path]:
-    """The checkpoints that "auto" may take, newest first: without those that the run went back from."""
+    """Paths of the checkpoints from which "auto" may resume, the newest first; abandoned ones are left out."""
     newest = _newest(folder)
     return [path for path in saves(folder) if _step(path) <= newest]
 
 
 def _newest(folder: Path) -> float:
-    """The newest step of the run where there are later ones that are not its own."""
+    """The newest step that is not abandoned, read from the file `NEWEST`; infinite if there is no such file."""
     try:
         return int(read_regular(folder / NEWEST, 100))
     except (OSError, ValueError):
@@ -289,9 +331,3 @@ def _step(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
-
-
-def _named(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return saves(path) or saves(path / "checkpoints")

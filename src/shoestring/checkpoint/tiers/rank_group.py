@@ -1,4 +1,4 @@
-"""The ranks in a process group of their own, on CPU, for what is saved beside training."""
+"""A process group of all ranks on the CPU, for the exchanges of checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ PIECE = 4 << 20  # bytes of one message
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks; None for `process_group` is one process alone. For use from one thread at a time."""
+    """Communication between all ranks, used by one thread at a time; `process_group` is None for a single rank."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup | None
     purpose: str = "checkpoints"
-    """What its exchanges are for, in words; the error of one that fails or takes too long says so."""
+    """Purpose of the exchanges, as text for the error of an exchange that fails or times out."""
     patience: float = PATIENCE
-    """Seconds that an exchange may take."""
+    """Seconds after which an exchange times out."""
 
     @classmethod
     def join(cls, world: World, purpose: str = "checkpoints") -> RankGroup:
-        """A group of its own for all ranks of a world; a collective."""
+        """Create a new group of all ranks; a collective."""
         if world.size == 1:
             return cls(0, 1, None, purpose)
         assert dist.group.WORLD is not None
-        # torchrun gives ranks that it starts again the store of those that died: groups of the same names, which count
-        # up from 0 in every program, would find the addresses of the dead there.
+        # torchrun gives restarted ranks the store of the ranks that died. torch names groups by a counter that starts
+        # at 0 in every process, so without a random name a group would find the addresses of dead ranks in the store.
         name_groups_from(int.from_bytes(world.broadcast(secrets.token_bytes(4) if world.first else None)) + 1_000_000)
         timeout: timedelta = timeout_of(dist.group.WORLD)
         with naming(f"all ranks to join the group for {purpose}"):
             group = dist.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, dist.ProcessGroup)
-            dist.barrier(group)  # who destroys it soon must not cut off those that are still connecting
+            dist.barrier(group)  # no rank may destroy the group while others still connect
         return cls(world.rank, world.size, group, purpose, timeout.total_seconds())
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class RankGroup:
             dist.destroy_process_group(self.process_group)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank."""
+        """All-gather bytes of any length; returns one entry for each rank."""
         with naming(self._all):
             return World(self.rank, self.size).gather(data, self.process_group)
 
@@ -63,11 +63,11 @@ class RankGroup:
         return f"all ranks, for {self.purpose}"
 
     def all_gather(self, value: object) -> list:
-        """A JSON value of every rank, on every rank."""
-        return [json.loads(each) for each in self.all_gather_bytes(json.dumps(value).encode())]
+        """All-gather a value that JSON can express; returns one entry for each rank."""
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_reduce_min(self, values: Sequence[float]) -> Pending:
-        """Start taking the least of each value over the ranks."""
+        """Start an all-reduce that computes the minimum of each value over all ranks."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
         work = None
         if self.process_group is not None:
@@ -76,20 +76,23 @@ class RankGroup:
         return Pending(numbers, work, self._all)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
-        """Send and receive contiguous tensors, in messages of at most `PIECE` bytes, all pairs side by side.
+        """Exchange contiguous tensors with any ranks at once, in messages of at most `PIECE` bytes with checksums.
 
-        Between two ranks the tensors must be listed in one order. Each message carries its checksum.
+        Two ranks must list the tensors between them in the same order.
+
+        Args:
+            sends: (rank to send to, tensor).
+            receives: (rank to receive from, tensor to receive into).
 
         Returns:
-            The ranks of which something else arrived than they sent: no error, for this rank alone knows, and the
-            others are at their next exchange; they must be told there.
+            The ranks whose data arrived damaged. No error is raised, because the other ranks do not know of it and
+            continue with their next exchange; the caller must tell them in that one.
         """
-        for (_, mine), (_, room) in zip(
-            *([each for each in way if each[0] == self.rank] for way in (sends, receives)), strict=True
-        ):
-            room.copy_(mine)
-        sends, receives = ([each for each in way if each[0] != self.rank] for way in (sends, receives))
-        # All receives at once: a rank that sends must never wait for one that is at another message.
+        to_self, from_self = ([pair for pair in pairs if pair[0] == self.rank] for pairs in (sends, receives))
+        for (_, data), (_, room) in zip(to_self, from_self, strict=True):
+            room.copy_(data)
+        sends, receives = ([pair for pair in pairs if pair[0] != self.rank] for pairs in (sends, receives))
+        # Post all receives first, so that no sender ever waits for a receiver that is busy with another message.
         arriving = [(rank, view, torch.zeros(1, dtype=torch.int64)) for rank, view in _messages(receives)]
         works = [
             (dist.irecv(view, rank, group=self.process_group), dist.irecv(mark, rank, group=self.process_group))
@@ -104,7 +107,7 @@ class RankGroup:
         return damaged
 
     def start_exchange(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> Callable[[], None]:
-        """Start to send one contiguous tensor to another rank, and to receive one; (): wait for both."""
+        """Start to send a contiguous tensor to a rank and to receive one; returns a function that waits for both."""
         works = (
             dist.irecv(receive[1], receive[0], group=self.process_group),
             dist.isend(send[1], send[0], group=self.process_group),
@@ -117,7 +120,7 @@ class RankGroup:
         return wait
 
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
-        """A few messages at a time, so that training's own traffic gets its turn between them."""
+        """Send a few messages at a time, so that messages of the training itself can be sent between them."""
         window = 2 * len({rank for rank, _ in messages})
         under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
         for rank, view in messages:
@@ -138,7 +141,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Pending:
-    """Numbers on their way."""
+    """An all-reduce that has been started; `wait` returns its result."""
 
     numbers: Tensor
     work: dist.Work | None
@@ -152,14 +155,10 @@ class Pending:
 
 
 def _messages(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Their bytes in pieces, the tensors of each rank in turn, so that no link waits for another's end."""
-    rests = [(rank, _bytes(tensor)) for rank, tensor in tensors if tensor.numel()]
-    longest = max((len(view) for _, view in rests), default=0)
+    """Split tensors into messages of `PIECE` bytes, and interleave these, so that all links are busy at once."""
+    views = [(rank, tensor.reshape(-1).view(torch.uint8)) for rank, tensor in tensors if tensor.numel()]
+    longest = max((len(view) for _, view in views), default=0)
     for start in range(0, longest, PIECE):
-        for rank, view in rests:
+        for rank, view in views:
             if start < len(view):
                 yield rank, view[start : start + PIECE]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

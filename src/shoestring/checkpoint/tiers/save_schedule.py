@@ -1,4 +1,4 @@
-"""At which steps each level saves, and what that is decided by."""
+"""Decide after which steps each level saves a checkpoint, from the settings and from measured costs."""
 
 from __future__ import annotations
 
@@ -18,90 +18,101 @@ PEERS: Final = "peers"
 DISK: Final = "disk"
 LEVELS: Final = (MEMORY, PEERS, DISK)
 
-_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # of the failures that a level is for
-_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # steps until the first checkpoint of each, where nothing is measured yet
-_RESTART = 15.0  # seconds from a failure to where training continues, beside what reading the state takes
-_SLOWDOWN = 0.1  # what a checkpoint beside training slows it down, until that is measured
-_LEAST = 0.02  # below that it is noise; and nothing is free that wears a disk or takes a link from others
-_STEPS = 100  # of the newest steps of each kind the mean is taken, without the extreme tenths: evaluation is among them
-_MINUTE = 60.0  # seconds of training; a difference below is no news
-_RECENT = 0.2  # weight of the newest measurement
+_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # class of failures from which a level recovers
+_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # interval in steps before costs are measured
+_RESTART = 15.0  # seconds from a failure until training continues, without the time to read the state
+_SLOWDOWN = 0.1  # assumed fraction by which a checkpoint slows down training, until it is measured
+_LEAST = 0.02  # minimum slowdown: less is noise, and disk wear and traffic for others have a cost too
+_STEPS = 100  # number of newest steps, of each kind, whose trimmed mean is taken
+_MINUTE = 60.0  # seconds of training by which an interval must change to be reported
+_RECENT = 0.2  # weight of the newest measurement in a moving average
 
 
 class CheckpointSchedule:
-    """Steps between checkpoints, the same on all ranks: numbers from the run file, or planned from costs that are
-    agreed."""
+    """The intervals between checkpoints in steps, which are equal on all ranks.
+
+    An interval is fixed by a setting, or planned from costs on which the ranks agree.
+    """
 
     def __init__(self, settings: Tiered, hosts: int) -> None:
         wishes = dict(zip(LEVELS, (settings.memory_every, settings.peers_every, settings.disk_every), strict=True))
         self.settings, self.hosts = settings, hosts
-        self.has_peers = hosts > 1 and settings.peers != "off"
+        self.has_peers = hosts > 1 and settings.redundancy != "off"
         if not self.has_peers:
             wishes[PEERS] = 0
         self.auto = [level for level in LEVELS if wishes[level] == "auto"]
         self.steps = {level: _FIRST[level] if level in self.auto else int(wishes[level]) for level in LEVELS}
         self._reach()
         self.replays = False
-        """Whether the steps after a checkpoint in memory are kept, and replayed after a kill."""
+        """Whether differences are recorded, so that steps after a checkpoint in memory can be replayed after a kill."""
         self.lacking: Mapping[str, str] = dict.fromkeys(LEVELS, "")
-        """Why a level does not work."""
+        """Level -> why it does not work; empty if it does."""
         self.total = 0
-        """Steps of the run; 0 where that is not known."""
+        """Number of steps of the run; 0 if not known."""
         self.rates = Rates()
         self.lost = 0.0
-        """Seconds that failures took, over all starts: from a restored checkpoint to where training resumed."""
+        """Seconds lost to all failures of the run: for each, from the restored checkpoint until the run resumed."""
         self._late: set[str] = set()
-        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # from a checkpoint's start to its end
-        self._stall = 0.0  # seconds that a checkpoint stops training for
+        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # duration of a checkpoint
+        self._stall = 0.0  # seconds for which a checkpoint stops training
         self._steps = {beside: deque[float](maxlen=_STEPS) for beside in (False, True)}
-        """Seconds of the newest steps, without and with a checkpoint beside them."""
-        self._newest = 0.0
-        self._observed = 0
+        """Durations of the newest steps in seconds: under True those during which a checkpoint was being made."""
+        self._newest = 0.0  # time at which the newest step ended, in seconds
+        self._observed = 0  # step up to which the time without failures has been added to `rates`
         self.outlives = True
-        """Whether what is in memory outlives a process, on all ranks."""
-        self._announced: dict[str, int] = {}  # steps between checkpoints, as the user was last told
+        """Whether checkpoints in memory survive the end of their processes, on all ranks."""
+        self._announced: dict[str, int] = {}  # the intervals that were last reported to the user
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
     def stepped(self, now: float, step: int, *, beside: bool) -> None:
-        """A step has ended."""
+        """Record the end of a step.
+
+        Args:
+            now: time in seconds.
+            beside: whether a checkpoint was being made during the step.
+        """
         if self._newest:
             self._steps[beside].append(now - self._newest)
         self._newest = now
         self._observed = self._observed or step
 
     def stalled(self, seconds: float) -> None:
-        """A checkpoint has stopped training for so long."""
+        """Record for how many seconds a checkpoint has stopped training."""
         self._stall = _mixed(self._stall, seconds)
 
     def took(self, level: str, seconds: float) -> None:
-        """A checkpoint has taken so long at a level, beside training."""
+        """Record how many seconds a checkpoint has taken at a level, while training continued."""
         self._seconds[level] = _mixed(self._seconds[level], seconds)
 
     def seconds(self, level: str) -> float:
-        """What a checkpoint takes at a level; 0 where there was none yet."""
+        """Average duration of a checkpoint at a level in seconds; 0 if there was none yet."""
         return self._seconds[level]
 
     def costs(self) -> list[float]:
-        """What is measured on this rank; the ranks take the largest of each."""
+        """The costs that this rank has measured, in seconds; the ranks agree on the maximum of each."""
         return [*map(_middle, self._steps.values()), self._stall, *self._seconds.values()]
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> set[str]:
-        """The levels that save after this step, or were to save earlier; every checkpoint goes through memory."""
+        """The levels that are to save after this step, by their intervals or because an earlier checkpoint is late."""
         return {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
 
     def postpone(self, levels: set[str]) -> None:
-        """Save at these after the next step: now was too early."""
+        """Make a checkpoint at these levels after the next step at which that is possible."""
         self._late |= levels
 
     def done(self, levels: set[str]) -> None:
-        """What was due, late or not, is under way."""
+        """Record that checkpoints at these levels are being made, so that they are no longer late."""
         self._late -= levels
 
     def agreed(self, costs: Sequence[float], step: int) -> None:
-        """Plan again from the costs that the ranks have agreed on; a level that has none yet stays as it is."""
+        """Plan new intervals from costs that the ranks have agreed on; levels without a measured cost keep theirs.
+
+        Args:
+            costs: the maxima of `costs` over all ranks.
+        """
         idle, busy, stall, *durations = costs
         seconds = {level: taken for level, taken in zip(LEVELS, durations, strict=True) if taken}
         slowdown = max(_LEAST, busy / idle - 1) if busy and idle else _SLOWDOWN
@@ -116,14 +127,13 @@ class CheckpointSchedule:
         self._reach()
 
     def _reach(self) -> None:
-        """Save so often that differences lead from there to the newest step; half of them, for a checkpoint takes some
-        steps until it is sealed on all ranks."""
-        most = self.settings.differences // 2
+        """Limit planned intervals, so that recorded differences always reach back to the newest checkpoint."""
+        most = self.settings.differences // 2  # half, because completing a checkpoint on all ranks takes some steps
         for level in (MEMORY, *([PEERS] if self.settings.differences_on == "peers" else [])):
             if most and level in self.auto:
                 self.steps[level] = min(self.steps[level] or most, most)
         if self.settings.differences and self.settings.differences_on == "disk" and DISK in self.auto:
-            most = 4 * self.settings.differences  # what is written between two is a few times a checkpoint
+            most = 4 * self.settings.differences  # limits the size of differences on disk
             self.steps[DISK] = min(self.steps[DISK] or most, most)
 
     def _levels(self, slowdown: float, stall: float, seconds: Mapping[str, float]) -> list[Level]:
@@ -142,27 +152,30 @@ class CheckpointSchedule:
         ]
 
     def drop(self, *levels: str) -> None:
-        """Save at these no more; on all ranks at once."""
+        """Turn levels off; all ranks must do so at the same step."""
         self.steps |= dict.fromkeys(levels, 0)
         self.auto = [level for level in self.auto if level not in levels]
         self.has_peers = self.has_peers and PEERS not in levels
         self._late -= {*levels}
 
     def failed(self, level: str, seconds: float) -> None:
-        """The run resumes from this level: a failure that no level below it recovers from, and that took so long."""
+        """Count a failure after which the run has resumed from this level, and the seconds that it cost."""
         self.rates.observe(0.0, **{_CLASSES[level]: 1})
         self.lost += seconds
 
     @property
     def failures(self) -> int:
-        """What this run has survived so far, over all its starts."""
+        """Number of failures that this run has survived, over all its starts."""
         seen = sum(a for a, _ in self.rates.state_dict().values())
         return round(seen - sum(prior.a for prior in PRIORS.values()))
 
-    # -- what is said -------------------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     def news(self) -> str:
-        """What the run will survive, if that is news: all levels were measured, or one changed twofold by a minute."""
+        """The text of `survives` if the user should be told again, otherwise an empty string.
+
+        The user is told once all levels are measured, and again whenever an interval has changed much.
+        """
         measured = self._steps[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
         if not measured or not any(map(self._changed, self.auto)):
             return ""
@@ -170,6 +183,7 @@ class CheckpointSchedule:
         return self.survives()
 
     def _changed(self, level: str) -> bool:
+        """Whether an interval was never reported, or has since changed by a factor of 2 and by a minute or more."""
         steps, announced = self.steps[level], self._announced.get(level)
         if announced is None:
             return True
@@ -179,7 +193,7 @@ class CheckpointSchedule:
         )
 
     def survives(self) -> str:
-        """What the run will survive, in a line; at what price in steps where that is known."""
+        """One line for the user: which failures the run survives, and how many steps each of them costs, if known."""
         promises, no_step = [], f"at most the newest step repeated: {self.settings.differences} are replayed"
         works = {level: self.steps[level] > 0 and not self.lacking[level] for level in LEVELS}
         works[MEMORY] &= self.outlives
@@ -188,7 +202,7 @@ class CheckpointSchedule:
         elif self.steps[MEMORY] and works[DISK]:
             promises.append(f"a killed process: yes, from disk, {self._often(DISK)}")
         if works[PEERS]:
-            copies = self.settings.peers == "copy"
+            copies = self.settings.redundancy == "copy"
             how = "by copies on others" if copies else f"by parity over sets of {self.settings.set_size}"
             replays = self.replays and self.settings.differences_on != "memory"
             promises.append(f"one host of {self.hosts} lost: yes, {how}, {no_step if replays else self._often(PEERS)}")
@@ -201,8 +215,11 @@ class CheckpointSchedule:
         return "; ".join([*promises, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
-        """What a failure costs: the steps since a checkpoint, and those beside which that one was still on its way."""
-        short, most = "at the end only, for the run is short", self.steps[level]
+        """Text on what a failure costs at a level: how many steps are repeated.
+
+        These steps are one interval, and the steps during which the next checkpoint is still being made.
+        """
+        short, most = "at the end only, because the run is short", self.steps[level]
         if level not in self.auto:
             return short if 0 < self.total <= most else f"saved every {most} steps"
         if not self._announced:
@@ -212,7 +229,7 @@ class CheckpointSchedule:
             return short
         return f"at most {most} step{'s' * (most > 1)} repeated"
 
-    # -- what survives ------------------------------------------------------------------------------------------------
+    # -- saved state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self.rates.state_dict(), "lost": self.lost}
@@ -223,11 +240,12 @@ class CheckpointSchedule:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """The mean without the extreme tenths; 0 where there are none."""
+    """Trimmed mean, without the highest and the lowest tenth of the values; 0 if there are none."""
     ordered = sorted(values)
     cut = len(ordered) // 10
     return fmean(ordered[cut : len(ordered) - cut] or [0.0])
 
 
 def _mixed(before: float, now: float) -> float:
+    """The new value of a moving average; the first measurement is taken as it is."""
     return now if not before else (1 - _RECENT) * before + _RECENT * now

@@ -1,7 +1,8 @@
-"""Slots in a host's shared memory: they outlive the processes that filled them, and go with the host.
+"""Slots: checkpoints in a host's shared memory, which survive the processes that wrote them, but not the host.
 
-A slot is one file a part, which is mapped once and filled again and again (fresh pages cost eight times a copy), and a
-seal that is put beside them when they are whole and taken away before they are filled again.
+A slot has a file for each kind of part, and a seal. The files are mapped once and filled again and again, because
+allocating new pages takes eight times as long as a copy. The seal is a record of the parts, which is written once all
+files are complete, and removed before they are filled again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring import figures
 from shoestring.checkpoint.format.checksum import sums
 from shoestring.checkpoint.format.history import History
 from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
@@ -29,61 +31,62 @@ if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
     from shoestring.core.world import World
 
-ROUND = 1 << 20  # a slot's file is a multiple of this long: state that grows a little does not move it
+ROUND = 1 << 20  # file lengths in bytes are rounded up to this, so that growing state rarely needs a new file
 SEAL = ".seal"
-_LEVELS = 3  # of folders below the file system in memory: the user's, the run's, and the host's
+_LEVELS = 3  # number of nested folders for slots: the user's, the run's, and the host's
 
 
 def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
-    """Where this host's slots lie: by user, run (the folder of its checkpoints) and number of the host.
+    """The folder of this host's slots, named by user, run (a hash of its folder of checkpoints) and index of the host.
 
-    Where the folder cannot be made, the level of memory is off, and says so.
+    If the folder cannot be created, no error is raised here; the memory level is then turned off with a warning.
 
     Raises:
-        ShoestringError: what is there is another user's, or others may write to it.
+        ShoestringError: the folder is another user's, or others may write to it.
     """
-    run = hashlib.sha256(str(Path(settings.folder).resolve()).encode()).hexdigest()[:16]
+    run = hashlib.sha256(os.fsencode(Path(settings.folder).resolve())).hexdigest()[:16]
     host = world.rank // world.local_size
-    folder = Path(settings.memory, f"shoestring-{os.geteuid()}", run, f"host-{host}")
+    folder = Path(settings.memory_folder, f"shoestring-{os.geteuid()}", run, f"host-{host}")
     with suppress(OSError):
         check_private(folder, make=make)
     return folder
 
 
 def check_private(folder: Path, levels: int = _LEVELS, *, make: bool = True) -> None:
-    """Make sure that a folder in memory, and those above it, are this user's alone, each time one may be created.
+    """Create a folder in memory, and check that only this user can write to it and to the folders above it.
 
     Args:
-        levels: of folders that are this user's: 3 down to the slots of a host, 2 down to those of a run.
+        levels: number of folders at the end of the path that must be this user's: 3 for a host's slots, 2 for a run's.
+        make: create the folders that are missing.
 
     Raises:
-        ShoestringError: what is there is another user's, or others may write to it.
-        OSError: the folder cannot be made.
+        ShoestringError: a folder is another user's, or others may write to it.
+        OSError: the folder cannot be created.
     """
     private_folder(folder.parents[levels - 1], *folder.parts[-levels:], make=make)
 
 
 @dataclass(eq=False)
 class Room:
-    """Memory for a part, with the places in it that were filled last: the next time they are mostly the same."""
+    """Memory for a part, and the views of its pieces, which the next checkpoint can usually use again."""
 
     data: Tensor
-    """uint8, 1-d."""
+    """The memory as a tensor: uint8, 1-d."""
     file: tuple[Path, int, int] | None = None
-    """The path, device and inode of its file; None in memory of this process alone."""
+    """Path, device and inode of the file that is mapped; None for this process's own memory."""
     _form: Form | None = None
     _start: int = 0
     _places: list[Tensor] = field(default_factory=list)
 
     def places(self, form: Form, start: int) -> list[Tensor]:
-        """Where pieces of this form go whose header ends at byte `start`."""
+        """Views of the pieces of a layout, in a part whose header ends at byte `start`."""
         if self._form is not form or self._start != start:
             self._form, self._start, self._places = form, start, form.views(self.data[start:])
         return self._places
 
     @property
     def stands(self) -> bool:
-        """Whether its file is still where the next process will look for it."""
+        """Whether the mapped file is still at its path, where a later process will look for it."""
         if self.file is None:
             return True
         path, *file = self.file
@@ -96,18 +99,18 @@ class Room:
 
 @dataclass(eq=False)
 class Slot:
-    """One slot; `stem` is the beginning of its files' names."""
+    """One slot of a rank; `stem` is the common prefix of the paths of its files."""
 
     stem: Path
     files: Files
     sums: Callable[[Tensor, tuple[Path, int, int] | None], list[int]] = lambda data, _: sums(data)
-    """Gives the checksums of bytes that are in a file (its path, device and inode), or in none."""
+    """(bytes, file) -> checksums of the bytes; the file they are mapped from as (path, device, inode), or None."""
     checkpoint: CheckpointId | None = None
-    """Of what is sealed in it."""
+    """The checkpoint in the slot; None if its content is not complete."""
     lacking: str = ""
-    """Why it does not outlive the process."""
+    """Why the content will not survive the end of the process; empty if it will."""
     order: object = None
-    """What a stager knows of what goes where, as long as the slot has its memory."""
+    """The `CopyOrder` of the stager for this slot, valid as long as the slot keeps its memory."""
     _no_room: str = ""
     _rooms: dict[str, Room] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -117,9 +120,9 @@ class Slot:
         return self.stem.with_name(self.stem.name + SEAL)
 
     def begin(self) -> None:
-        """Break the seal: what is in the slot is gone from here on.
+        """Remove the seal, so that the content of the slot is no longer valid and may be overwritten.
 
-        Where it cannot be broken the sealed files stay as they are, and this process's own memory is filled.
+        If the seal cannot be removed, the files stay as they are, and this process's own memory is used instead.
         """
         self.checkpoint = None
         self._parts = {}
@@ -135,10 +138,11 @@ class Slot:
         self.order = None
 
     def resume(self, history: History) -> None:
-        """Keep what is in the slot if this start continues it, and break its seal if not.
+        """Keep the slot's content if it is part of the run's history; otherwise remove its seal.
 
-        An earlier one may be what the peers have, too, and so all there is when a host is lost before the next
-        checkpoint."""
+        Older checkpoints are kept too. A checkpoint of which peers hold copies is needed if a host is lost before the
+        next checkpoint.
+        """
         record = sealed(self.seal_path)
         if record is not None and history.holds(record.checkpoint):
             self.checkpoint = record.checkpoint
@@ -146,15 +150,20 @@ class Slot:
             self.begin()
 
     def room(self, part: str, nbytes: int) -> Tensor:
-        """Where a part of that many bytes goes: (nbytes,) uint8, mapped.
+        """Memory for a part: (nbytes,) uint8, mapped from the slot's file.
 
-        Where the host's shared memory is full, it is this process's own: enough to write to disk from, gone with it.
+        If the host's shared memory is full, the result is this process's own memory, from which the part can be written
+        to disk, but which does not survive the process.
         """
         self._parts[part] = self._room(part.partition("-")[0], nbytes).data[:nbytes]
         return self._parts[part]
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Make room for parts of so many bytes before they are there. For a slot that holds nothing."""
+        """Allocate memory for parts ahead of time. The slot must be empty.
+
+        Args:
+            sizes: name of a part -> its size in bytes.
+        """
         for part, nbytes in sizes.items():
             self._room(part.partition("-")[0], nbytes)
 
@@ -165,7 +174,7 @@ class Slot:
         return room
 
     def begin_part(self, part: str, draft: Draft) -> list[Tensor]:
-        """Write a part's header; where its pieces go, in the draft's order."""
+        """Write a part's header; returns views to copy its pieces into, in the draft's order."""
         draft.begin(self.room(part, draft.nbytes))
         return self._rooms[part.partition("-")[0]].places(draft.form, len(draft.header))
 
@@ -175,11 +184,11 @@ class Slot:
             return Room(torch.empty(nbytes, dtype=torch.uint8))
         try:
             self.files.before("folder", path.parent)
-            check_private(path.parent)  # another program may have removed it, and another user created it again
+            check_private(path.parent)  # another user may have replaced the folder
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
                 status = os.fstat(file.fileno())
-                if status.st_blocks * 512 < nbytes:  # what an earlier process has reserved is there
+                if status.st_blocks * 512 < nbytes:  # an earlier process may have reserved the file
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 return Room(mapped(file, nbytes, writable=True), (path, status.st_dev, status.st_ino))
         except ShoestringError as error:
@@ -188,7 +197,7 @@ class Slot:
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            self.lacking = self._no_room = f"no room for {nbytes / 1e6:.0f} MB in `{path.parent}`: {error.strerror}"
+            self.lacking = self._no_room = f"no room for {figures.memory(nbytes)} in `{path.parent}`: {error.strerror}"
             return Room(torch.empty(nbytes, dtype=torch.uint8))
 
     def _path(self, key: str) -> Path:
@@ -198,7 +207,7 @@ class Slot:
         return self._rooms[key].file if key in self._rooms else None
 
     def seal(self, checkpoint: CheckpointId, notes: Mapping[str, Any] | None = None) -> Record:
-        """Say that everything is in it; checksums are of what it holds now."""
+        """Compute the checksums of the slot's content, and write the seal; returns the record in it."""
         parts = {
             name: Entry(self._path(key).name, len(data), tuple(self.sums(data, self._file(key))))
             for name, data in self._parts.items()
@@ -206,8 +215,8 @@ class Slot:
         }
         record = Record(checkpoint, parts, notes or {})
         if not self.lacking and not all(room.stands for room in self._rooms.values()):
-            self.lacking = f"what was in `{self.stem.parent}` has been removed by another program"
-            self._drop_rooms()  # the next time there are new files
+            self.lacking = f"another program has removed files from `{self.stem.parent}`"
+            self._drop_rooms()  # so that the next checkpoint gets new files
         if not self.lacking:
             try:
                 self.files.replace(self.seal_path, record.dumps(), durable=False)
@@ -218,15 +227,19 @@ class Slot:
 
     @property
     def stands(self) -> bool:
-        """Whether what was sealed in it can still be found."""
+        """Whether the seal and the files still exist, so that a later process would find the content."""
         return self.seal_path.exists() and all(room.stands for room in self._rooms.values())
 
     def parts(self, kinds: Iterable[str]) -> dict[str, Tensor]:
-        """The bytes of the parts of these kinds that are in it, by their names."""
+        """The parts of these kinds in the slot: name -> bytes."""
         return {name: data for name, data in self._parts.items() if name.partition("-")[0] in kinds}
 
     def close(self, reason: str = "") -> None:
-        """Remove its files, an earlier process's too; with a reason, this process's own memory is used from now on."""
+        """Remove the slot's files, also those of earlier processes.
+
+        Args:
+            reason: if given, why the slot uses this process's own memory from now on.
+        """
         self.begin()
         with suppress(OSError):
             for path in self.stem.parent.glob(f"{self.stem.name}.*"):
@@ -236,34 +249,34 @@ class Slot:
 
 
 class Sealed(NamedTuple):
-    """What a rank has sealed in its slots."""
+    """Summary of the checkpoints that a rank has sealed."""
 
     step: int = 0
-    """The newest of them."""
+    """Step of the newest sealed checkpoint."""
     lasts: bool = True
-    """Whether it outlives the process."""
+    """Whether the newest sealed checkpoint survives the end of the process."""
     since: int = 0
-    """The step from which on all of them do."""
+    """Step from which on all sealed checkpoints survive the end of the process."""
 
     def then(self, step: int, lasts: bool) -> Sealed:
-        """Once a further step is sealed."""
+        """The summary after the checkpoint of a further step is sealed."""
         return Sealed(step, lasts, self.since if self.lasts and lasts else step)
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:
-    """The one to fill next: an empty one, or that with the oldest checkpoint."""
+    """The slot to fill next: an empty one if there is any, otherwise the one with the oldest checkpoint."""
     return min(slots, key=lambda slot: (slot.checkpoint is not None, slot.checkpoint or ()))
 
 
 def seals(folder: Path) -> Iterator[tuple[Path, Record]]:
-    """The seals in a folder of slots; damaged ones are as if they were not there."""
+    """The undamaged seals in a folder of slots, as (path, record)."""
     for path in sorted(folder.glob(f"*{SEAL}")):
         if (record := sealed(path)) is not None:
             yield path, record
 
 
 def sealed(path: Path) -> Record | None:
-    """What a seal says; None where it is missing, damaged, or another slot's."""
+    """The record in a seal; None if the seal is missing, is damaged, or names files of another slot."""
     try:
         record = Record.read(path, private=True)
     except CheckpointError:

@@ -1,4 +1,8 @@
-"""Copying a job's state into a slot: at once what the next pass may change, and beside that pass what it does not."""
+"""Copy a job's state into a slot.
+
+Weights and optimizer state are copied during the next forward and backward pass ("the next pass"), which does not
+change them. All other tensors are copied immediately.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +28,20 @@ from shoestring.checkpoint.format.tree import encode, root, step
 from shoestring.checkpoint.tiers.gpu_copies import copy_from_gpu
 from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
-from shoestring.core.job import Kept
+from shoestring.core.attachments import Kept
 from shoestring.core.kept import ModelState
 from shoestring.core.leases import Priority
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
 T = TypeVar("T")
-BATCH = 16 << 20  # bytes that are copied between two looks at whether to hurry
-PATIENCE = 0.05  # seconds that a batch waits for what is copied for training
+BATCH = 16 << 20  # bytes that are copied before checking again whether training waits for the copy
+PATIENCE = 0.05  # maximum seconds that a batch waits for more urgent copies
 
 
 @dataclass
 class Copies:
-    """What is to be copied, and to where."""
+    """Copies to do: each source tensor to the target at the same index."""
 
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
@@ -47,13 +51,13 @@ class Copies:
         return sum(target.nbytes for target in self.targets)
 
     def do(self) -> None:
-        """Copy, and wait for it."""
+        """Do all copies, and wait until they are complete."""
         if self.targets:
             with torch.no_grad():
                 foreach_copy_(self.targets, self.sources)
 
     def batches(self, nbytes: int) -> Iterator[Copies]:
-        """In groups of about so many bytes."""
+        """Split the copies into groups of about `nbytes` bytes."""
         first = size = 0
         for index, target in enumerate(self.targets, 1):
             size += target.nbytes
@@ -63,25 +67,29 @@ class Copies:
 
 
 class CopyOrder:
-    """Where in a slot everything goes, and when: the same for its next checkpoint as long as what is copied beside the
-    next pass lies where it lay.
+    """The targets of all sources in a slot, and which sources are copied immediately.
+
+    The order is used again for the slot's next checkpoint, unless a source that is copied during the next pass has
+    moved to another address.
 
     Args:
-        places: where the sources go, a list for each part.
-        stable: the addresses of storages that may be copied beside the next pass.
+        places: targets of the sources, as one list for each part.
+        stable: addresses of storages that do not change during the next pass, so that they can be copied meanwhile.
     """
 
     def __init__(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], stable: Collection[int]) -> None:
-        self._places, targets = places, [target for each in places for target in each]
-        beside = [source.untyped_storage().data_ptr() in stable for source in sources]
-        self._now, self._later = (
-            [index for index, each in enumerate(beside) if each is when] for when in (False, True)
-        )
+        self._places, targets = places, [target for part in places for target in part]
+        is_stable = [source.untyped_storage().data_ptr() in stable for source in sources]
+        self._now = [index for index, later in enumerate(is_stable) if not later]
+        self._later = [index for index, later in enumerate(is_stable) if later]
         self._to_now, self._to_later = ([targets[index] for index in indices] for indices in (self._now, self._later))
         self._addresses = [sources[index].data_ptr() for index in self._later]
 
     def holds(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> bool:
-        """For sources of the same names and shapes, as those of the same places are."""
+        """Whether this order is still valid for these targets and sources.
+
+        If the lists of targets are the same objects, names and shapes of the sources are the same too.
+        """
         return (
             len(places) == len(self._places)
             and all(map(is_, places, self._places))
@@ -89,60 +97,63 @@ class CopyOrder:
         )
 
     def copies(self, sources: Sequence[Tensor]) -> tuple[Copies, Copies]:
-        """At once, and beside the next pass."""
+        """The copies to do immediately, and the copies to do during the next pass."""
         now, later = ([sources[index] for index in indices] for indices in (self._now, self._later))
         return Copies(self._to_now, now), Copies(self._to_later, later)
 
 
 class Content:
-    """The state of everything kept, as it is: nothing is copied.
+    """The trees and tensors of all states of a job, without copying a tensor.
 
     Raises:
-        CheckpointError: something kept cannot be saved.
+        CheckpointError: a state cannot be saved.
     """
 
-    def __init__(self, kept: Mapping[str, Kept]) -> None:
+    def __init__(self, states: Mapping[str, Kept]) -> None:
         self.trees: dict[str, dict[str, Any]] = {"shared": {}, "own": {}}
         self.tensors: list[Tensor] = []
-        self.kept = kept
+        self.kept = states
         self.outline: list[tuple[Any, ...]] = []
-        """Of each tensor: whether it is this rank's own, its path, and all of its form and place but the values."""
-        for name, of in kept.items():
-            found: dict[str, Tensor] = {}
-            own = of.across == "own"
-            self.trees["own" if own else "shared"][name] = encode(of.state.state_dict(), root(name), found)
-            self.tensors += found.values()
+        """For each tensor: whether it belongs to an "own" state, its path, data type and shape; a DTensor's placement.
+        """
+        for name, entry in states.items():
+            leaves: dict[str, Tensor] = {}
+            own = entry.across == "own"
+            self.trees["own" if own else "shared"][name] = encode(entry.state.state_dict(), root(name), leaves)
+            self.tensors += leaves.values()
             self.outline += [
-                (own, path, each.dtype, each.shape, each.device_mesh, each.placements)
-                if isinstance(each, DTensor)
-                else (own, path, each.dtype, each.shape)
-                for path, each in found.items()
+                (own, path, leaf.dtype, leaf.shape, leaf.device_mesh, leaf.placements)
+                if isinstance(leaf, DTensor)
+                else (own, path, leaf.dtype, leaf.shape)
+                for path, leaf in leaves.items()
             ]
 
 
 class Frame:
-    """What the parts of this rank look like: the same from one checkpoint to the next as long as the content's outline
-    is."""
+    """Layout of this rank's parts; used again for the next checkpoint if the outline of the content is the same."""
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
         self._buffers = {
-            f"{root(name)}/{step(each)}" for name, kept in content.kept.items() for each in buffer_names(kept.state)
+            f"{root(name)}/{step(buffer)}"
+            for name, entry in content.kept.items()
+            for buffer in buffer_names(entry.state)
         }
         self.homes: dict[str, int] = {}
-        """The ranks that own tensors are named after; of a DTensor, which several ranks make up, the first of them."""
+        """Path of a tensor in an "own" state -> the rank in its name; for a DTensor, the first rank of its mesh."""
         leaves = [
-            self._leaf(each[0], each[1], tensor, world)
-            for each, tensor in zip(self.outline, content.tensors, strict=True)
+            self._leaf(own, path, tensor, world)
+            for (own, path, *_), tensor in zip(self.outline, content.tensors, strict=True)
         ]
         whole = {leaf.name: (index, leaf) for index, leaf in enumerate(leaves)}
         pieces = divided(leaves, world.rank, world.local_size)
         ordered = {kind: aligned(pieces[kind]) for kind in KINDS if pieces[kind] or kind == PRIVATE}
-        self.forms = {kind: Form.of(each) for kind, each in ordered.items()}
-        self._cuts = {kind: [_cut(piece, *whole[piece.name]) for piece in each] for kind, each in ordered.items()}
+        self.forms = {kind: Form.of(part) for kind, part in ordered.items()}
+        self._cuts = {kind: [_cut(piece, *whole[piece.name]) for piece in part] for kind, part in ordered.items()}
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
 
     def _leaf(self, own: bool, path: str, tensor: Tensor, world: World) -> Leaf:
+        """The leaf of a tensor, with the name under which the tensor is saved."""
         apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
         leaf = leaf_of(path, tensor, (world.rank,) if apart else range(world.size))
         if not own:
@@ -151,9 +162,9 @@ class Frame:
         return replace(leaf, name=f"{self.homes[path]}:{path}")
 
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
-        """The parts of content with this outline, by their names."""
+        """The drafts of this rank's parts, by name, for content with this outline."""
         with torch.no_grad():
-            data = [each.to_local() if isinstance(each, DTensor) else each for each in content.tensors]
+            data = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in content.tensors]
             drafts = {}
             for kind, form in self.forms.items():
                 extra = {"trees": content.trees, "homes": self.homes} if kind == PRIVATE else {}
@@ -165,7 +176,7 @@ class Frame:
 
 
 def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
-    """Of which tensor a piece is, and which of its rows; None where it is all of them."""
+    """Where a piece comes from: (index of the tensor, its rows); None for all rows."""
     if piece is whole:
         return index, None
     first = piece.box.offset[0] - whole.box.offset[0]
@@ -173,8 +184,8 @@ def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
 
 
 def buffer_names(state: object) -> list[str]:
-    """The names of a module's buffers in its state: replicas do not keep them equal (BatchNorm's statistics)."""
-    if isinstance(state, ModelState):  # which names them whatever wraps the model
+    """Names of a module's buffers in its state, which may differ between replicas (statistics of batch norms)."""
+    if isinstance(state, ModelState):  # its names do not depend on wrappers of the model
         return [own_name(state.model, name) for name in _buffers(state.model)]
     return list(_buffers(state)) if isinstance(state, nn.Module) else []
 
@@ -184,67 +195,76 @@ def _buffers(model: nn.Module) -> Iterator[str]:
 
 
 def apart_name(path: str, rank: int) -> str:
-    """What a tensor is saved as that each rank has its own of, in a state that is otherwise the same on all of them.
+    """The name of a rank's version of a tensor that may differ between ranks, in a state that is otherwise equal.
 
-    The first rank's has the plain name: it is what other numbers of ranks resume from, and what is exported.
+    The first rank's version has the plain name, because it is exported, and used if the number of ranks has changed.
     """
     return f"{rank}:{path}" if rank else path
 
 
 def home(tensor: Tensor, rank: int) -> int:
-    """The rank that an own tensor is named after."""
+    """The rank that is part of the name of a tensor in an "own" state."""
     return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else rank
 
 
 @dataclass(eq=False)
 class Stager:
-    """Fills slots. One at a time: `start`, then `finish` before what it copies is changed.
+    """Fills one slot at a time: `start` begins the copy, and `finish` waits for it before training changes a tensor.
 
-    One thread copies; another one does what follows a copy, for which the next copy need not wait.
+    One thread copies. A second thread does the work that follows a copy, so that the next copy need not wait for it.
     """
 
     world: World
     stable: Callable[[], set[int]]
-    """The addresses of tensors that do not change before the next optimizer step."""
+    """Returns the storage addresses of tensors that stay unchanged until the next optimizer step."""
     overlap: bool
+    """Whether to copy these tensors during the next pass, instead of immediately."""
     _frame: Frame | None = None
     _began: float = 0.0
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
-    """Seconds from the start of each of the newest copies to where its end was waited for."""
+    """For the newest copies: seconds from the start of the copy until the training thread waited for it."""
     _copier: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-copy"))
     _follower: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-seal"))
     _copying: Future[None] | None = None
-    """Until the training thread may continue; on a GPU, once the copies are issued."""
+    """Resolved when training may change the tensors; on a GPU, as soon as the copies are issued."""
     _copied: Future[None] | None = None
-    """Until the newest slot is full."""
+    """Resolved when all data is in the newest slot."""
     nbytes: int = 0
-    """Of the newest copy."""
+    """Size of the newest copy in bytes."""
     _hurry: threading.Event = field(default_factory=threading.Event)
+    """Set when the training thread waits for the copy."""
     _pinned: dict[int, Tensor | None] = field(default_factory=dict)
-    """By address, memory of slots; None where it cannot be pinned."""
+    """Address of a slot's memory -> the pinned memory, or None if it cannot be pinned."""
     _stream: Any = None
+    """CUDA stream for copies."""
     _reading: Any = None
-    """The stream of what follows a copy."""
+    """CUDA stream for the work that follows a copy."""
     _event: Any = None
+    """CUDA event after the newest copies; None once the training stream waits for it."""
     _waits: deque[tuple[Any, Any]] = field(default_factory=deque)
-    """Events before and after each of the GPU's newest waits for copies."""
+    """CUDA events before and after each of the newest waits of the training stream for copies."""
 
-    def drafts(self, kept: Mapping[str, Kept], about: Mapping[str, Any]) -> dict[str, Draft]:
-        """The parts that everything kept makes, by their names.
+    def drafts(self, states: Mapping[str, Kept], about: Mapping[str, Any]) -> dict[str, Draft]:
+        """Drafts of this rank's parts of a checkpoint, by name.
+
+        Args:
+            about: metadata for the headers of the parts.
 
         Raises:
-            CheckpointError: something kept cannot be saved.
+            CheckpointError: a state cannot be saved.
         """
         with _no_collecting():
-            content = Content(kept)
+            content = Content(states)
             if self._frame is None or self._frame.outline != content.outline:
                 self._frame = Frame(content, self.world)
-            made = self._frame.drafts(content, about)
-            del content  # or it would be among what has survived a collection, which makes the next one thorough
-        return made
+            drafts = self._frame.drafts(content, about)
+            # Free these objects before garbage collection is enabled again. Objects that survive a collection move to
+            # an older generation, and then a full collection comes sooner.
+            del content
+        return drafts
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
-        """Begin to fill a slot: at once with what the next pass may change, and beside it with the rest."""
+        """Start to fill a slot: copy some tensors immediately, and let a thread copy the others in the next pass."""
         self._began = time.perf_counter()
         slot.begin()
         places = [slot.begin_part(name, draft) for name, draft in drafts.items()]
@@ -259,11 +279,11 @@ class Stager:
         if later.targets and self.world.device.type == "cuda":
             self._from_gpu(later, slot)
         elif later.targets:
-            pace = min(self._times, default=0.0) / 2
+            pace = min(self._times, default=0.0) / 2  # half of the time that recent passes have left for the copy
             self._copying = self._copied = self._copier.submit(self._in_turn, later, pace)
 
     def finish(self) -> None:
-        """Wait until nothing is copied any more; on a GPU, make its next work wait."""
+        """Wait until all data is copied; on a GPU, let the training stream wait for the copies, not this thread."""
         if self._copying is not None:
             self._times.append(time.perf_counter() - self._began)
             self._hurry.set()
@@ -278,7 +298,7 @@ class Stager:
             self._event = None
 
     def waited(self) -> float:
-        """Seconds for which the GPU has waited for copies, as far as it is over and was not told before."""
+        """Seconds for which the GPU has waited for copies, summed over waits that have ended since the last call."""
         seconds = 0.0
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.popleft()
@@ -286,7 +306,7 @@ class Stager:
         return seconds
 
     def then(self, work: Callable[[], T]) -> Future[T]:
-        """Do some work once the slot is full, beside the next copy; on a GPU, on a stream of its own."""
+        """Call `work` on the second thread once all data is in the slot; on a GPU, with a separate CUDA stream."""
         copied, nbytes = self._copied, self.nbytes
 
         def following() -> T:
@@ -304,14 +324,17 @@ class Stager:
         self.unpin()
 
     def unpin(self) -> None:
-        """Let go of the memory of slots; for when nothing is on its way to them."""
+        """Unpin the memory of slots. No copy may be running."""
         for address, room in self._pinned.items():
             if room is not None:
                 _cudart().cudaHostUnregister(address)
         self._pinned.clear()
 
     def _in_turn(self, copies: Copies, pace: float) -> None:
-        """At a bounded rate: in batches spread over `pace` seconds, half of what there was, until somebody waits."""
+        """Copy in batches that are spread over `pace` seconds, to leave memory bandwidth to training.
+
+        Once the training thread waits for the copy, there are no more pauses.
+        """
         with span("stage", "copy", copies.nbytes):
             batches = list(copies.batches(BATCH))
             for number, batch in enumerate(batches):
@@ -320,14 +343,17 @@ class Stager:
                     batch.do()
 
     def _from_gpu(self, copies: Copies, slot: Slot) -> None:
-        """On a side stream, into memory pinned to its exact size: torch's own pinning rounds up to powers of 2."""
+        """Copy on a separate CUDA stream, into pinned memory of the slot.
+
+        The memory is pinned here and not by torch, because torch rounds its size up to a power of 2.
+        """
         if self._stream is None:
             self._stream, self._reading = torch.cuda.Stream(), torch.cuda.Stream()
         for room in slot.parts(KINDS).values():
             self._pin(room)
         stepped = torch.cuda.current_stream().record_event()
 
-        def issue() -> None:  # of thousands of copies: not on the training thread
+        def issue() -> None:  # not on the training thread, because there may be thousands of copies
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(stepped)
                 copy_from_gpu(copies.targets, copies.sources, self._stream)
@@ -347,14 +373,14 @@ class Stager:
         if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
             self._pinned[room.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(room)
             return
-        self._pinned[room.data_ptr()] = None  # a file on a disk, say: copies to it are slower
-        with suppress(RuntimeError):  # which otherwise some later kernel would raise
+        self._pinned[room.data_ptr()] = None  # for example if it is a file on a disk; copies to it are slower
+        with suppress(RuntimeError):  # clears the error, which a later kernel would raise otherwise
             torch.ones(1, device=self.world.device)
 
 
 @contextmanager
 def _no_collecting() -> Iterator[None]:
-    """Thousands of small objects are made and soon gone: enough to have garbage looked for, which takes 0.1 s."""
+    """Context without garbage collection, which takes 0.1 s and is triggered by thousands of short-lived objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -369,5 +395,5 @@ def _mark() -> Any:
 
 
 def _cudart() -> Any:
-    """CUDA's runtime, which torch loads when a GPU is first used."""
+    """The CUDA runtime, which torch loads when a GPU is used for the first time."""
     return torch.cuda.cudart()

@@ -1,9 +1,10 @@
-"""The multi-level checkpoint cache: each checkpoint of a job's state climbs from level to level.
+"""Multi-level checkpoints: each checkpoint goes through several stages.
 
     staged ─ sealed in this host's memory ─ kept by peers ─ written to disk ─ committed ─ retired
 
-The training thread only stages; a thread copies, one seals, and one does what needs peers or disk (`keeper`). All ranks
-take the same decisions at the same steps: what they depend on is agreed a step before, by one small all-reduce.
+The training thread only starts the staging. A second thread copies the state, a third one seals it, and a fourth one
+(`keeper`) copies it to peers and writes it to disk. All ranks take the same decisions at the same steps, because they
+decide from numbers on which they agree by a small all-reduce, which is started one step earlier.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoestring.checkpoint.format.checksum import threads_beside
 from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.tiers import budget
-from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess
+from shoestring.checkpoint.tiers.checksum_process import ChecksumProcess, threads_beside
 from shoestring.checkpoint.tiers.claim import Claim
 from shoestring.checkpoint.tiers.disk import Disk
 from shoestring.checkpoint.tiers.file_acts import Files, tried
@@ -33,8 +33,8 @@ from shoestring.checkpoint.tiers.save_schedule import DISK, MEMORY, PEERS, Check
 from shoestring.checkpoint.tiers.slots import Sealed, Slot, oldest
 from shoestring.checkpoint.tiers.staging import Stager
 from shoestring.checkpoint.tiers.waits import result_of
+from shoestring.core.attachments import Kept
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Kept
 from shoestring.core.kept import Progress
 from shoestring.core.trace import span
 from shoestring.core.world import World
@@ -50,14 +50,17 @@ REPLACED = "another start of this run has taken over its checkpoints: this one e
 
 @dataclass(eq=False)
 class Checkpointer:
-    """One rank's part in saving; `capture` after every step, `wait` before the next one changes the state."""
+    """Writes multi-level checkpoints of one rank's state.
+
+    `capture` must be called after every step, and `wait` before the next optimizer step changes the state.
+    """
 
     kept: Mapping[str, Kept]
     progress: Progress
     world: World
     settings: Tiered
     folder: Path
-    """Of this host's slots."""
+    """Folder of this host's slots."""
     stable: Callable[[], set[int]]
     files: Files = field(default_factory=Files)
 
@@ -74,26 +77,26 @@ class Checkpointer:
         self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
         self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
         self.differences: Differences | None = None
-        """Of the steps since the newest checkpoint, where they are kept."""
+        """Recorder of the steps since the newest checkpoint; None if they are not recorded."""
         self.finished = self._last = False
         self.on_disk = False
-        """Whether what was restored, or saved at the end, is on disk, all of it."""
+        """Whether the checkpoint that was restored, or made at the end of the run, is on disk."""
         self._claimed = False
         self._under_way: dict[Slot, Future[Any]] = {}
         self._pulse: Pending | None = None
-        self._staged = 0  # the newest step that was staged, on all ranks
-        self._sealed = Sealed()  # on this one; replaced as a whole, by the thread that seals
-        self._lasting = 0  # the newest step that outlives the processes of all ranks
-        self._refused = ""  # why nothing is sealed any more
-        self._fits: bool | None = None  # whether the host's memory has room for the own slots
-        self.copied = 0  # bytes
-        self.stalled = self._stall = self._began = 0.0  # seconds
+        self._staged = 0  # newest step that was staged; equal on all ranks
+        self._sealed = Sealed()  # the sealing thread replaces the whole object, so no lock is needed
+        self._lasting = 0  # newest step whose checkpoint survives the end of all ranks' processes
+        self._refused = ""  # why no more checkpoints are sealed; empty if they are
+        self._fits: bool | None = None  # whether the host's memory has room for this rank's slots; None until known
+        self.copied = 0  # bytes that were copied into slots
+        self.stalled = self._stall = self._began = 0.0  # seconds: all stalls, the current one; start of the newest copy
 
     def take(self) -> None:
-        """Get the right to write this run's checkpoints, before anything is looked for; a collective.
+        """Claim the right to write the run's checkpoints, before looking for any; a collective.
 
         Raises:
-            CheckpointError: on all ranks: another start of the run has it.
+            CheckpointError: another start of the run has claimed it; raised on all ranks.
         """
         self.claim.take(self.group)
         self._claimed = True
@@ -104,10 +107,12 @@ class Checkpointer:
         others: Collection[CheckpointId] = (),
         reached: CheckpointId | None = None,
     ) -> None:
-        """Begin a start of the run that continues a checkpoint, if any, of those that there are; a collective.
+        """Begin a start of the run; a collective.
 
         Args:
-            reached: the step that it continues after, where steps after the checkpoint have been replayed.
+            restored: the checkpoint that was loaded; None begins a new run.
+            others: all checkpoints that exist.
+            reached: the last step that was replayed after the checkpoint; None if none was.
         """
         if not self._claimed:
             self.take()
@@ -120,14 +125,16 @@ class Checkpointer:
         self.keeper.begin(self.claim.history, self.own)
         if self.differences is not None:
             self.differences.begin()
-        if reached is not None:  # soon there is a checkpoint from which nothing needs to be replayed
+        if reached is not None:  # save soon, so that these steps need not be replayed again after another failure
             self.schedule.postpone({MEMORY, PEERS} if self.schedule.steps[PEERS] else {MEMORY})
 
     def capture(self, last: bool, loss: Tensor | None = None) -> None:
-        """Work for the end of a step: stage where it is due, save everything where it is the last.
+        """Start a checkpoint if one is due after this step; after the last step, write it to disk.
 
         Args:
-            loss: of the step, 0-d; what is staged counts only if that is finite, which is looked at beside training.
+            last: whether this was the last step.
+            loss: loss of the step, 0-d. The checkpoint is sealed only if the loss is finite, which another thread
+                checks.
         """
         step, began = self.progress.step, time.perf_counter()
         if self.claim.history is None:
@@ -145,28 +152,28 @@ class Checkpointer:
         due = self.schedule.due(step)
         if due:
             self._decide(step, due, loss)
-        if self.schedule.due(step + 1):
+        if self.schedule.due(step + 1):  # ranks agree during the next step, so that none waits
             self._pulse = self.group.all_reduce_min(self._state())
         self._stalled(began)
 
     def wait(self) -> None:
-        """Work for the time before the optimizer's step: what is staged must have been copied."""
+        """Wait until the state is copied; called before the optimizer step, which changes it."""
         began = time.perf_counter()
         with span("finish staging", "wait"):
             self.stager.finish()
         self._stalled(began)
         if self._staged == self.progress.step:
-            self._stall += self.stager.waited()  # what a GPU waits for this copy is known, and counted, at the next
+            self._stall += self.stager.waited()  # the GPU's wait for the newest copy is added later
             self.schedule.stalled(self._stall)
             self.stalled += self._stall
         self._stall = 0.0
 
     def _stalled(self, since: float) -> None:
-        """Count what a checkpoint stops training for, from its start to where its copy is waited for."""
+        """Count the time since `since` as time for which a checkpoint has stopped training."""
         self._stall += time.perf_counter() - since
 
     def _state(self) -> list[float]:
-        """What the ranks decide by; the least of each counts."""
+        """The numbers from which ranks decide; all take the minimum over ranks, so some costs and steps are negated."""
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
         sealed = self._told()
@@ -176,20 +183,22 @@ class Checkpointer:
             *sealed,
             *(-math.inf if slot is None else -float(_needed(slot)) for slot in slots),
             float(self.keeper.idle),
-            *(-each for each in self.schedule.costs()),
+            *(-cost for cost in self.schedule.costs()),
         ]
 
     def _told(self) -> list[float]:
-        """What this rank has sealed, for `_agree`."""
+        """Numbers on the checkpoints that this rank has sealed, as `_agree` takes them."""
         step, lasts, since = self._sealed
-        newest = next((each for each in self.own if each.checkpoint and each.checkpoint.step == step), None)
+        newest = next((slot for slot in self.own if slot.checkpoint and slot.checkpoint.step == step), None)
         lasts = lasts and (newest is None or newest.stands)
         return [step, float(lasts) if self._fits is not False else -1.0, -since]
 
     def _agree(self, sealed: float, lasts: float, since: float) -> tuple[int, bool]:
-        """The newest step that all ranks have sealed, and whether it outlives them, from the least that they told.
+        """The newest step that all ranks have sealed, and whether it survives the end of all their processes.
 
-        A rank that is ahead tells of a later step: an earlier one outlives it, too, if none between could not.
+        The arguments are the minima of `_told` over all ranks. A rank may have sealed a later step than the agreed one.
+        The agreed step survives on that rank if all steps that it has sealed since then survive. So the agreed step is
+        compared with `since`. `since` is negated, so that its minimum over ranks is the latest step.
         """
         lasting = lasts > 0 and sealed >= -since
         self.safe[MEMORY] = int(sealed) if lasting else 0
@@ -198,28 +207,43 @@ class Checkpointer:
         return int(sealed), lasting
 
     def _choose(self, sealed: float, lasts: float, since: float, unless: float, needed: float) -> Slot | None:
-        """The slot to fill; None on all ranks while one has none. What they told is of `_slot` as it is called here."""
+        """The slot to fill, chosen from the minima of `_state`; None on all ranks if any rank has no free slot.
+
+        Args:
+            unless: the negated step that must be sealed on all ranks before the slot may be filled, if the newest
+                checkpoint does not survive on all ranks.
+            needed: the negated step that must be sealed on all ranks, if the newest checkpoint survives on all ranks.
+        """
         step, lasting = self._agree(sealed, lasts, since)
-        return None if -(needed if lasting else unless) > step + (not lasting) else self._slot(step, lasting)
+        most_needed = -(needed if lasting else unless)
+        if most_needed > step + (not lasting):
+            return None
+        return self._slot(step, lasting)
 
     def _slot(self, sealed: int, lasting: bool) -> Slot | None:
-        """The own slot to fill next; None while there is none.
+        """The slot to fill next; None if no slot is free.
 
-        Never one that is being filled or sealed, nor that of the newest checkpoint that all ranks have sealed or of a
-        newer one; nor that whose checkpoint the peers have, for a lost host needs it on all others. Where the newest
-        does not outlive all ranks, it may be filled, but not that of the newest step that does.
+        A slot is not free while it is being filled, sealed or read. A slot is not free while it holds the newest
+        checkpoint that all ranks have sealed, or a newer one. A slot is not free while it holds the checkpoint of which
+        peers have copies, because after the loss of a host this checkpoint is needed on all other hosts. If the newest
+        checkpoint does not survive the end of all processes, its slot is free, but the slot of the newest checkpoint
+        that survives is not.
+
+        Args:
+            sealed: newest step that all ranks have sealed.
+            lasting: whether the checkpoint of this step survives the end of all ranks' processes.
         """
-        held = [self.keeper.pinned, self.keeper.reads]
-        held += [each for each, work in self._under_way.items() if not work.done()]
-        held += [] if lasting else [each for each in self.own if self._is_lasting(each)]
-        free = [each for each in self.own if each not in held and _needed(each) <= sealed + (not lasting)]
+        in_use = [self.keeper.pinned, self.keeper.reads]
+        in_use += [slot for slot, work in self._under_way.items() if not work.done()]
+        in_use += [] if lasting else [slot for slot in self.own if self._is_lasting(slot)]
+        free = [slot for slot in self.own if slot not in in_use and _needed(slot) <= sealed + (not lasting)]
         return oldest(free) if free else None
 
     def _is_lasting(self, slot: Slot) -> bool:
         return slot.checkpoint is not None and slot.checkpoint.step == self._lasting
 
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
-        """Stage a checkpoint, unless that would overwrite the newest that all ranks have sealed."""
+        """Start a checkpoint that is due at some levels, or postpone it; all ranks decide the same."""
         pulse, self._pulse = self._pulse or self.group.all_reduce_min(self._state()), None
         newest, sealed, lasts, since, unless, needed, idle, *costs = pulse.wait()
         if not newest:
@@ -228,7 +252,7 @@ class Checkpointer:
             self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
         slot = self._choose(sealed, lasts, since, unless, needed)
-        if lasts < 0:  # on any rank there is no room, nor will there be
+        if lasts < 0:  # a rank has no room in memory for its slots, and will not get any
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}
         self.schedule.total = self.progress.total
@@ -236,7 +260,7 @@ class Checkpointer:
             log.info("checkpoint.tiered: %s", news)
         further = due & {PEERS, DISK} if idle else set()
         self.schedule.postpone(due)
-        if slot is None or not (further or MEMORY in due):  # nothing could be done with another copy yet
+        if slot is None or not (further or MEMORY in due):  # no slot is free, or peers and disk are still busy
             return
         self.schedule.done({MEMORY} | further)
         self.stage(slot, self._checkpoint(step))
@@ -248,6 +272,7 @@ class Checkpointer:
         return CheckpointId(step, epoch.start, epoch.uid, self.world.size, self.world.local_size, run)
 
     def stage(self, slot: Slot, checkpoint: CheckpointId) -> None:
+        """Start to copy the state into a slot."""
         about = checkpoint.identity | {"at": time.time()}
         self._began = time.perf_counter()
         if self._fits is None:
@@ -261,12 +286,12 @@ class Checkpointer:
         self._staged = checkpoint.step
 
     def _share(self) -> None:
-        """Find out how much of the host's memory there is for this rank; a collective."""
+        """Find out how much of the host's memory this rank may use; a collective."""
         self._fits = True
         budget.share(self.group, self.world, self.settings, self.folder)
 
     def _reserve(self) -> None:
-        """Make room beside training: fresh memory for what a GPU holds takes ten times as long as copying it."""
+        """Allocate slots in the background, because for a GPU's state that takes ten times as long as the copy."""
         self._share()
         sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
         self._fit(self.own[0], sum(sizes.values()))
@@ -275,7 +300,7 @@ class Checkpointer:
                 self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
-        """Take the host's memory for the own slots; where it is short this one stays alone, and outlives nothing."""
+        """Lease host memory for this rank's slots. If memory is short, keep only `slot`, in the process's memory."""
         if self._fits and self.keeper.idle:
             reason = budget.lacking(self.world.memory, budget.OWN, len(self.own), nbytes)
             if reason:
@@ -284,29 +309,29 @@ class Checkpointer:
             self.world.memory.take(budget.STAGING, nbytes)
 
     def _give_back(self, slot: Slot, reason: str) -> None:
-        """Free the own slots; only `slot` stays, to be filled again for the disk."""
+        """Free this rank's slots, except for `slot`, from which checkpoints are written to disk."""
         self._fits = False
         self._settle()
         self.stager.unpin()
-        for each in self.own:
-            each.close(reason)
+        for own in self.own:
+            own.close(reason)
         self.world.memory.give(budget.OWN)
         self.own, self.keeper.pinned = [slot], None
 
     def _then(self, slot: Slot, checkpoint: CheckpointId, further: set[str], loss: Tensor | None = None) -> None:
-        """Seal once everything is copied, and let the other thread do what is due besides."""
+        """Seal a slot once all data is in it; then the keeper copies it to peers or to disk, as `further` says."""
         began, notes = self._began, {"last": self._last}
 
         def seal() -> str:
             if not self._refused and loss is not None and not math.isfinite(float(loss)):
                 self._refused = f"the loss of step {checkpoint.step} is not finite"
-            if self._refused:  # training will end by it, perhaps some steps later
+            if self._refused:  # for all later checkpoints too, because their states follow from this one
                 return self._refused
             slot.lacking = slot.lacking or self.claim.unrecorded
             with span("seal", "copy"):
                 reason = tried(lambda: slot.seal(checkpoint, notes))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
-            slot.checkpoint = checkpoint  # what is in it can be written to disk, sealed or not
+            slot.checkpoint = checkpoint  # even without a seal, its content can be written to disk
             self._sealed = self._sealed.then(checkpoint.step, not lacking)
             self.schedule.took(MEMORY, time.perf_counter() - began)
             return ""
@@ -316,14 +341,18 @@ class Checkpointer:
             self.keeper.keep(sealing, slot, further, Record(checkpoint, {}, notes))
 
     def finish(self) -> None:
-        """Save on every level, and wait for it; a collective."""
+        """Write the last step to disk, or to peers if the deadline is too near, and wait for it; a collective.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; raised on all ranks.
+        """
         self.drain()
         step = self.progress.step
         if self.claim.unrecorded:
             self.claim.record(self.group)
         checkpoint = self._checkpoint(step)
         slot = self._slot(*self._agree(*self.group.all_reduce_min(self._told()).wait()))
-        slot = slot or oldest([each for each in self.own if not self._is_lasting(each)] or self.own)
+        slot = slot or oldest([own for own in self.own if not self._is_lasting(own)] or self.own)
         self.world.agree(lambda: self.stage(slot, checkpoint))
         self.stager.finish()
         self._last = True
@@ -334,11 +363,11 @@ class Checkpointer:
             if not (reason := self.standing.lacking[level]):
                 self.finished = self.on_disk = level == DISK
                 return
-        hint = "earlier checkpoints are intact; make room in the folder, or see who may write there"
+        hint = "earlier checkpoints are intact; free disk space, or check the permissions of the folder"
         raise CheckpointError(f"cannot save step {step}: {reason}", hint=hint)
 
     def drain(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no checkpoint is being made."""
         self.stager.finish()
         self._settle()
         self.keeper.drain()
@@ -349,12 +378,12 @@ class Checkpointer:
             self._pulse = None
 
     def _settle(self) -> None:
-        """Wait until no own slot is being filled or sealed."""
+        """Wait until none of this rank's slots is being filled or sealed."""
         for work in self._under_way.values():
             result_of(work, "sealing a checkpoint in this host's memory", self.stager.nbytes)
 
     def close(self) -> None:
-        """Stop the threads; a run that ended with everything on disk leaves nothing in memory."""
+        """Stop the threads. If the run has finished, free its slots: the last checkpoint is on disk."""
         self.stager.close()
         self._checksums.close()
         self.keeper.close(forget=self.finished)
@@ -367,7 +396,7 @@ class Checkpointer:
         self.claim.release()
 
     def facts(self) -> dict[str, float]:
-        """For the report: seconds of stall, bytes copied, steps at risk, and the newest step safe at each level."""
+        """Numbers for the report, such as seconds of stall, steps at risk, and the newest step safe at each level."""
         steps, lacking = self.schedule.steps, self.standing.lacking
         risk = next((steps[level] for level in (MEMORY, DISK) if steps[level] and not lacking[level]), 0)
         return {
@@ -382,5 +411,5 @@ class Checkpointer:
 
 
 def _needed(slot: Slot) -> int:
-    """The step that all ranks must have sealed before a slot may be filled: a newer one than it holds."""
+    """The step that all ranks must have sealed before a slot may be filled: the step after the slot's checkpoint."""
     return 0 if slot.lacking or slot.checkpoint is None else slot.checkpoint.step + 1

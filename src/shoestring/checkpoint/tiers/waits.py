@@ -1,18 +1,18 @@
-"""Waiting with an end: whoever waits says for what, and is told so when it does not come.
+"""Waits with a time limit. The error of a wait that takes too long names what it waited for.
 
-What this package waits for, and what ends each wait:
+The package waits for the following, and each wait ends by the limit that is given here:
 
-- work on another thread: `result_of`, which gives up after `PATIENCE` and the time that its bytes take;
-- other ranks: the timeout of the process group, which `RankGroup` takes from the run's own. Destroying a group waits
-  only for exchanges that have begun, and each of those ends by that timeout;
-- locks: `Files.lock` polls for `WAIT` seconds; a lock on a new file beside another (`storage.whole`) is not waited for;
-- the process that computes checksums: `ChecksumProcess` gives it up, and they are computed here;
-- a GPU: only the threads here wait for one (`Stager`); the training thread waits for them by `result_of`;
+- work on another thread: `result_of` gives up after `PATIENCE` seconds, and longer for large data;
+- other ranks: the timeout of the process group, which `RankGroup` takes from the run's process group. Destroying a
+  group waits only for exchanges that have begun, and each of these ends by the same timeout;
+- locks: `Files.lock` polls for `WAIT` seconds; `storage.whole` does not wait for locks;
+- the process that computes checksums: `ChecksumProcess` ends it, and computes the checksums itself;
+- a GPU: only background threads wait for one (`Stager`); the training thread waits for these threads by `result_of`;
 - a mount that does not answer: no program can interrupt that. Weights and optimizer state are written on a
-  `BackgroundThread`, so that training is told by `result_of`. The training thread itself opens and renames small files
-  only: the lock and the history when a run starts, and the history again after it could not be written.
+  `BackgroundThread`, so `result_of` raises an error in the training thread. The training thread itself only opens and
+  renames small files: the lock and the history when a run starts, and the history again if it could not be written.
 
-A thread that is stuck keeps no process from ending: see `BackgroundThread`.
+A thread that is stuck does not keep its process from ending; see `BackgroundThread`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from typing import Any, TypeVar
 from shoestring.core.errors import CheckpointError
 
 T = TypeVar("T")
-PATIENCE = 600.0  # seconds for work on this host, beside what its bytes take
-SLOWEST = 1e6  # bytes a second: below that a disk or a memory counts as stuck
+PATIENCE = 600.0  # seconds that work on this host may take, in addition to the time that `SLOWEST` allows for its bytes
+SLOWEST = 1e6  # minimum speed in bytes/s; a slower disk or memory counts as stuck
 
 
 def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | None = None) -> T:
-    """The result of work on another thread.
+    """Wait for work on another thread, and return its result.
 
     Args:
-        what: names the work in the error, such as "sealing a checkpoint".
-        nbytes: that the work reads or writes; each megabyte allows it one second more.
-        patience: seconds that it may take besides; `PATIENCE` by default, and more where it waits for other ranks.
+        what: name of the work for the error, such as "sealing a checkpoint".
+        nbytes: bytes that the work reads or writes; each megabyte allows one more second.
+        patience: seconds that the work may take in addition; defaults to `PATIENCE`. Work that waits for other ranks
+            needs more.
 
     Raises:
-        CheckpointError: the work did not end in time. Or whatever the work raised.
+        CheckpointError: the work did not end in time; or whatever the work raised.
     """
     limit = (PATIENCE if patience is None else patience) + nbytes / SLOWEST
     try:
         return work.result(limit)
     except TimeoutError as error:
-        if work.done():  # its own
+        if work.done():  # a TimeoutError that the work itself raised
             raise
         raise CheckpointError(
             f"{what} did not end in {limit:.0f} s", hint="see whether a disk, a mount or a GPU is stuck"
@@ -55,10 +56,10 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
 
 
 class BackgroundThread:
-    """A thread that does what it is given, one after the other.
+    """A thread that executes submitted functions one after the other.
 
-    A process that ends lets it finish for `PATIENCE` seconds at most. The threads of an executor would be waited for
-    without an end, so that a device that is stuck would keep the process, and the job of a batch system, alive.
+    When the process ends, it waits for this thread for at most `PATIENCE` seconds. For the threads of an executor it
+    would wait without limit, so that a stuck device would keep the process, and the job of a batch system, alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,7 +69,7 @@ class BackgroundThread:
         atexit.register(self._end)
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Do some work after what was given before; what it returns or raises is in the future."""
+        """Queue a call of `work`; the future holds its result or its error."""
         future = Future[T]()
 
         def do() -> None:
@@ -81,7 +82,7 @@ class BackgroundThread:
         return future
 
     def stop(self, what: str, nbytes: int = 0, patience: float | None = None) -> None:
-        """End the thread once it has done all that it was given; see `result_of`. It may have ended before."""
+        """Wait for all queued work, as `result_of` does, and end the thread; no effect if it has already ended."""
         if self._thread.is_alive():
             result_of(self.submit(lambda: None), what, nbytes, patience)
             self._end()
@@ -94,13 +95,13 @@ class BackgroundThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # and with it what it holds: the tensors of a checkpoint
+            del work  # it holds references to the tensors of a checkpoint
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say what an exchange was for, in the error that torch raises where it fails or takes too long."""
+    """Context that adds the purpose of an exchange to the error that torch raises if it fails or times out."""
     try:
         yield
     except RuntimeError as error:
-        raise type(error)(f"waiting for {what}: {error}") from error  # its kind says that an exchange failed
+        raise type(error)(f"waiting for {what}: {error}") from error  # callers see by the type that an exchange failed

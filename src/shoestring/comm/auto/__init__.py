@@ -1,1 +1,1 @@
-"""The choice among exchanges by their measured cost."""
+"""Chooses an exchange of gradients by measured cost."""

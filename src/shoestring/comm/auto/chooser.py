@@ -1,7 +1,9 @@
-"""`comm.Auto` in a job: at the first forward pass it measures, prices the candidates, and attaches its choice.
+"""Implements `comm.Auto`: at the first forward pass it measures costs, predicts the time of each candidate exchange,
+and attaches the best one.
 
-Nothing is exchanged while it measures. Forward and backward passes run as in gradient accumulation, their gradients are
-dropped, and random state and buffers are restored. So the first step is the same as if the choice had been set.
+Gradients are not exchanged while costs are measured. The measured forward and backward passes run as in gradient
+accumulation, their gradients are dropped, and random state and buffers are restored. So the first step is the same as
+if the user had set the chosen exchange.
 """
 
 from __future__ import annotations
@@ -18,36 +20,37 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoestring import figures
 from shoestring._torch import rebucket
 from shoestring.comm.auto.decision import Candidate, Measurements, decide, explain_spread
 from shoestring.comm.auto.probes import synchronize
 from shoestring.comm.auto.trial import Trial
 from shoestring.comm.codecs.codec import CodecFactory
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
 from shoestring.planning.simulate import Decision
 
 log = logging.getLogger("shoestring")
 
-TIMED_STEPS = 4  # steps after which the time outside forward and backward passes is known
+TIMED_STEPS = 4  # number of steps whose time outside forward and backward passes is measured
 
 
 class Chooser:
-    """Waits for the first forward pass, makes the choice, and saves it; a resumed run takes the saved choice.
+    """Chooses an exchange at the first forward pass, and saves the choice; a resumed run uses the saved choice.
 
     Args:
         name: the feature's name, for messages and saved state.
-        codecs: codecs that may be chosen, by call, the preferred one first.
-        trials: forward and backward passes that are timed.
-        torus: whether codecs may run between hosts only.
+        codecs: codecs that may be chosen, in order of preference; keys are calls such as `PowerSGD(rank=4)`.
+        trials: number of forward and backward passes that are timed.
+        torus: whether codecs may be restricted to the traffic between hosts (2D torus).
         install: attaches the exchange of a candidate to the job.
-        worth: steps of DDP that a step of a codec is worth, by call, where that is not 1.
+        worth: maps a codec's call to the number of DDP steps that one step with the codec is worth; 1 if missing.
     """
 
     def __init__(
         self,
-        job: Job,
+        attachments: Attachments,
         name: str,
         codecs: Mapping[str, CodecFactory],
         *,
@@ -56,99 +59,109 @@ class Chooser:
         install: Callable[[Candidate], None],
         worth: Mapping[str, float] | None = None,
     ) -> None:
-        self.job, self.name, self.codecs, self.install = job, name, codecs, install
+        self.attachments, self.name, self.codecs, self.install = attachments, name, codecs, install
         self.trials, self.torus, self.worth = trials, torus, worth or {}
         self.choice: Candidate | None = None
         self.decision: Decision | None = None
         self.measured: Measurements | None = None
-        self.inner: Any = None  # what the exchange itself keeps
+        self.inner: Any = None  # saved state of the chosen exchange
         self.times: list[float] = []
         self.forwards = 0
-        self.forward = job.forward
+        self.forward = attachments.forward
 
     def attach(self) -> None:
-        self.job.forward = self._first
-        self.job.exits.callback(setattr, self.job, "forward", self.forward)
-        self.job.keep(self.name, self, across="own", merge=self.merge)
-        self.job.at(Phase.CLIP, self._check_forward_was_seen)
-        self.job.at(Phase.GRAD, self._start_clock)
-        self.job.at(Phase.PROJECT, self._stop_clock)
+        """Register with the job: choose at the first forward pass, time the first steps, and save the choice in
+        checkpoints."""
+        self.attachments.forward = self._first
+        self.attachments.exits.callback(setattr, self.attachments, "forward", self.forward)
+        self.attachments.keep(self.name, self, across="own", merge=self.merge)
+        self.attachments.at(Phase.CLIP, self._check_forward_was_seen)
+        self.attachments.at(Phase.GRAD, self._start_clock)
+        self.attachments.at(Phase.PROJECT, self._stop_clock)
 
     def __str__(self) -> str:
         if self.decision is None:
             return str(self.choice or "")
         decision = self.decision
-        text = f"{decision.choice}, {decision.reason}; {decision.seconds:.3g} s a step before the optimizer's"
-        worth, whole = decision.worth.get(decision.choice, 1.0), self.job.trace.facts.get("predicted_step_seconds")
+        text = (
+            f"{decision.choice}, {decision.reason}; {figures.seconds(decision.seconds)} a step before the optimizer's"
+        )
+        worth = decision.worth.get(decision.choice, 1.0)
+        whole = self.attachments.trace.facts.get("predicted_step_seconds")
         if worth != 1:
             text += f", worth {worth:.2g} of DDP's"
         if whole:
-            text += f"; {whole / worth:.3g} s in all for what a step of DDP learns"
+            text += f"; {figures.seconds(whole / worth)} in all for what a step of DDP learns"
         doubt = self.measured and explain_spread(self.measured)
         return f"{text}; {doubt}" if doubt else text
 
     # -- the first forward pass ---------------------------------------------------------------------------------------
 
     def _first(self, model: nn.Module, batch: Batch) -> Output:
+        """Run a forward pass; before it, choose an exchange if none is chosen yet."""
         if self.choice is None and torch.is_grad_enabled() and model.training:
             began = time.perf_counter()
-            trial = Trial(self.job, self.forward, batch, self.codecs, trials=self.trials, torus=self.torus)
+            trial = Trial(self.attachments, self.forward, batch, self.codecs, trials=self.trials, torus=self.torus)
             measured = self.measured = trial.measure()
-            decision, choice = self.job.world.decide(lambda: [asdict(part) for part in self.decide(measured)])
+            decision, choice = self.attachments.world.decide(lambda: [asdict(part) for part in self.decide(measured)])
             self.decision = Decision(**decision)
             self.adopt(Candidate.from_json(choice))
             log.info("%s: %s", self.name, self)
-            self.job.trace.aside += time.perf_counter() - began
+            self.attachments.trace.aside += time.perf_counter() - began
         self.forwards += torch.is_grad_enabled()
         return self.forward(model, batch)
 
     def decide(self, measured: Measurements) -> tuple[Decision, Candidate]:
-        """Decide from what all ranks measured; called on one rank."""
+        """Choose an exchange from the measurements of all ranks; called on one rank only."""
         return decide(measured, self.worth)
 
     def adopt(self, choice: Candidate) -> None:
-        """Attach the choice; nothing where it is DDP as it stands."""
+        """Attach the chosen exchange; nothing is attached if the choice is DDP without a codec."""
         self.choice = choice
-        model = self.job.model
+        model = self.attachments.model
         assert isinstance(model, DistributedDataParallel)
         if choice.bucket not in (0, model.bucket_bytes_cap):
             rebucket(model, choice.bucket)
         if choice.codec:
-            before = set(self.job.kept)
+            before = set(self.attachments.kept)
             self.install(choice)
-            (name,) = set(self.job.kept) - before
-            self.inner = self.job.kept.pop(name)
+            (name,) = set(self.attachments.kept) - before
+            self.inner = self.attachments.kept.pop(name)
 
     # -- the predicted time of a step ---------------------------------------------------------------------------------
 
     def _check_forward_was_seen(self) -> None:
-        """A training loop that never calls `job.forward` gives no batches, so nothing can be timed."""
+        """Choose unchanged DDP if the training loop does not call `attachments.forward`, because then nothing could be
+        measured."""
         if self.choice is None:
             log.warning(
-                "%s: DDP is left as it is, because this training loop does not call `job.step`; name a codec instead",
+                "%s: DDP is left unchanged, because this training loop does not call `job.step`; name a codec instead",
                 self.name,
             )
             self.adopt(Candidate("", 1, 1, 0))
 
     def _start_clock(self) -> None:
-        synchronize(self.job.world.device)
+        synchronize(self.attachments.world.device)
         self.began = time.perf_counter()
 
     def _stop_clock(self) -> None:
+        """Record the time of a step after the backward pass; after the last timed step, publish the predicted step
+        time."""
         if self.decision is None or len(self.times) == TIMED_STEPS:
             return
-        synchronize(self.job.world.device)
+        synchronize(self.attachments.world.device)
         self.times.append(time.perf_counter() - self.began)
         if len(self.times) == TIMED_STEPS:
             accumulated = self.forwards // TIMED_STEPS - 1
-            facts = self.job.trace.facts
+            facts = self.attachments.trace.facts
+            # The first step is left out, because it also allocates the optimizer's state.
             rest = median(self.times[1:]) + accumulated * facts["local_seconds"]
             facts["predicted_step_seconds"] = self.decision.seconds + rest
             facts["predicted_ddp_seconds"] = next(iter(self.decision.predicted.values())) + rest
             facts["predicted_worth"] = self.decision.worth.get(self.decision.choice, 1.0)
-            self.job.forward = self.forward
+            self.attachments.forward = self.forward
 
-    # -- what survives a restart --------------------------------------------------------------------------------------
+    # -- saved state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         inner = self.inner.state.state_dict() if self.inner else {}
@@ -165,7 +178,7 @@ class Chooser:
         return {"choice": states[0]["choice"], "inner": inner}
 
     def _adopt_saved(self, state: Mapping[str, Any]) -> None:
-        """Take the choice of the run that this one resumes; with another choice it would train differently."""
+        """Use the exchange that the resumed run had chosen, because training would differ with another one."""
         saved = json.loads(state["choice"])
         if saved and self.choice is None:
             self.adopt(Candidate.from_json(saved))

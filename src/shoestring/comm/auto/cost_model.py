@@ -1,11 +1,11 @@
-"""Predicts the time of a step under DDP or an exchange from one traced step.
+"""Predicts the time of a step with DDP or with a codec's exchange, from one traced step.
 
-This is the cost model of HiPress (Bai et al., SOSP 2021) with a simulator in place of its closed forms.
+This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed formulas.
 
-In a traced step, each span with bytes ends when the gradient of one parameter, of that many bytes, arrives. Spans
-before the first gradient and between gradients are the forward and the backward pass. Spans after the last gradient
-wait until all gradients are averaged. The cost of coding gradients depends on their position in the coordinator's
-order, in bytes.
+In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter, of `nbytes` bytes, is computed.
+The spans up to the last gradient are the forward and the backward pass. Spans after the last gradient wait until all
+gradients are averaged. The cost of coding a gradient depends on the gradient's byte position in the coordinator's
+order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster
 from shoestring.planning.simulate import Task, simulate
 
-MAIN = "main"  # the thread, or the stream, that computes the step
+MAIN = "main"  # name of the thread or stream that computes the step
 
 
 @dataclass(frozen=True)
 class PricedBucket:
-    """Gradients that arrive together, when task `ready` ends."""
+    """A bucket of DDP: its gradients are available together, when task number `ready` ends."""
 
     names: tuple[str, ...]
     nbytes: int
@@ -35,7 +35,8 @@ class PricedBucket:
 
 @dataclass(frozen=True)
 class PricedCohort:
-    """Gradients that are exchanged together, bytes `start` to `stop` of all; they arrive by the end of task `ready`."""
+    """Gradients that are exchanged together: bytes `start` to `stop` in the coordinator's order. The last of these
+    gradients is available when task number `ready` ends."""
 
     start: float
     stop: float
@@ -44,10 +45,11 @@ class PricedCohort:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """The time and the bytes of a codec for a range of the coordinator's order, by interpolation between `knots`.
+    """Seconds and bytes that a codec takes for a range of gradients in the coordinator's order, interpolated between
+    `knots`.
 
     Shapes: knots (k,) in bytes; seconds (stages + 1, k) and nbytes[collective] (stages, k) are prefix sums; latency
-    (stages + 1,) is paid once an exchange.
+    (stages + 1,) in seconds is paid once per exchange.
     """
 
     knots: np.ndarray
@@ -57,7 +59,9 @@ class CodecCost:
 
     @classmethod
     def fit(cls, sizes: Sequence[int], pieces: Sequence[CodecTiming], whole: CodecTiming) -> CodecCost:
-        """Fit to one exchange of each piece, in their order, and one of all gradients together; sizes are in bytes."""
+        """Fit the cost to timed exchanges: one exchange of each piece, in order, and one of all gradients together.
+
+        Args: sizes: bytes of each piece."""
         timings = (*pieces, whole)
         stages = max(len(timing.nbytes) for timing in timings)
         seconds = np.array([_pad(timing.seconds, stages + 1) for timing in timings])
@@ -65,7 +69,7 @@ class CodecCost:
         latency = np.array([fit_line(both, np.maximum(column, 1e-9).tolist())[0] for column in seconds.T])
         own = np.maximum(seconds[:-1] - latency, 0.0)
         scale = np.maximum(seconds[-1] - latency, 0.0) / np.maximum(own.sum(0), 1e-12)
-        own *= np.clip(scale, 0.5, 2.0)  # pieces do not cost quite the same alone as together
+        own *= np.clip(scale, 0.5, 2.0)  # timing pieces separately and together gives slightly different totals
         kinds = {kind for piece in pieces for stage in piece.nbytes for kind in stage}
         sent = {
             kind: np.array([_pad([stage.get(kind, 0) for stage in piece.nbytes], stages) for piece in pieces])
@@ -79,11 +83,11 @@ class CodecCost:
         )
 
     def computing(self, start: float, stop: float) -> list[float]:
-        """Seconds of computing before each request and after the last, (stages + 1,)."""
+        """Seconds of computation before each request and after the last request, (stages + 1,)."""
         return [float(a + self._between(row, start, stop)) for a, row in zip(self.latency, self.seconds, strict=True)]
 
     def sending(self, stage: int, start: float, stop: float) -> dict[str, float]:
-        """Bytes of a stage by collective."""
+        """Bytes that a stage sends, by kind of collective."""
         sent = {kind: self._between(rows[stage], start, stop) for kind, rows in self.nbytes.items()}
         return {kind: nbytes for kind, nbytes in sent.items() if nbytes > 0}
 
@@ -97,13 +101,14 @@ def _pad(values: Sequence[float], length: int) -> list[float]:
 
 
 def _prefix_sums(rows: np.ndarray) -> np.ndarray:
-    """Rows (pieces, stages) as prefix sums over the pieces, (stages, pieces + 1)."""
+    """Prefix sums over the pieces: rows (pieces, stages) -> (stages, pieces + 1)."""
     return np.concatenate([np.zeros((1, rows.shape[1])), rows.cumsum(0)]).T
 
 
 @dataclass(frozen=True)
 class PricedDDP:
-    """DDP without a hook: one all-reduce a bucket, `lanes` of them at once (Gloo has two threads a process group)."""
+    """DDP without a communication hook: one all-reduce per bucket, `lanes` of them at a time (Gloo runs two threads per
+    process group)."""
 
     over: tuple[str, ...]
     bucket: float  # bytes
@@ -121,13 +126,14 @@ class PricedDDP:
 
 @dataclass(frozen=True)
 class PricedExchange:
-    """The coordinator's exchange.
+    """An exchange by the coordinator, with one or several codecs.
 
     Args:
-        costs: the codec's cost for each cohort; the last one also holds for all cohorts after it.
+        costs: the cost of the codec of each cohort; the last entry also applies to all later cohorts.
         cohorts: the names of the gradients in each cohort.
-        bucket: bytes of DDP's buckets; 0 where no gradient is exchanged before the backward pass ends.
-        shard: ranks of a host under a 2D torus, each of which codes and sends its own shard between hosts.
+        bucket: bytes of DDP's buckets; 0 if gradients are exchanged only after the backward pass.
+        shard: number of ranks per host under a 2D torus, where each rank codes one shard and sends it to other hosts;
+            else 1.
         inner: the mesh axis inside hosts.
     """
 
@@ -152,7 +158,8 @@ class PricedExchange:
         return simulate([*tasks, *finish_step(trace, len(tasks))], cluster.slowdown)
 
     def _price_torus(self, cluster: Cluster, cohort: PricedCohort, channel: str) -> tuple[list[Task], list[Task]]:
-        """Reduce-scatter and all-gather inside a host, each half of an all-reduce; empty without a torus."""
+        """Build the tasks of reduce-scatter and all-gather inside a host, each half of an all-reduce; empty without a
+        torus."""
         if self.shard == 1:
             return [], []
         ring = cluster.collective("all-reduce", self.inner)
@@ -160,6 +167,8 @@ class PricedExchange:
         return [Task("reduce-scatter", "copy", seconds, channel)], [Task("all-gather", "copy", seconds, channel)]
 
     def _price_codec(self, cluster: Cluster, cost: CodecCost, cohort: PricedCohort, channel: str) -> Iterator[Task]:
+        """Yield the tasks of a cohort: computation, latency and transfer of each stage, then computation after the last
+        stage."""
         for stage, seconds in enumerate(cost.computing(cohort.start, cohort.stop)):
             yield Task("code", "compute", seconds / self.shard, channel)
             if stage == len(cost.latency) - 1:
@@ -172,7 +181,8 @@ class PricedExchange:
 
 
 def split_compute(trace: Trace, bucket: float) -> tuple[list[Task], list[PricedBucket]]:
-    """The traced step up to its last gradient, and its gradients in buckets that are full at `bucket` bytes."""
+    """Convert a traced step, up to the last gradient, to tasks, and group the gradients into buckets of `bucket`
+    bytes."""
     tasks: list[Task] = []
     buckets: list[PricedBucket] = []
     names: list[str] = []
@@ -189,7 +199,7 @@ def split_compute(trace: Trace, bucket: float) -> tuple[list[Task], list[PricedB
 
 
 def finish_step(trace: Trace, before: int) -> list[Task]:
-    """Tasks after the last gradient; they wait for all `before` tasks."""
+    """Build the tasks after the last gradient; each waits for the first `before` tasks of the step."""
     spans = list(trace.spans)[_count_arrived(trace) :]
     return [Task(span.name, span.kind, span.stop - span.start, MAIN, tuple(range(before))) for span in spans] or [
         Task("end", "compute", 0.0, MAIN, tuple(range(before)))
@@ -197,13 +207,15 @@ def finish_step(trace: Trace, before: int) -> list[Task]:
 
 
 def _count_arrived(trace: Trace) -> int:
+    """Number of spans up to and including the span of the last gradient."""
     return 1 + max(index for index, span in enumerate(trace.spans) if span.nbytes)
 
 
 def place_cohorts(
     cohorts: Sequence[Sequence[str]], buckets: Sequence[PricedBucket], trace: Trace
 ) -> list[PricedCohort]:
-    """Place cohorts one after the other in bytes; each is ready with the last bucket that holds some of it."""
+    """Place cohorts one after the other, in bytes. A cohort is ready once all buckets that hold its gradients are
+    ready."""
     ready = {name: bucket.ready for bucket in buckets for name in bucket.names}
     nbytes = {span.name: span.nbytes for span in trace.spans if span.nbytes}
     ends = [0, *accumulate(sum(nbytes[name] for name in names) for names in cohorts)]

@@ -1,4 +1,5 @@
-"""Chooses an exchange from what all ranks measured: lists the candidates, prices them, and takes the fastest."""
+"""Chooses an exchange from the measurements of all ranks: lists candidates, predicts their times, and picks the
+fastest."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from itertools import chain
 from statistics import mean
 from typing import Any
 
+from shoestring import figures
 from shoestring.comm.auto.cost_model import CodecCost, PricedDDP, PricedExchange
 from shoestring.comm.auto.probes import CodecTiming
 from shoestring.comm.exchange.coordinator import deal_cohorts
@@ -17,14 +19,15 @@ from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
 from shoestring.planning.simulate import Decision, Priced, choose, makespan
 
-WIDE = 2.0  # slowest over fastest of equal passes, beyond which a prediction is called rough
-MARGIN = 0.05  # share of DDP's time by which a candidate must beat it
+WIDE = 2.0  # ratio of slowest to fastest pass above which a prediction counts as rough
+MARGIN = 0.05  # fraction of DDP's time by which a candidate must be faster than DDP
 PARTS, CHANNELS = (1, 2, 4, 8), (1, 2)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to exchange gradients: DDP with buckets of `bucket` bytes where `codec` is empty, else the codec."""
+    """A way to exchange gradients: by the codec named `codec`, or by DDP with buckets of `bucket` bytes if `codec` is
+    empty."""
 
     codec: str
     parts: int
@@ -40,7 +43,7 @@ class Candidate:
 
     def __str__(self) -> str:
         if not self.codec:
-            return f"DDP, buckets of {self.bucket / 2**20:.3g} MB"
+            return f"DDP, buckets of {figures.memory(self.bucket)}"
         parts = f"{self.parts} part{'s' * (self.parts > 1)}"
         channels = ", 2 channels" * (self.channels > 1)
         return f"{self.codec} in {parts}{channels}{', the first part uncompressed' if self.whole else ''}"
@@ -48,13 +51,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurements:
-    """What one rank measured, in seconds.
+    """Measurements of one rank, in seconds.
 
     Args:
-        marks: from the start of a forward pass to its end, to the arrival of each gradient, and to the end of the
-            backward pass.
-        coded: by codec, its work on each run of gradients and then on all of them.
-        slowdown: factors by which kinds of work slow each other down.
+        marks: time from the start of a forward pass to its end, to each gradient, and to the end of the backward pass.
+        coded: timings of each codec, one for each piece (consecutive gradients), then one for all gradients together.
+        slowdown: factors by which computation and communication slow each other down.
     """
 
     marks: Mapping[str, float]
@@ -74,14 +76,14 @@ class RankMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What all ranks measured.
+    """Measurements of all ranks.
 
     Args:
         sizes: bytes of each gradient, in the order of a forward pass.
-        arrival: names of the gradients in the order of their arrival.
-        pieces: bytes of the runs of gradients, in the coordinator's order, on which codecs were timed.
-        bucket, lanes: DDP's bucket size in bytes, and how many of its all-reduces run at once.
-        shard: ranks of a host under a 2D torus, else 1.
+        arrival: names of the gradients in the order in which the backward pass computes them.
+        pieces: bytes of each piece, the consecutive gradients in the coordinator's order on which codecs were timed.
+        bucket, lanes: DDP's bucket size in bytes, and the number of all-reduces that DDP runs at a time.
+        shard: number of ranks per host under a 2D torus, else 1.
     """
 
     sizes: dict[str, int]
@@ -98,7 +100,7 @@ class Measurements:
         return sum(self.sizes.values())
 
     def trace(self) -> Trace:
-        """The slowest rank's step, as spans one after the other."""
+        """The step of the slowest rank as a trace of consecutive spans."""
         marks = max((rank.marks for rank in self.ranks), key=lambda marks: marks["end"])
         trace, before = Trace(origin=0.0), marks["forward"]
         trace.record("forward", "compute", 0.0, before)
@@ -110,33 +112,34 @@ class Measurements:
         return trace
 
     def cluster(self) -> Cluster:
-        """The links, and the ranks' mean slowdown of concurrent work. Channels share a link."""
+        """The measured links, with slowdown factors of concurrent work averaged over ranks. Channels share one link."""
         factors = {key: mean(rank.slowdown[key] for rank in self.ranks) for key in self.ranks[0].slowdown}
         return Cluster(collectives=self.links, slowdown=factors | {"wire beside wire": 2.0})
 
     def costs(self) -> dict[str, CodecCost]:
-        """The cost of each codec, every number the slowest rank's."""
-        return {call: self._cost([rank.coded[call] for rank in self.ranks]) for call in self.ranks[0].coded}
-
-    def _cost(self, ranks: Sequence[Sequence[CodecTiming]]) -> CodecCost:
-        slowest = [
-            CodecTiming(tuple(map(max, zip(*[timing.seconds for timing in same], strict=True))), same[0].nbytes)
-            for same in zip(*ranks, strict=True)
-        ]
-        return CodecCost.fit(self.pieces, slowest[:-1], slowest[-1])
+        """The cost of each codec by call, from the slowest rank's time in each stage."""
+        costs = {}
+        for call in self.ranks[0].coded:
+            slowest = [
+                CodecTiming(tuple(map(max, zip(*[timing.seconds for timing in same], strict=True))), same[0].nbytes)
+                for same in zip(*[rank.coded[call] for rank in self.ranks], strict=True)
+            ]
+            costs[call] = CodecCost.fit(self.pieces, slowest[:-1], slowest[-1])
+        return costs
 
 
 def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> tuple[Decision, Candidate]:
-    """Choose DDP as it is, unless a candidate reaches a loss faster by more than `MARGIN`; then the fastest candidate.
+    """Choose the candidate that reaches a given loss fastest, if it beats unchanged DDP by more than `MARGIN`; else
+    DDP.
 
-    The first parts of a chosen codec stay uncompressed where their exchange is overlapped by computing anyway, because
-    compressing them gains nothing.
+    The parts of the gradients that are exchanged first stay uncompressed if their exchange is fully overlapped with
+    computation, because compression would then save no time.
     """
     trace, cluster, costs = measured.trace(), measured.cluster(), measured.costs()
     ddp, *others = list_candidates(measured)
     candidates = {"DDP": ddp} | {str(candidate): candidate for candidate in others}
     prices = {name: price(candidate, measured, costs) for name, candidate in candidates.items()}
-    worths = {name: (worth or {}).get(each.codec, 1.0) for name, each in candidates.items()}
+    worths = {name: (worth or {}).get(candidate.codec, 1.0) for name, candidate in candidates.items()}
     decision = choose(prices, trace, cluster, margin=MARGIN, worth=worths)
     candidate = candidates[decision.choice]
     for variant, seconds in leave_first_parts_whole(candidate, measured, costs, trace, cluster):
@@ -148,7 +151,7 @@ def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> 
 
 
 def explain_spread(measured: Measurements) -> str:
-    """Say why the predicted seconds are rough; empty where they are not."""
+    """Explain why the predicted times are rough; empty if they are precise."""
     passes = [seconds for rank in measured.ranks for seconds in rank.passes]
     if not passes or max(passes) <= WIDE * min(passes):
         return ""
@@ -159,7 +162,8 @@ def explain_spread(measured: Measurements) -> str:
 
 
 def list_candidates(measured: Measurements) -> Iterator[Candidate]:
-    """DDP as it is, DDP with smaller buckets, and each codec in parts; preferred candidates come first."""
+    """Yield unchanged DDP, DDP with smaller buckets, then each codec with 1 to 8 parts; preferred candidates come
+    first."""
     total, bucket = measured.total, measured.bucket
     yield Candidate("", 1, 1, bucket)
     for parts in PARTS[1:]:
@@ -191,7 +195,8 @@ def price(candidate: Candidate, measured: Measurements, costs: Mapping[str, Code
 def leave_first_parts_whole(
     candidate: Candidate, measured: Measurements, costs: Mapping[str, CodecCost], trace: Trace, cluster: Cluster
 ) -> Iterator[tuple[Candidate, float]]:
-    """Variants of a candidate whose first parts are uncompressed, most parts first, each with its seconds."""
+    """Yield (variant of the candidate whose first parts are uncompressed, predicted seconds), most uncompressed parts
+    first."""
     if candidate.codec in ("", "dense"):
         return
     parts = deal_cohorts(measured.sizes, candidate.parts)

@@ -1,4 +1,4 @@
-"""Measures what exchanges cost here: collectives, codecs, and how much both slow down computing."""
+"""Measures the time of collectives and codecs on this cluster, and how much they slow down computation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shoestring.comm.exchange.wire import all_finite
 from shoestring.core.world import World
 from shoestring.planning.cluster import Collective
 
-SMALLEST, GROWTH = 1 << 10, 4  # bytes of the first message, and the factor by which messages grow
-PATIENCE = 0.3  # seconds of one collective after which no larger one is measured
+SMALLEST, GROWTH = 1 << 10, 4  # bytes of the smallest message, and the growth factor
+PATIENCE = 0.3  # if a collective takes this many seconds, larger messages are not measured
 
 
 def time_collectives(world: World, over: Sequence[str], largest: int = 1 << 24) -> tuple[Collective, ...]:
-    """Fit latency and bandwidth of each kind of collective along the mesh axes `over`; every rank calls it.
+    """Measure latency and bandwidth of each kind of collective along the mesh axes `over`. Every rank must call this.
 
-    Messages have up to `largest` bytes, counted as each rank contributes them: the whole tensor of an all-reduce or an
-    all-to-all, the rank's own shard of an all-gather. Empty where this rank is alone along `over`.
+    Messages have up to `largest` bytes. A message is what each rank contributes: the whole tensor in an all-reduce or
+    all-to-all, the rank's own shard in an all-gather. The result is empty if there is one rank along `over`.
     """
     group = world.group(over)
     if group is None:
@@ -48,21 +48,25 @@ def time_collectives(world: World, over: Sequence[str], largest: int = 1 << 24) 
 
 
 def _time_messages(world: World, work: Callable[[Tensor], object], largest: int) -> tuple[list[float], list[float]]:
-    """(bytes, seconds) of `work` on messages of growing size; the seconds are the slowest rank's."""
+    """Time `work` on messages of growing size; returns the bytes and the slowest rank's seconds of each message."""
     sizes: list[float] = []
     seconds: list[float] = []
     nbytes, ranks = SMALLEST, world.size
     while nbytes <= largest and (not seconds or seconds[-1] < PATIENCE):
         message = torch.zeros(nbytes // 4 // ranks * ranks or ranks, device=world.device)
         repeats = 3 if seconds and seconds[-1] > PATIENCE / GROWTH / 4 else 7
-        seconds.append(_slowest(world, _median_seconds(partial(work, message), world.device, repeats)))
+        own = _median_seconds(partial(work, message), world.device, repeats)
+        slowest = torch.tensor(own, dtype=torch.float64, device=world.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must stop at the same size
+        seconds.append(float(slowest))
         sizes.append(message.nbytes)
         nbytes *= GROWTH
     return sizes, seconds
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median after one warm-up run, which also uses up the burst that a traffic shaper or a switch lets pass."""
+    """Median time of `work` after one warm-up run, which also uses up the burst that a traffic shaper or a switch
+    allows."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -78,19 +82,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(world: World, seconds: float) -> float:
-    longest = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
-
-
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit (a, b) of seconds = a + b * size, neither negative, by least squares of the relative errors.
+    """Fit seconds = a + b * size with a, b >= 0 by least squares of the relative errors; returns (a, b).
 
-    Relative errors, so that no size dominates the fit.
+    Errors are relative so that no size dominates the fit.
 
     Raises:
-        ValueError: there is nothing to fit.
+        ValueError: there are no measurements.
     """
     n, t = np.asarray(sizes, float), np.asarray(seconds, float)
     if not len(n):
@@ -110,10 +108,10 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 
 @dataclass(frozen=True)
 class CodecTiming:
-    """One exchange of some gradients on this rank.
+    """Time and traffic of a codec on this rank, for one exchange of some gradients.
 
-    `seconds` are those of computing before, between and after the requests; `nbytes` are the bytes of each request by
-    collective. There is one more entry in `seconds` than in `nbytes`.
+    `nbytes` has one entry per round of requests: the bytes by kind of collective. `seconds` has the times of
+    computation before, between and after the rounds, one entry more than `nbytes`.
     """
 
     seconds: tuple[float, ...]
@@ -123,10 +121,10 @@ class CodecTiming:
 def time_codec(
     make: CodecFactory, grads: Mapping[str, Tensor], context: ExchangeContext, repeats: int = 4
 ) -> CodecTiming:
-    """Time the codec's own work on copies of `grads`: the median of `repeats` exchanges after one warm-up.
+    """Time the codec's own computation on copies of `grads`: the median of `repeats` exchanges after one warm-up.
 
-    There is no network: every answer is as if all ranks had sent the same. The bytes are the mean of two steps, and an
-    even number of repeats has as many of one kind as of the other, for codecs that alternate.
+    No network is used: answers are made as if all ranks had sent the same data. Codecs may alternate between two kinds
+    of steps, so the bytes are the mean of two steps, and an even number of repeats has as many steps of each kind.
     """
     codec, device = make(), next(iter(grads.values())).device
     times: list[list[float]] = []
@@ -138,18 +136,19 @@ def time_codec(
             coding = codec.code(copies, ExchangeContext(context.rank, context.size, step))
             sent.append(run_alone(_timed(coding, device, seconds), context.size).stages)
         times.append(seconds)
-    nbytes = [{kind: (one[kind] + other[kind]) // 2 for kind in one} for one, other in zip(*sent[-2:], strict=True)]
+    nbytes = [{kind: (even[kind] + odd[kind]) // 2 for kind in even} for even, odd in zip(*sent[-2:], strict=True)]
     return CodecTiming(tuple(np.median(times[1:], axis=0).tolist()), tuple(nbytes))
 
 
 def _timed(coding: Coding, device: torch.device, seconds: list[float]) -> Coding:
-    """The same generator, whose computing before, between and after its requests is appended to `seconds`."""
+    """Wrap a codec's generator: the time that it computes before, between and after requests is appended to
+    `seconds`."""
     answers = None
     while True:
         synchronize(device)
         began = time.perf_counter()
         if len(seconds) == 1 and answers is not None:
-            all_finite(answers)  # as `Wire.run` does with the first answers
+            all_finite(answers)  # `Wire.run` does this with the first answers
         requests = advance(coding, answers)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
@@ -167,11 +166,11 @@ def measure_slowdown(
     """Measure how much `one` and `other` slow each other down on this rank.
 
     Args:
-        other: does its work as many times as its argument says, on a thread of its own.
-        alone: seconds of `one`, and of `other` once, when nothing else runs.
+        other: function that does its work n times for an argument n; it runs on a separate thread.
+        alone: seconds of `one`, and of one repetition of `other`, when nothing else runs.
 
     Returns:
-        {"one": factor, "other": factor}, neither below 1.
+        {"one": factor, "other": factor}; factors are at least 1.
     """
     times = max(1, round(1.5 * alone[0] / alone[1]))  # so that `other` outlasts `one`
     ended: list[float] = []
@@ -190,10 +189,10 @@ def measure_slowdown(
 
 
 def solve_slowdown(one: float, other: float, one_beside: float, other_beside: float) -> dict[str, float]:
-    """Solve for both slowdown factors from the seconds of two kinds of work alone and side by side.
+    """Compute the slowdown factors of two kinds of work from their times alone and side by side.
 
-    Both begin at the same time. While both run, each does its share of the work; the rest of the longer one is done at
-    its own speed.
+    Both kinds of work begin at the same time and slow down while both run. After the shorter one ends, the rest of the
+    longer one runs at full speed.
     """
     both = min(one_beside, other_beside)
     shares = {"one": (one, one_beside), "other": (other, other_beside)}

@@ -1,8 +1,8 @@
-"""The choice between exchanges at every step and local steps, for a bare model.
+"""Chooses between exchanges at every step and local steps, for a model without DDP.
 
-Both can still be attached at the first forward pass, because no DDP has wrapped the model. So exchanges at every step
-run right before the optimizer's step here, and do not overlap with the backward pass. Until the choice is made, state
-is declared as that of replicas that differ, each with its own.
+Both can still be attached at the first forward pass, because the model is not wrapped in DDP. Without DDP, exchanges at
+every step run right before the optimizer's step, and do not overlap with the backward pass. Until the choice is made,
+checkpoints are set up for local steps: replicas may differ, and each rank saves its own state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shoestring.comm.exchange.attach import install
 from shoestring.comm.exchange.coordinator import deal_cohorts
 from shoestring.comm.local.outer_state import install as install_local
 from shoestring.comm.local.schedule import merges_per_step
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, LOCAL, Seam
-from shoestring.core.job import Job
 from shoestring.core.kept import Kept
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
     from shoestring.comm.settings.per_step import Exchange
 
-GRADIENTS = " of gradients"  # ends the name of the codec of a method's first steps
+GRADIENTS = " of gradients"  # suffix of the codec name for a method's first steps, which average gradients
 
 
 @dataclass(frozen=True)
 class PricedLocalSteps:
-    """Local steps on average over a run.
+    """Cost model of local steps: an average step over the whole run.
 
     Args:
-        merge: all fragments' exchanges as one. gradients: an exchange of the first steps.
-        merges: merges a step. starting: share of the run in which gradients are averaged.
-        delay: steps that are computed while an exchange of one of the `fragments` is on the wire.
+        merge: the exchange of all fragments at once.
+        gradients: the exchange of gradients in one of the first steps.
+        merges: number of merges per step.
+        starting: fraction of the run's steps that average gradients.
+        delay: number of steps computed while one of the `fragments` is being exchanged.
     """
 
     merge: PricedExchange
@@ -54,7 +56,8 @@ class PricedLocalSteps:
     def predict(self, trace: Trace, cluster: Cluster) -> Trace:
         code, wire = self._split(self.merge, trace, cluster)
         own = makespan(trace)
-        # Fragments are under way one after the other, so that no more than the steps between two merges hides them.
+        # Fragments are exchanged one after the other, so their exchanges overlap at most with the steps between two
+        # merges.
         exposed = max(0.0, wire - min(self.fragments * self.delay, 1 / self.merges) * own)
         first = sum(self._split(self.gradients, trace, cluster))
         local = self.merges * (1 - self.starting)
@@ -66,14 +69,14 @@ class PricedLocalSteps:
         ])  # fmt: skip
 
     def _split(self, exchange: PricedExchange, trace: Trace, cluster: Cluster) -> tuple[float, float]:
-        """Seconds of coding, and of all else that an exchange adds to a step."""
+        """Seconds that an exchange adds to a step, as (coding, everything else)."""
         predicted = exchange.predict(trace, cluster)
         code = sum(span.stop - span.start for span in predicted.spans if span.name == "code")
         return code, makespan(predicted) - makespan(trace) - code
 
 
 def list_codecs(exchanges: Mapping[str, Exchange], local: Mapping[str, LocalSteps]) -> dict[str, CodecFactory]:
-    """The codecs that must be timed, by the call of their method."""
+    """List the codecs to be timed, keyed by the call of the method that uses them."""
     each_step = {call: exchange.make_codec for call, exchange in exchanges.items()}
     merges = {call: method.make_codec for call, method in local.items()}
     first = {call + GRADIENTS: method.make_gradient_codec for call, method in local.items() if method.start}
@@ -87,7 +90,8 @@ def choose_method(
     worth: Mapping[str, float],
     total: int,
 ) -> Decision:
-    """Choose the method that reaches a loss first; the first exchange, unless another method is faster by `MARGIN`."""
+    """Choose the method that reaches a given loss first, if it is faster than the first of `exchanges` by `MARGIN`;
+    else choose the first of `exchanges`."""
     costs = measured.costs()
 
     def price_exchange(call: str) -> PricedExchange:
@@ -117,11 +121,11 @@ def choose_method(
 
 
 class ReplicaChooser(Chooser):
-    """See `Chooser`; the first of the exchanges at every step is the baseline."""
+    """`Chooser` for a model without DDP: the baseline is the first exchange at every step, not DDP."""
 
     def __init__(
         self,
-        job: Job,
+        attachments: Attachments,
         name: str,
         exchanges: Mapping[str, Exchange],
         local: Mapping[str, LocalSteps],
@@ -131,31 +135,31 @@ class ReplicaChooser(Chooser):
         torus: bool,
     ) -> None:
         codecs = list_codecs(exchanges, local)
-        super().__init__(job, name, codecs, trials=trials, torus=torus, install=self.install_method)
+        super().__init__(attachments, name, codecs, trials=trials, torus=torus, install=self.install_method)
         self.exchanges, self.local, self.find_worth = exchanges, local, worth
         self.restoring = False
 
     def decide(self, measured: Measurements) -> tuple[Decision, Candidate]:
-        total = self.job.progress.total
+        total = self.attachments.progress.total
         decision = choose_method(measured, self.exchanges, self.local, self.find_worth(total), total)
         return decision, Candidate(decision.choice, 1, 1, 0)
 
     def adopt(self, choice: Candidate) -> None:
-        """Attach the choice."""
+        """Attach the chosen method."""
         self.choice = choice
-        before = set(self.job.kept)
+        before = set(self.attachments.kept)
         self.install(choice)
-        joined = JoinedState({name: self.job.kept.pop(name) for name in set(self.job.kept) - before})
+        joined = JoinedState({name: self.attachments.kept.pop(name) for name in set(self.attachments.kept) - before})
         self.inner = Kept(joined, "own", joined.merge)
 
     def install_method(self, choice: Candidate) -> None:
         if choice.codec in self.exchanges:
-            install(self.job, self.exchanges[choice.codec])
+            install(self.attachments, self.exchanges[choice.codec])
             return
         method = self.local[choice.codec]
-        if not self.restoring:  # replicas of a resumed run differ
-            method.apply(self.job, Seam.SHARD)
-        install_local(self.job, method)
+        if not self.restoring:  # replicas of a resumed run differ, and must not be made equal
+            method.apply(self.attachments, Seam.SHARD)
+        install_local(self.attachments, method)
 
     def _adopt_saved(self, state: Mapping[str, Any]) -> None:
         self.restoring = True
@@ -171,20 +175,20 @@ class ReplicaChooser(Chooser):
 
 
 class JoinedState:
-    """Several kept states as one."""
+    """Joins the saved states of several parts of the chosen method into one state."""
 
-    def __init__(self, kept: Mapping[str, Kept]) -> None:
-        self.kept = kept
+    def __init__(self, parts: Mapping[str, Kept]) -> None:
+        self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: kept.state.state_dict() for name, kept in self.kept.items()}
+        return {name: part.state.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, kept in self.kept.items():
-            kept.state.load_state_dict(state_dict[name])
+        for name, part in self.parts.items():
+            part.state.load_state_dict(state_dict[name])
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return {
-            name: kept.merge([state[name] for state in states], rank, size) if kept.merge else states[0][name]
-            for name, kept in self.kept.items()
+            name: part.merge([state[name] for state in states], rank, size) if part.merge else states[0][name]
+            for name, part in self.parts.items()
         }

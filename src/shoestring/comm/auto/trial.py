@@ -1,4 +1,5 @@
-"""What `comm.Auto` measures on every rank at the first forward pass, on the real model and batch."""
+"""Measures for `comm.Auto`: at the first forward pass every rank times passes, collectives and codecs on the real model
+and batch."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ from shoestring.comm.auto.decision import Measurements, RankMeasurements
 from shoestring.comm.auto.probes import measure_slowdown, synchronize, time_codec, time_collectives
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext
 from shoestring.comm.codecs.lockstep import LATE
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import DATA, HOSTS, LOCAL
-from shoestring.core.job import Job
 from shoestring.core.task import Batch, Output
 from shoestring.planning.cluster import Collective
 
-PIECES = 8  # runs of gradients on which codecs are timed
+PIECES = 8  # number of pieces, each of consecutive gradients, on which codecs are timed
 LARGEST = 1 << 25  # bytes of the largest message
 
 
 class Trial:
-    """Measures on this rank, and brings together what all ranks measured."""
+    """Measures on this rank, and gathers the measurements of all ranks."""
 
     def __init__(
         self,
-        job: Job,
+        attachments: Attachments,
         forward: Callable[[nn.Module, Batch], Output],
         batch: Batch,
         codecs: Mapping[str, CodecFactory],
@@ -41,59 +42,60 @@ class Trial:
         trials: int,
         torus: bool,
     ) -> None:
-        self.job, self.forward, self.batch = job, forward, batch
+        self.attachments, self.forward, self.batch = attachments, forward, batch
         self.codecs, self.trials = codecs, trials
-        self.world = job.world
-        self.parameters = {n: p for n, p in job.module.named_parameters() if p.requires_grad}
+        self.world = attachments.world
+        self.parameters = {n: p for n, p in attachments.module.named_parameters() if p.requires_grad}
         self.total = sum(parameter.nbytes for parameter in self.parameters.values())
         self.torus = torus and min(self.world.ranks_over([axis]) for axis in DATA) > 1
-        self.order = list(reversed(self.parameters))  # the order in which the coordinator deals them
+        self.order = list(reversed(self.parameters))  # the coordinator's order
 
     def measure(self) -> Measurements:
-        """Measure; every rank calls it, and gets the same result."""
-        with restoring(self.job):
+        """Take all measurements. Every rank must call this, and gets the same result."""
+        # This runs inside a forward pass, under autocast. Codecs must run without autocast; `computing` turns it on
+        # again.
+        with restoring(self.attachments), torch.autocast(self.world.device.type, enabled=False):
             self.local_pass()
             passes = [self._timed_pass() for _ in range(self.trials)]
             marks = {name: median(seconds[name] for seconds in passes) for name in passes[0]}
-            # All ranks take the first rank's order of arrival, as DDP does for its buckets.
+            # All ranks use the first rank's order of gradients, as DDP does for its buckets.
             arrival = self.world.decide(lambda: sorted(self.order, key=lambda name: marks[name]))
-            links = self._collectives()
-            mine: dict[str, Any] = {
+            meshes = sorted({DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA})
+            largest = min(2 * self.total, LARGEST)
+            links = tuple(link for over in meshes for link in time_collectives(self.world, over, largest))
+            own: dict[str, Any] = {
                 "marks": marks,
                 "coded": self._time_codecs(),
                 "slowdown": self._slowdown(marks["end"], links),
             }
-            mine["passes"] = [seconds["end"] for seconds in passes]
-        self.job.trace.facts["local_seconds"] = marks["end"]
-        everyone = self.world.gather(json.dumps(mine).encode())
+            own["passes"] = [seconds["end"] for seconds in passes]
+        self.attachments.trace.facts["local_seconds"] = marks["end"]
+        everyone = self.world.gather(json.dumps(own).encode())
         return Measurements(
             sizes={name: parameter.nbytes for name, parameter in self.parameters.items()},
             arrival=arrival,
             pieces=[sum(self.parameters[name].nbytes for name in piece) for piece in self._pieces()],
             links=links,
             ranks=[RankMeasurements.from_json(json.loads(message)) for message in everyone],
-            bucket=self.job.model.bucket_bytes_cap if isinstance(self.job.model, DistributedDataParallel) else 0,
-            lanes=1 if "nccl" in dist.get_backend_config(getattr(self.job.model, "process_group", None)) else 2,
+            bucket=self.attachments.model.bucket_bytes_cap
+            if isinstance(self.attachments.model, DistributedDataParallel)
+            else 0,
+            lanes=1 if "nccl" in dist.get_backend_config(getattr(self.attachments.model, "process_group", None)) else 2,
             shard=self.world.ranks_over([LOCAL]) if self.torus else 1,
         )
 
-    def _collectives(self) -> tuple[Collective, ...]:
-        meshes = {DATA, (HOSTS,), (LOCAL,)} if self.torus else {DATA}
-        largest = min(2 * self.total, LARGEST)
-        return tuple(link for over in sorted(meshes) for link in time_collectives(self.world, over, largest))
-
     def local_pass(self, mark: Callable[[str], None] = lambda name: None) -> None:
-        """Run one forward and backward pass of this rank alone; `mark` is called with "forward" after the first."""
-        with self.job.sync(False):
-            with self.job.computing():
-                total, count = self.job.loss(self.forward(self.job.model, self.batch), self.batch)
+        """Run a forward and a backward pass without exchange; `mark("forward")` is called after the forward pass."""
+        with self.attachments.sync(False):
+            with self.attachments.computing():
+                total, count = self.attachments.loss(self.forward(self.attachments.model, self.batch), self.batch)
             mark("forward")
             (total / count).backward()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def _timed_pass(self) -> dict[str, float]:
-        """Seconds from the start of a pass to the end of its forward pass, to each gradient, and to its end."""
+        """Time one pass: seconds from its start to the end of the forward pass, to each gradient, and to the end."""
         clock = Clock(self.world.device)
         names = {parameter: name for name, parameter in self.parameters.items()}
         hooks = [p.register_post_accumulate_grad_hook(lambda p: clock.mark(names[p])) for p in names]
@@ -110,7 +112,8 @@ class Trial:
         return {name: seconds.get(name, seconds["end"]) for name in ("forward", *self.parameters, "end")}
 
     def _pieces(self) -> list[list[str]]:
-        """The names in the coordinator's order, in at most `PIECES` runs of about the same number of bytes."""
+        """Split the names, in the coordinator's order, into at most `PIECES` consecutive groups with about equal
+        bytes."""
         passed = 0
         runs: list[list[str]] = [[] for _ in range(PIECES)]
         for name in self.order:
@@ -119,7 +122,8 @@ class Trial:
         return [run for run in runs if run]
 
     def _time_codecs(self) -> dict[str, list[Any]]:
-        """Time each codec on each piece and then on all gradients, on all ranks at once, because they share cores."""
+        """Time each codec on each piece and then on all gradients. All ranks do so at once, because ranks of a host
+        share cores."""
         size = self.world.ranks_over([HOSTS] if self.torus else DATA)
         context = ExchangeContext(self.world.rank % size, size, LATE)
         grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
@@ -131,18 +135,19 @@ class Trial:
         return timings
 
     def _slowdown(self, backward: float, links: tuple[Collective, ...]) -> dict[str, float]:
-        """How much computing, coding and the wire slow each other down during a forward and backward pass."""
+        """Measure how much computation, coding and communication slow each other down during a forward and backward
+        pass."""
         ring = next(link for link in links if (link.kind, link.over) == ("all-reduce", DATA))
         alone = self._agreed(backward)
-        wanted = int((alone / 4 - ring.latency) * ring.bandwidth)
-        message = torch.zeros(max(1024, min(self.total, wanted) // 4), device=self.world.device)
-        one = self._agreed(_seconds(lambda: self._reduce(message, 3), self.world.device) / 3)
+        nbytes = int((alone / 4 - ring.latency) * ring.bandwidth)  # all-reducing these takes a quarter of a pass
+        message = torch.zeros(max(1024, min(self.total, nbytes) // 4), device=self.world.device)
+        reduce_seconds = self._agreed(_seconds(lambda: self._reduce(message, 3), self.world.device) / 3)
         self.world.barrier()
-        wire = measure_slowdown(self._settled_pass, lambda times: self._reduce(message, times), (alone, one))
+        wire = measure_slowdown(self._settled_pass, lambda times: self._reduce(message, times), (alone, reduce_seconds))
         scratch = torch.zeros(1 << 22, device=self.world.device)
-        once = _seconds(lambda: _load_memory(scratch, 8), self.world.device) / 8
+        load_seconds = _seconds(lambda: _load_memory(scratch, 8), self.world.device) / 8
         self.world.barrier()
-        code = measure_slowdown(self._settled_pass, lambda times: _load_memory(scratch, times), (alone, once))
+        code = measure_slowdown(self._settled_pass, lambda times: _load_memory(scratch, times), (alone, load_seconds))
         return {
             "compute beside wire": wire["one"],
             "wire beside compute": wire["other"],
@@ -150,7 +155,7 @@ class Trial:
         }
 
     def _agreed(self, seconds: float) -> float:
-        """The slowest rank's seconds."""
+        """The maximum of `seconds` over all ranks."""
         return max(json.loads(message) for message in self.world.gather(json.dumps(seconds).encode()))
 
     def _reduce(self, message: Tensor, times: int) -> None:
@@ -164,7 +169,7 @@ class Trial:
 
 
 class Clock:
-    """Marks on the device's own time line: the clock on a CPU, events on a GPU."""
+    """Named time marks: clock times on a CPU, events of the current stream on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -187,10 +192,10 @@ class Clock:
 
 
 @contextmanager
-def restoring(job: Job) -> Iterator[None]:
-    """Restore the random state and the buffers after what runs inside."""
-    buffers = [(buffer, buffer.clone()) for buffer in job.module.buffers()]
-    devices = [job.world.device] if job.world.device.type == "cuda" else []
+def restoring(attachments: Attachments) -> Iterator[None]:
+    """Restore the random state and the buffers at the end of the context."""
+    buffers = [(buffer, buffer.clone()) for buffer in attachments.module.buffers()]
+    devices = [attachments.world.device] if attachments.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         yield
     with torch.no_grad():
@@ -199,7 +204,7 @@ def restoring(job: Job) -> Iterator[None]:
 
 
 def _load_memory(scratch: Tensor, times: int) -> None:
-    """Do work like a codec's: passes over memory, on a stream of its own."""
+    """Imitate the work of a codec: pass over memory `times` times, on a separate stream."""
     stream = torch.cuda.Stream(scratch.device) if scratch.device.type == "cuda" else None
     with torch.cuda.stream(stream) if stream else torch.no_grad():
         for _ in range(times):
@@ -208,6 +213,7 @@ def _load_memory(scratch: Tensor, times: int) -> None:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `work`, after one warm-up run."""
     work()
     synchronize(device)
     began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Codecs: the average of gradients over ranks, written without the network."""
+"""Codecs: algorithms that average gradients over ranks in few bytes, written without networking code."""

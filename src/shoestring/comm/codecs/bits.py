@@ -1,6 +1,6 @@
-"""Packs integers of few bits into bytes, and ascending indices into nearly the fewest bits possible.
+"""Packs integers of 1 to 32 bits into bytes, and ascending indices into nearly the minimum number of bits.
 
-Sizes depend only on counts and ranges, so that they are the same on all ranks whatever the values are.
+Packed sizes depend only on counts and ranges of values, not on the values, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from torch import Tensor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of one row of `pack`: at most 8 codes more than `count` codes need."""
+    """Bytes of one packed row of `count` codes; padding adds fewer than 8 codes."""
     per, filled = _period(bits)
     return -(-count // per) * filled
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Bytes (rows, packed_bytes) of codes (rows, count) from 0 to 2^bits - 1, of any integer dtype; bits from 1 to 32.
+    """Pack codes (rows, count) from 0 to 2^bits - 1 into bytes (rows, packed_bytes); bits from 1 to 32.
 
-    A row is cut into as many equal planes as codes fill whole bytes, and so are its bytes: all copies are contiguous.
+    Codes have any integer dtype. A period is the smallest number of codes that fills whole bytes. A row of codes is
+    split into one contiguous plane for each code of a period, and the packed bytes into one plane for each byte, so
+    that all copies are contiguous.
     """
     per, filled = _period(bits)
     missing = -codes.shape[1] % per
@@ -35,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (rows, count), uint8 for up to 8 bits and int64 beyond."""
+    """The inverse of `pack`: (rows, count), in uint8 for up to 8 bits, else in int64."""
     per, filled = _period(bits)
     parts = packed.unflatten(1, (filled, -1))
     dtype = torch.uint8 if bits <= 8 else torch.int64
@@ -49,13 +51,13 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """The least number of codes that fill whole bytes, and the number of those bytes."""
+    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
 
 def _overlaps(plane: int, bits: int) -> list[tuple[int, int]]:
-    """The bytes that code `plane` of a period enters, each with the left shift that takes the code there."""
+    """The bytes of a period that code `plane` overlaps, as (byte, left shift of the code into this byte)."""
     start, end = plane * bits, (plane + 1) * bits
     return [(byte, start - 8 * byte) for byte in range(start // 8, -(-end // 8))]
 
@@ -67,15 +69,16 @@ def index_bytes(count: int, n: int) -> int:
 
 
 def encode_indices(indices: Tensor, n: int) -> Tensor:
-    """Bytes (rows, index_bytes) of ascending indices (rows, count) below n; equal ones may follow each other.
+    """Encode ascending indices (rows, count) below n as bytes (rows, index_bytes); indices may repeat.
 
-    Elias-Fano code (1974): the low bits as they are, and for the high bits one mark an index, at their value plus the
-    index's position in its row. This takes 2 + log2(n / count) bits an index, at most half a bit above the entropy.
+    The code is that of Elias and Fano (1974). The low bits of each index are stored unchanged. The high bits are stored
+    as one set bit per index, at the value of the high bits plus the index's position in its row. The code takes 2 +
+    log2(n / count) bits per index, at most half a bit above the entropy.
     """
     rows, count = indices.shape
     low = _low_bits(count, n)
     marks = torch.zeros(rows, _marks(count, n, low), dtype=torch.uint8, device=indices.device)
-    marks.scatter_(1, (indices >> low) + _places(indices), 1)
+    marks.scatter_(1, (indices >> low) + _positions(indices), 1)
     high = pack(marks, 1)
     return torch.cat([pack(indices & (2**low - 1), low), high], dim=1) if low else high
 
@@ -84,19 +87,22 @@ def decode_indices(packed: Tensor, count: int, n: int) -> Tensor:
     """The inverse of `encode_indices`: (rows, count), int64."""
     rows, low = len(packed), _low_bits(count, n)
     length = packed_bytes(count, low) if low else 0
-    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # with padding, which is zero
+    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # includes the padding, which is zero
     before = torch.arange(rows, device=packed.device)[:, None] * marks.shape[1]
-    high = marks.view(-1).nonzero().view(rows, count).sub_(_places(marks[:, :count])).sub_(before)
+    high = marks.view(-1).nonzero().view(rows, count).sub_(_positions(marks[:, :count])).sub_(before)
     return torch.add(unpack(packed[:, :length], low, count), high, alpha=2**low) if low else high
 
 
 def _low_bits(count: int, n: int) -> int:
+    """The number of low bits that makes the code shortest."""
     return min(range(32), key=lambda low: count * low + _marks(count, n, low))
 
 
 def _marks(count: int, n: int, low: int) -> int:
+    """Number of bits in the high part: one per index, and one per possible value of the high bits."""
     return count + (max(n - 1, 0) >> low) + 1
 
 
-def _places(indices: Tensor) -> Tensor:
+def _positions(indices: Tensor) -> Tensor:
+    """Positions of the indices in a row, (count,)."""
     return torch.arange(indices.shape[1], device=indices.device)

@@ -1,11 +1,12 @@
-"""The kernels of `kernel_buckets`, for devices that Triton compiles for. Import it only where Triton is installed.
+"""Triton kernels of `kernel_buckets`. Import this only if Triton is installed.
 
-A program has ROWS buckets. A bucket's codes are WIDE bytes, of `width` that are used, and byte w has the codes of the
-entries w, width + w, … in its bits from the lowest on, PER of them, as `bits.pack` lays them. Blocks of entries are
-therefore (ROWS, PER, WIDE).
+Each program processes ROWS buckets. The codes of a bucket take WIDE bytes, of which the first `width` are used. Byte w
+holds the codes of the PER entries w, width + w, …, starting at the lowest bit, in the layout of `bits.pack`. So a block
+of entries has the shape (ROWS, PER, WIDE).
 
-`table` (5, tensors + 1) in int64 holds, of each tensor: its address, that of its residual, its size, its first bucket
-(behind the last tensor: the number of used buckets), and the number of its type, of which a launch processes one.
+`table` (5, tensors + 1), int64, has a column for each tensor: address, address of the residual, size, number of the
+first bucket, and number of the data type. The extra last column holds the number of used buckets. A launch processes
+the tensors of one data type.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-KEYS = ("one", "other")
-"""Arguments that differ in every call: one that is 1 would be a constant, which has no type, and compiled anew."""
+KEYS = ("low_key", "high_key")
+"""Arguments that differ in every call. Triton must not specialise on them: it would compile another kernel whenever one
+of them is 1."""
 
 
 @triton.jit
@@ -27,8 +29,11 @@ def find(
     KIND: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of buckets b (ROWS,): their tensors, the first entry of each in it, the number of its entries, and whether it is
-    of this launch; unused buckets have no entries, and are of the first launch."""
+    """Look up buckets b (ROWS,). Returns for each bucket: the index of its tensor, its first entry in that tensor, its
+    number of entries, and whether this launch handles it.
+
+    Unused buckets have no entries; the first launch handles them.
+    """
     row = tensors + 1
     low, high = tl.zeros_like(b), tl.zeros_like(b) + tensors
     for _ in range(DEPTH):
@@ -39,13 +44,13 @@ def find(
     begin = (b - tl.load(table + 3 * row + low)) * bucket
     left = tl.load(table + 2 * row + low) - begin
     count = tl.where(used, tl.minimum(tl.maximum(left, 0), bucket), 0)
-    mine = tl.where(used, tl.load(table + 4 * row + low), KIND if FIRST else -1) == KIND
-    return low, begin, count, mine
+    handled = tl.where(used, tl.load(table + 4 * row + low), KIND if FIRST else -1) == KIND
+    return low, begin, count, handled
 
 
 @triton.jit
 def places(WIDE: tl.constexpr, PER: tl.constexpr, width: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Numbers of the entries of a bucket, (1, PER, WIDE), and which of them are of its bytes in use."""
+    """Positions of a block's entries in their bucket, (1, PER, WIDE), and whether each byte is used, (1, 1, WIDE)."""
     byte = tl.arange(0, WIDE)
     at = tl.arange(0, PER)[None, :, None] * width + byte[None, None, :]
     return at, (byte < width)[None, None, :]
@@ -53,16 +58,17 @@ def places(WIDE: tl.constexpr, PER: tl.constexpr, width: tl.tensor) -> tuple[tl.
 
 @triton.jit
 def read(
-    column: tl.tensor,  # of the table: addresses of tensors
+    column: tl.tensor,  # row of the table with the addresses to read from
     tensor: tl.tensor,
     begin: tl.tensor,
     at: tl.tensor,
     inside: tl.tensor,
-    whole: tl.tensor,  # whether all are inside
+    whole: tl.tensor,  # whether all entries are inside
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Entries in fp32, zero outside. Where all are inside and addresses are aligned, 16 bytes are loaded at once."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are inside and addresses are aligned, a load
+    reads 16 bytes."""
     start = tl.load(column + tensor).to(tl.pointer_type(TYPE)) + begin
     where = start[:, None, None] + at
     if ALIGNED:
@@ -87,7 +93,7 @@ def write(
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """The inverse of `read`."""
+    """Store entries; the inverse of `read`."""
     start = tl.load(column + tensor).to(tl.pointer_type(TYPE)) + begin
     where = start[:, None, None] + at
     if ALIGNED:
@@ -101,7 +107,7 @@ def write(
 
 @triton.jit
 def mix(h: tl.tensor) -> tl.tensor:
-    """A hash of 32 bits, of Wellons's family of two multiplications."""
+    """A 32-bit hash with two multiplications, after Wellons."""
     h = (h ^ (h >> 16)) * 0x21F0AAAD
     h = (h ^ (h >> 15)) * 0x735A2D97
     return h ^ (h >> 15)
@@ -109,8 +115,10 @@ def mix(h: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_float(i: tl.tensor) -> tl.tensor:
-    """Whole numbers of magnitudes below 2^22 in fp32, by 1.5 x 2^23: a GPU converts a quarter as many at a time as it
-    adds."""
+    """Convert whole numbers below 2^22 in magnitude to fp32 by adding 1.5 x 2^23.
+
+    A GPU's throughput of additions is four times its throughput of conversions.
+    """
     return (i + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
 
@@ -121,15 +129,15 @@ def as_int(q: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def draw(numbers: tl.tensor, one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    """Noise in (-½, ½) of 16 bits, a function of the entry's number and of two keys."""
-    h = mix(mix(numbers.to(tl.uint32) ^ one.to(tl.uint32)) + other.to(tl.uint32))
+def draw(numbers: tl.tensor, low_key: tl.tensor, high_key: tl.tensor) -> tl.tensor:
+    """16-bit noise in (-½, ½), computed from an entry's number and two keys."""
+    h = mix(mix(numbers.to(tl.uint32) ^ low_key.to(tl.uint32)) + high_key.to(tl.uint32))
     return as_float((h >> 16).to(tl.int32) - 32768) * 0.0000152587890625
 
 
 @triton.jit
 def rounded(q: tl.tensor) -> tl.tensor:
-    """To the nearest whole number, of two the even one; of magnitudes below 2^22."""
+    """Round to the nearest whole number, ties to even, for magnitudes below 2^22."""
     return (q + 12582912.0) - 12582912.0
 
 
@@ -137,7 +145,8 @@ def rounded(q: tl.tensor) -> tl.tensor:
 def levels_of(
     x: tl.tensor, scale: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, STOCHASTIC: tl.constexpr
 ) -> tl.tensor:
-    """Levels from -TOP to TOP, whole numbers in fp32; zeros of a bucket without a usable scale. TOP 0: signs."""
+    """Quantise to whole levels from -TOP to TOP, in fp32; if TOP is 0, to signs. Buckets without a usable scale get
+    zeros."""
     if TOP == 0:
         q = tl.where(x >= 0, 1.0, -1.0)
     else:
@@ -153,7 +162,8 @@ def levels_of(
 
 @triton.jit
 def scale_of(x: tl.tensor, count: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
-    """Of each bucket, (ROWS,): not finite where an entry is not. TOP 0: the mean magnitude."""
+    """Scale of each bucket, (ROWS,): the largest magnitude divided by TOP, or the mean magnitude if TOP is 0. It is
+    non-finite if an entry is."""
     if TOP == 0:
         total = tl.sum(tl.sum(tl.abs(x), 2), 1)
         scale = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
@@ -165,7 +175,7 @@ def scale_of(x: tl.tensor, count: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def pack(q: tl.tensor, BITS: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, PER: tl.constexpr) -> tl.tensor:
-    """Bytes (ROWS, WIDE) of levels."""
+    """Pack levels into bytes (ROWS, WIDE)."""
     code = ((as_int(q) + OFFSET) >> SHIFT) & (2**BITS - 1)
     return tl.sum(code << (tl.arange(0, PER) * BITS)[None, :, None], 1).to(tl.uint8)
 
@@ -191,8 +201,8 @@ def encode(
     tensors: tl.tensor,
     bucket: tl.tensor,
     width: tl.tensor,
-    one: tl.tensor,
-    other: tl.tensor,
+    low_key: tl.tensor,
+    high_key: tl.tensor,
     MEASURE: tl.constexpr,
     FEEDBACK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -209,48 +219,48 @@ def encode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Codes and scales of buckets of M = g + e, and e = M - what they stand for where all of the bucket is finite.
+    """Encode buckets of M = g + e (gradient + residual) as codes and scales; in finite buckets set e to M - decoded M.
 
-    With MEASURE the largest magnitudes alone, in the place of the scales.
+    With MEASURE, only write the largest magnitude of each bucket, in place of the scale.
     """
     b = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < last)
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < last)
     at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    inside = there & (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
     residuals = table + tensors + 1
     if FEEDBACK:
         x += read(residuals, tensor, begin, at, inside, whole, tl.float32, ALIGNED)
     if MEASURE:
         most = tl.max(tl.max(tl.abs(x), 2), 1) + tl.sum(tl.sum(x * 0.0, 2), 1)
-        tl.store(scales + b - first, most, mask=mine)
+        tl.store(scales + b - first, most, mask=handled)
     else:
         scale = scale_of(x, count, TOP)
         noise = x * 0.0
         if STOCHASTIC:
-            noise = draw(b[:, None, None] * bucket + at, one, other)
+            noise = draw(b[:, None, None] * bucket + at, low_key, high_key)
         q = levels_of(x, scale, noise, TOP, STOCHASTIC)
         byte = tl.arange(0, WIDE)[None, :]
         packed = pack(tl.where(there & (at < bucket), q, -OFFSET), BITS, OFFSET, SHIFT, PER)
-        tl.store(codes + (b - first)[:, None] * width + byte, packed, mask=(byte < width) & mine[:, None])
-        tl.store(scales + b - first, scale, mask=mine)
+        tl.store(codes + (b - first)[:, None] * width + byte, packed, mask=(byte < width) & handled[:, None])
+        tl.store(scales + b - first, scale, mask=handled)
         if FEEDBACK:
-            kept = (tl.abs(scale) <= 3.4028234663852886e38) & mine
-            sure = whole & (tl.min(kept.to(tl.int32)) == 1)
+            usable = (tl.abs(scale) <= 3.4028234663852886e38) & handled
+            sure = whole & (tl.min(usable.to(tl.int32)) == 1)
             left = x - q * scale[:, None, None]
-            write(residuals, tensor, begin, at, inside & kept[:, None, None], sure, left, tl.float32, ALIGNED)
+            write(residuals, tensor, begin, at, inside & usable[:, None, None], sure, left, tl.float32, ALIGNED)
 
 
 @triton.jit(do_not_specialize=KEYS)
 def encode_average(
     table: tl.tensor,
-    sent: tl.tensor,  # (ranks, last - first, width): those of a rank `code_stride` after those of the one before
-    of_sent: tl.tensor,  # (ranks, last - first), `scale_stride` apart
+    sent: tl.tensor,  # (ranks, last - first, width) with stride `code_stride` between ranks
+    sent_scales: tl.tensor,  # (ranks, last - first) with stride `scale_stride` between ranks
     codes: tl.tensor,  # (last - first, width), uint8
     scales: tl.tensor,  # (last - first,)
-    errors: tl.tensor,  # (last - first, bucket), fp32: of the sum over the ranks
+    errors: tl.tensor,  # (last - first, bucket), fp32: coding errors of the sum over ranks
     first: tl.tensor,
     last: tl.tensor,
     tensors: tl.tensor,
@@ -259,8 +269,8 @@ def encode_average(
     own: tl.tensor,
     code_stride: tl.tensor,
     scale_stride: tl.tensor,
-    one: tl.tensor,
-    other: tl.tensor,
+    low_key: tl.tensor,
+    high_key: tl.tensor,
     RANKS: tl.constexpr,
     FEEDBACK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -277,37 +287,37 @@ def encode_average(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Codes and scales of the mean over the ranks of what they sent and of this rank's own M, and its errors."""
+    """Encode the mean over ranks of M, decoded for other ranks and exact for this rank, and write the coding errors."""
     b = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < last)
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < last)
     at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    inside = there & (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
     if FEEDBACK:
         x += read(table + tensors + 1, tensor, begin, at, inside, whole, tl.float32, ALIGNED)
     byte, row = tl.arange(0, WIDE)[None, :], b - first
-    stored = (byte < width) & mine[:, None]
+    stored = (byte < width) & handled[:, None]
     total = tl.zeros([ROWS, PER, WIDE], tl.float32)
     for rank in range(RANKS):
         if rank == own:
             total += x
         else:
-            behind = tl.zeros_like(row) + rank  # of 64 bits
+            behind = tl.zeros_like(row) + rank  # in 64 bits, because offsets may be large
             of_rank = (behind * code_stride + row * width)[:, None] + byte
-            theirs = tl.load(sent + of_rank, mask=stored, other=0)
-            scale = tl.load(of_sent + behind * scale_stride + row, mask=mine, other=0.0)
-            total += as_float(unpack(theirs, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
+            received = tl.load(sent + of_rank, mask=stored, other=0)
+            scale = tl.load(sent_scales + behind * scale_stride + row, mask=handled, other=0.0)
+            total += as_float(unpack(received, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
     average = tl.where(inside, tl.div_rn(total, tl.zeros_like(total) + RANKS), 0.0)
     scale = scale_of(average, count, TOP)
     noise = average * 0.0
     if STOCHASTIC:
-        noise = draw(b[:, None, None] * bucket + at, one, other)
+        noise = draw(b[:, None, None] * bucket + at, low_key, high_key)
     q = levels_of(average, scale, noise, TOP, STOCHASTIC)
     packed = pack(tl.where(there & (at < bucket), q, -OFFSET), BITS, OFFSET, SHIFT, PER)
     tl.store(codes + row[:, None] * width + byte, packed, mask=stored)
-    tl.store(scales + row, scale, mask=mine)
+    tl.store(scales + row, scale, mask=handled)
     if FEEDBACK:
         left = (average - q * scale[:, None, None]) * RANKS
         tl.store(errors + row[:, None, None] * bucket + at, left, mask=inside)
@@ -318,9 +328,9 @@ def decode(
     table: tl.tensor,
     codes: tl.tensor,  # (rows, buckets of a row, width)
     scales: tl.tensor,  # (rows, buckets of a row)
-    sent: tl.tensor,  # (rows x buckets, width): what this rank encoded; of its own row nothing
-    of_sent: tl.tensor,  # (rows x buckets,)
-    errors: tl.tensor,  # (buckets, bucket) of its own row
+    sent: tl.tensor,  # (rows x buckets, width): codes that this rank sent; this rank's own row is unused
+    sent_scales: tl.tensor,  # (rows x buckets,)
+    errors: tl.tensor,  # (buckets, bucket): coding errors of this rank's own row
     fine: tl.tensor,  # (1,) uint8: whether the exchange has succeeded
     rows: tl.tensor,
     row_buckets: tl.tensor,
@@ -343,28 +353,28 @@ def decode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """g = what the codes stand for, and e = the errors of this rank's own row, where all went well.
+    """Decode the codes into g, and copy the errors of this rank's own row into e, if the exchange has succeeded.
 
-    Otherwise g = NaN, and e what it was before `encode`, up to rounding: e + what was sent - g. Where that may be
-    rounding alone, as beside gradients that have overflowed, e is 0.
+    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g. If
+    the restored value may be only rounding error, as beside gradients that have overflowed, set e to 0.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < rows * row_buckets)
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < rows * row_buckets)
     at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    inside = there & (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     residuals = table + tensors + 1
     row, within = b // row_buckets, b % row_buckets
     byte = tl.arange(0, WIDE)[None, :]
-    stored = (byte < width) & mine[:, None]
+    stored = (byte < width) & handled[:, None]
     here = row == own
     if tl.load(fine) != 0:
-        theirs = tl.load(codes + row[:, None] * code_stride + within[:, None] * width + byte, mask=stored, other=0)
-        scale = tl.load(scales + row * scale_stride + within, mask=mine, other=0.0)
-        x = as_float(unpack(theirs, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
-        if FEEDBACK:  # known when it is compiled  # noqa: SIM102
-            if tl.max((here & mine).to(tl.int32)) == 1:
+        received = tl.load(codes + row[:, None] * code_stride + within[:, None] * width + byte, mask=stored, other=0)
+        scale = tl.load(scales + row * scale_stride + within, mask=handled, other=0.0)
+        x = as_float(unpack(received, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
+        if FEEDBACK:  # a compile-time constant  # noqa: SIM102
+            if tl.max((here & handled).to(tl.int32)) == 1:
                 its = inside & here[:, None, None]
                 left = tl.load(errors + within[:, None, None] * bucket + at, mask=its, other=0.0)
                 write(residuals, tensor, begin, at, its, False, left, tl.float32, False)
@@ -372,12 +382,12 @@ def decode(
     else:
         g = read(table, tensor, begin, at, inside, False, TYPE, False)
         if FEEDBACK:
-            scale = tl.load(of_sent + b, mask=mine & ~here, other=0.0)
-            undone = mine & ~here & (tl.abs(scale) <= 3.4028234663852886e38)
-            theirs = tl.load(sent + b[:, None] * width + byte, mask=stored & undone[:, None], other=0)
+            scale = tl.load(sent_scales + b, mask=handled & ~here, other=0.0)
+            undone = handled & ~here & (tl.abs(scale) <= 3.4028234663852886e38)
+            received = tl.load(sent + b[:, None] * width + byte, mask=stored & undone[:, None], other=0)
             its = inside & undone[:, None, None]
             e = read(residuals, tensor, begin, at, its, False, tl.float32, False)
-            x = as_float(unpack(theirs, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
+            x = as_float(unpack(received, BITS, OFFSET, SHIFT, PER)) * scale[:, None, None]
             before = e + x - g
             rounding = (tl.abs(g) + tl.abs(x)) * 0.00000095367431640625  # 2^-20
             before = tl.where(tl.abs(before) > rounding, before, 0.0)

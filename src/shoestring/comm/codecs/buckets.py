@@ -1,4 +1,5 @@
-"""Gradients as rows of buckets, without copying them: they are read and written in ranges that fit the cache."""
+"""Treats gradients as rows of buckets, which are read and written in ranges that fit the cache, without a copy of
+all."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 
-BLOCK = 2**17  # entries that are processed at once: they and their results fit the cache
+BLOCK = 2**17  # entries processed at once, so that they and their results fit the cache
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,19 @@ class BucketRange:
     stop: int
     bucket: int
     pieces: tuple[tuple[int, slice, slice], ...]
-    """For each piece: the tensor's index, its entries, and their place in the range."""
+    """(index of a tensor, slice of its entries, their position in the range), for each piece of the range."""
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the entries of flat tensors that are in this range."""
+        """Views of the entries of the flat tensors that lie in this range, one per piece."""
         return [flats[index][entries] for index, entries, _ in self.pieces]
 
     def within(self, x: Tensor) -> list[Tensor]:
-        """Views of the places of those entries in x (buckets, bucket)."""
+        """Views of x (buckets, bucket) at the positions of the pieces, one per piece."""
         flat = x.view(-1)
         return [flat[where] for _, _, where in self.pieces]
 
     def read(self, summands: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Read this range (buckets, bucket) of the sum of several sets of flat tensors, in fp32; padding is zero."""
+        """Read this range of the sum of several lists of flat tensors: (buckets, bucket) in fp32; padding is zero."""
         first, *others = summands
         x = torch.zeros(self.stop - self.start, self.bucket, device=first[0].device)
         if self.pieces:
@@ -45,15 +46,16 @@ class BucketRange:
         return x
 
     def write(self, x: Tensor, flats: Sequence[Tensor]) -> None:
-        """Write x (buckets, bucket) into a set of flat tensors."""
+        """Write x (buckets, bucket) into this range of a list of flat tensors."""
         if self.pieces:
             foreach_copy_(self.take(flats), self.within(x))
 
 
 class BucketLayout:
-    """The places of flat tensors in (rows, buckets, bucket): each tensor starts a new bucket, padded with zeros.
+    """Maps flat tensors to positions in (rows, buckets, bucket). Each tensor starts a new bucket, and its last bucket
+    is padded with zeros.
 
-    So no bucket holds entries of two tensors. The last row may end in unused buckets.
+    So no bucket holds entries of two tensors. The last row may end with unused buckets.
     """
 
     def __init__(self, flats: Sequence[Tensor], rows: int, bucket: int) -> None:
@@ -63,12 +65,13 @@ class BucketLayout:
         self.buckets = -(-self.starts[-1] // rows)
 
     def step(self, beside: int = 1) -> int:
-        """Number of buckets to process at once, of `beside` tensors side by side: a multiple of 4."""
+        """Number of buckets to process at once if `beside` tensors of this size share the cache; a multiple of 4."""
         block = BLOCK if self.device.type == "cpu" else self.rows * self.buckets * self.bucket
         return max(block // (4 * self.bucket * beside), 1) * 4
 
     def parts(self, step: int, first: int = 0, end: int | None = None) -> list[BucketRange]:
-        """All buckets of rows `first` up to but without `end` (by default all rows), at most `step` at a time."""
+        """Ranges of at most `step` buckets that cover the rows from `first` up to, but excluding, `end`; by default all
+        rows."""
         last = (self.rows if end is None else end) * self.buckets
         starts = range(first * self.buckets, last, step)
         return [self._part(start, min(start + step, last)) for start in starts]
@@ -83,14 +86,16 @@ class BucketLayout:
         return BucketRange(start, stop, self.bucket, tuple(pieces))
 
     def entries(self) -> Tensor:
-        """Entries of each bucket that are not padding, (rows x buckets, 1) in fp32; unused buckets count as full."""
+        """Number of entries in each bucket without padding, (rows x buckets, 1) in fp32; unused buckets count as
+        full."""
         counts = torch.full((self.rows * self.buckets, 1), float(self.bucket))
         counts[[end - 1 for end in self.starts[1:]], 0] -= torch.tensor([float(-n % self.bucket) for n in self.sizes])
         return counts.to(self.device)
 
 
 class LateBuckets:
-    """Those whose residuals change in `decode` alone, so that an exchange is given up by doing nothing."""
+    """Base of buckets whose residuals change only in `decode`, so that nothing must be undone if an exchange is given
+    up."""
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
         """See `quantize.Buckets`."""

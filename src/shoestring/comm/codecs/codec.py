@@ -1,14 +1,16 @@
-"""What a codec is: the average of gradients over ranks, written as the paper writes it, without the network.
+"""Defines codecs: algorithms that average gradients over ranks, written as in their papers, without networking code.
 
-A codec's `code` is a generator. It encodes, yields requests for collectives, receives the answers, and decodes:
+A codec's method `code` is a generator. It encodes gradients, yields requests for collectives, receives the answers, and
+decodes them:
 
     def code(self, grads, context):
         P = {name: M @ self.Q[name] for name, M in grads.items()}
         P, = yield [Mean(tensor) for tensor in P.values()]
         ...
 
-Whoever drives it, by `advance`, decides how the requests travel. `exchange.wire.Wire` packs all requests of one yield
-into at most one collective of each kind; `lockstep` drives the generators of several ranks in one process.
+The caller of the generator, through `advance`, decides how requests are carried out. `exchange.wire.Wire` packs all
+requests of one yield into at most one collective of each kind; `lockstep` runs the generators of several ranks in one
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """Answered by the mean over ranks, of the same shape and dtype: fp32, or fp16 and bf16 as a ring sums them.
+    """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. fp16 and bf16 are
+    rounded as a ring all-reduce rounds them.
 
     The answer may be the request's own tensor, overwritten.
     """
@@ -37,7 +40,7 @@ class Mean:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Answered by every rank's tensor, stacked: (ranks, *shape). Shape and dtype are the same on all ranks."""
+    """Requests every rank's tensor, stacked: (ranks, *shape). Shape and dtype are the same on all ranks."""
 
     collective: ClassVar[str] = "all-gather"
     tensor: Tensor
@@ -45,7 +48,8 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """A tensor (ranks, *shape) whose row r is for rank r; answered by (ranks, *shape) whose row r came from rank r."""
+    """Sends row r of a tensor (ranks, *shape) to rank r, and requests a tensor of the same shape whose row r comes from
+    rank r."""
 
     collective: ClassVar[str] = "all-to-all"
     tensor: Tensor
@@ -57,10 +61,10 @@ Coding = Generator[Sequence[Request], list[Tensor], None]
 
 
 def advance(coding: Coding, answers: list[Tensor] | None = None) -> Sequence[Request] | None:
-    """Run a codec's generator to its next requests; None once it has finished.
+    """Run a codec's generator to its next requests; returns None once it has finished.
 
     Args:
-        answers: one for each of the last requests, in their order; None starts the generator.
+        answers: one answer for each of the previous requests, in the same order; None starts the generator.
     """
     try:
         return next(coding) if answers is None else coding.send(answers)
@@ -74,7 +78,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """One exchange as one rank sees it. Everything but `rank` is equal on all ranks."""
+    """One exchange as one rank sees it. All fields except `rank` are equal on all ranks."""
 
     rank: int
     size: int
@@ -82,18 +86,19 @@ class ExchangeContext:
     sum_over_shards: Callable[[Tensor], Tensor] = identity
     """Sums a tensor over the ranks of this host that hold other shards of the same gradients."""
     verdict: ExchangeVerdict = ALWAYS
-    """Whether the exchange succeeds, for codecs that guard."""
+    """Whether the exchange succeeds; used by codecs whose `guards` is true."""
 
 
 class Codec(ABC):
-    """The arithmetic and the state of one compressor on one rank.
+    """The computation and the state of one compression method on one rank.
 
-    State is stored by kind and parameter name, never by bucket, because DDP rebuilds its buckets. Kinds in `shared` are
-    equal on all ranks. All other kinds are this rank's own, and only their averages over the ranks must survive.
+    State is stored by kind (such as "residual") and parameter name, never by bucket, because DDP rebuilds its buckets.
+    State of the kinds in `shared` is equal on all ranks. State of other kinds differs between ranks, and only its
+    average over ranks must be preserved if the number of ranks changes.
     """
 
     stages: int
-    """Yields of `code`: collectives that must follow each other."""
+    """Number of yields of `code`, rounds of collectives that must follow each other."""
     shared: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -101,62 +106,63 @@ class Codec(ABC):
 
     @abstractmethod
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        """Replace `grads`, in place, by their (approximate) average over the ranks, equal bit by bit on all ranks.
+        """Replace `grads`, in place, by their (approximate) average over ranks, bitwise equal on all ranks.
 
         Args:
             grads: gradients of any shape by parameter name, contiguous, in fp32 or the parameters' type; the same
-                names in the same order on all ranks. The codec may overwrite them at once.
+                names in the same order on all ranks. The codec may overwrite the gradients from the start.
 
-        The generator may be closed at any yield, and the codec's state must then be what it was before, up to rounding:
-        at the first yield if a gradient of any rank is not finite, at a later one if an answer is too large to decode.
-        The driver does not touch `grads` before that. The first answers are non-finite on every rank whenever a
-        gradient of any rank is. Later answers in floating point must be equal on all ranks.
+        The caller may close the generator at any yield: at the first one if a gradient of any rank is not finite, at a
+        later one if an answer is too large to decode. The codec must then restore its state from before the exchange,
+        up to rounding. Until the generator is closed, the caller does not change `grads`. If a gradient of any rank is
+        non-finite, the first answers must be non-finite on every rank. Later floating-point answers must be equal on
+        all ranks.
         """
 
     def guards(self, grads: Grads) -> bool:
-        """Whether `code` itself heeds `context.verdict` with gradients like these.
+        """Whether `code` itself handles a failed exchange of gradients like `grads`, using `context.verdict`.
 
-        It is then never closed because of an answer, so that nothing waits for the device. Where the verdict is that
-        the exchange has failed, `code` makes all gradients NaN, and its state what it was before.
+        If so, the caller never closes the generator because of an answer, so that the host need not wait for the
+        device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores the
+        codec's state.
         """
         return False
 
     @property
     def replays(self) -> bool:
-        """Whether an average can be decoded again from the answers of the last stage alone; no state, and
-        `decode_average`."""
+        """Whether `decode_average` can decode the last stage's answers again. Such a codec must have no state."""
         return False
 
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
-        """Write the average that the answers of the last stage stand for into `grads`, as the end of `code` does.
+        """Decode the last stage's answers into `grads`, as `code` does at the end.
 
-        Only of codecs that replay. The answers stay as they are; of the context, `rank` does not matter.
+        Only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot decode an average again")
+        raise NotImplementedError(f"{type(self).__name__} cannot decode the answers again")
 
     def get_state(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """One parameter's state of one kind; created as fp32 zeros in the shape of `like` where there is none."""
+        """The state of one kind for one parameter; created as fp32 zeros in the shape of `like` if there is none."""
         by_name = self.state.setdefault(kind, {})
         if name not in by_name:
             by_name[name] = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        elif by_name[name].device != like.device:  # a checkpoint is read into this host's memory
+        elif by_name[name].device != like.device:  # checkpoints are loaded into host memory
             by_name[name] = by_name[name].to(like.device)
         return by_name[name]
 
     def get_states(self, kind: str, grads: Grads) -> list[Tensor]:
-        """`get_state` of every gradient, as a list for foreach operations."""
+        """The results of `get_state` for all gradients, as a list for foreach operations."""
         return [self.get_state(kind, name, grad) for name, grad in grads.items()]
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Put one parameter's decoded average back into the residual, on all ranks alike, because nothing used it."""
+        """Put an average that the model did not use back into the residual, equally on all ranks."""
         if name in self.state.get("residual", {}):
             self.state["residual"][name].add_(average.view_as(self.state["residual"][name]))
 
     def norm(self, kind: str) -> float:
-        """The 2-norm of all state of one kind on this rank."""
+        """The 2-norm of all of this rank's state of one kind."""
         return float(torch.nn.utils.get_total_norm(list(self.state.get(kind, {}).values())))
 
-    # -- what survives a restart -------------------------------------------------------------------------------------
+    # -- saved state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {kind: dict(by_name) for kind, by_name in self.state.items()}
@@ -174,8 +180,8 @@ class Codec(ABC):
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Build the state that every rank takes when a run resumes with another number of ranks.
 
-        State that is not shared becomes the mean over the former ranks. The mean of the residuals over all ranks, which
-        the updates have not applied yet, is therefore the same before and after, whatever the numbers of ranks.
+        State that is not in `shared` becomes the mean over the former ranks. So the mean residual over ranks, the part
+        of the gradients that was not applied yet, does not change with the number of ranks.
         """
 
         def merge(kind: str, name: str) -> Tensor:
@@ -185,7 +191,7 @@ class Codec(ABC):
         names = {
             kind: list(dict.fromkeys(name for state in states for name in state.get(kind, {}))) for kind in states[0]
         }
-        return {kind: {name: merge(kind, name) for name in of_kind} for kind, of_kind in names.items()}
+        return {kind: {name: merge(kind, name) for name in kind_names} for kind, kind_names in names.items()}
 
 
 CodecFactory = Callable[[], Codec]

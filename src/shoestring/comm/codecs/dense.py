@@ -1,4 +1,4 @@
-"""Uncompressed gradients, in fp32 or rounded to bf16: the baseline of every other codec."""
+"""Uncompressed gradients, in fp32 or rounded to bf16: the baseline for every other codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shoestring.comm.codecs.codec import Codec, Coding, ExchangeContext, Grads, 
 
 
 class DenseCodec(Codec):
-    """The plain average. Gradients travel and are summed in `dtype`; None leaves each gradient in its own type."""
+    """Averages gradients without compression. Gradients are sent and summed in `dtype`; None leaves each gradient in
+    its own type."""
 
     stages = 1
 
@@ -22,7 +23,7 @@ class DenseCodec(Codec):
         self.dtype = dtype
 
     def guards(self, grads: Grads) -> bool:
-        """See `Codec`: there is no state, and gradients are made NaN by a kernel."""
+        """See `Codec`: the codec has no state to restore, and a kernel sets gradients to NaN."""
         return all(fused.is_available(grad.device) for grad in grads.values())
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
@@ -38,21 +39,21 @@ class DenseCodec(Codec):
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """See `Codec`."""
         for flat, tensors in zip(answers, self._by_dtype(grads).values(), strict=True):
-            if flat.data_ptr() != tensors[0].data_ptr():
+            if flat.data_ptr() != tensors[0].data_ptr():  # otherwise they were averaged in place
                 unflatten(flat, tensors)
 
     def _by_dtype(self, grads: Grads) -> dict[torch.dtype, list[Tensor]]:
-        """The gradients by the type that they travel in."""
-        found: dict[torch.dtype, list[Tensor]] = {}
+        """Group the gradients by the data type in which they are sent."""
+        groups: dict[torch.dtype, list[Tensor]] = {}
         for grad in grads.values():
-            found.setdefault(self.dtype or grad.dtype, []).append(grad)
-        return found
+            groups.setdefault(self.dtype or grad.dtype, []).append(grad)
+        return groups
 
 
 def join(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """All entries as one 1-d tensor of `dtype`: the tensors' own memory where they follow each other there, or a copy.
+    """All entries as one 1-d tensor of `dtype`: a view if the tensors follow each other in memory, else a copy.
 
-    They do in a bucket of DDP whose parameters' gradients arrive in this order, and that begins and ends with them.
+    The tensors follow each other in a DDP bucket that holds exactly these gradients, in this order.
     """
     first, place = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage().data_ptr()
@@ -72,7 +73,7 @@ def flatten(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
-    """The inverse of `flatten`, into `tensors`."""
+    """Copy the entries of `flat` back into `tensors`; the inverse of `flatten`."""
     foreach_copy_(tensors, split_like(flat, tensors))
 
 

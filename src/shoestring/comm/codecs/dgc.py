@@ -9,24 +9,24 @@ from shoestring._torch import foreach_add_, foreach_mul_
 from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
 from shoestring.comm.codecs.topk import Selection, SparseCodec, WireType
 
-STAGES = 5  # stages of the warm-up
+STAGES = 5  # number of stages of the warm-up
 
 
 class DGCCodec(SparseCodec):
-    """The average of the ranks' sparsified *velocities*: the optimizer must be SGD without momentum.
+    """Averages sparsified *velocities* over ranks, so the optimizer must be SGD without momentum.
 
         u = m u + g;  v = v + u;  send the largest of v, and there u = 0 and v = 0
         Nesterov: u = m (u + g);  v = v + u + g
 
-    Vectors and scalars are not compressed. With density 1 nothing is, and the result is SGD with momentum.
-    State: "velocity" u and "residual" v of this rank; "momentum", the velocity of uncompressed parameters.
+    Vectors and scalars are not compressed. With density 1 nothing is compressed, and the result is SGD with momentum.
+    State: this rank's "velocity" u and "residual" v; "momentum", the velocity of uncompressed parameters.
 
     Args:
         density: fraction of entries sent after the warm-up.
-        clip: largest 2-norm of the gradients, which must be exchanged together; each of N ranks clips at clip / √N.
-        masking: set the velocity of sent entries to zero, so that stale momentum does not move them on.
-        warmup: steps in five equal stages, whose densities fall exponentially: for 0.001 they are 0.25, 0.063, 0.016,
-            0.004 and 0.001.
+        clip: maximum 2-norm of the gradients, which must all be exchanged together; each of N ranks clips at clip / √N.
+        masking: set the velocity of sent entries to zero, so that stale momentum does not keep moving them.
+        warmup: number of warm-up steps, in five equal stages whose densities fall exponentially: for 0.001 they are
+            0.25, 0.063, 0.016, 0.004 and 0.001.
     """
 
     shared = frozenset({"momentum"})
@@ -56,12 +56,15 @@ class DGCCodec(SparseCodec):
             norm = context.sum_over_shards(torch.nn.utils.get_total_norm(list(grads.values())).square()).sqrt()
             foreach_mul_(list(grads.values()), (self.clip * context.size**-0.5 / norm).clamp(max=1))
         if not sparse:
-            yield from self._exchange_dense(dense)
+            if dense:
+                (average,) = yield [Mean(self.flatten(dense))]
+                self._deliver(dense, average)
             return
         whole = [Mean(self.flatten(dense))] if dense else []
         u, v = self.flat_state("velocity", sparse), self.flat_state("residual", sparse)
         scale = 1 + self.momentum if self.nesterov else 1.0
-        terms = self.weigh(sparse, v, u, scale, self.momentum)  # the next v; u must wait
+        # M is the next v. The velocity u is updated only after the exchange has succeeded.
+        terms = self.weigh(sparse, v, u, scale, self.momentum)
         M = terms.g
         indices, values = self.select(terms, [grad.numel() for grad in sparse.values()], self.density_at(context.step))
         requests, sent = self.encode(indices, values, len(M))
@@ -79,22 +82,19 @@ class DGCCodec(SparseCodec):
         self.deliver(sparse, terms.table, *self.decode(answers[len(whole) :], len(indices), len(M)), out=v)
 
     def density_at(self, step: int) -> float:
+        """The density at a step; it falls during the warm-up."""
         stage = STAGES if step >= self.warmup else step * STAGES // self.warmup + 1
         return self.density ** (stage / STAGES)
 
-    def _exchange_dense(self, dense: Grads) -> Coding:
-        if dense:
-            (average,) = yield [Mean(self.flatten(dense))]
-            self._deliver(dense, average)
-
     def _deliver(self, dense: Grads, average: Tensor) -> None:
-        """Turn an uncompressed average into its velocity."""
+        """Update the velocity of uncompressed parameters with their average gradient, and write the resulting step into
+        the gradients."""
         u = self.flat_state("momentum", dense)
         self._accelerate(u, [u], [average])
         self.unflatten(dense, average.add_(u) if self.nesterov else average.copy_(u))
 
     def _accelerate(self, u: Tensor, parts: list[Tensor], g: list[Tensor]) -> None:
-        """u = m u + g, or m (u + g), where `parts` are views of u in the shapes of g."""
+        """Set u to m u + g, or with Nesterov to m (u + g); `parts` are views of u in the shapes of g."""
         if self.nesterov:
             foreach_add_(parts, g)
         u *= self.momentum

@@ -1,7 +1,8 @@
-"""Selection by a threshold and error feedback in one pass over memory, on devices that Triton compiles for.
+"""Selects entries by a threshold and applies error feedback in one pass over memory, on devices with Triton.
 
-The kernel reads gradient and residual once, and writes their sum and a bit for each entry, by which the entries above
-the threshold are then collected. Torch's own operations read and write memory more than three times as often.
+The kernel reads gradient and residual once, and writes their sum and one bit per entry. The bit says whether the entry
+is above the threshold; a second kernel collects the entries above it. Torch's own operations read and write memory more
+than three times as often.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shoestring.comm.codecs.grad_table import GradTable, has_kernels
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """M = scale g + e + momentum u, in fp32 (n,). It is built in `g`; `e` and `u` stay."""
+    """M = scale g + e + momentum u, in fp32 (n,). M is built in `g`; `e` and `u` are unchanged."""
 
     g: Tensor
     e: Tensor
@@ -24,18 +25,18 @@ class WeightedSum:
     scale: float = 1.0
     momentum: float = 0.0
     table: GradTable | None = None
-    """Where the gradients lie, if they are not in `g` yet."""
+    """The gradients in memory, if they have not been copied into `g` yet; else None."""
 
     def __len__(self) -> int:
         return len(self.g)
 
     def part(self, some: slice) -> WeightedSum:
-        """The same sum of some of the entries, whose gradients are in `g`."""
+        """The same sum for a slice of the entries; the gradients must already be in `g`."""
         assert self.table is None
         return replace(self, g=self.g[some], e=self.e[some], u=None if self.u is None else self.u[some])
 
     def build(self) -> Tensor:
-        """Build M."""
+        """Build M in `g`, and return it."""
         if self.table is not None:
             self.table.read_into(self.g)
         if self.scale != 1:
@@ -52,12 +53,12 @@ class WeightedSum:
 
 @dataclass(frozen=True)
 class Taken:
-    """Entries of M above a threshold."""
+    """The entries of M whose magnitude is above a threshold."""
 
     indices: Tensor  # (count,) int64, ascending
     values: Tensor  # (count,)
-    complete: bool  # whether there was room for them; otherwise there are none here
-    poison: Tensor  # 0; NaN if an entry of M was not finite
+    complete: bool  # whether the entries fitted the room; if not, both tensors are empty
+    poison: Tensor  # 0, or NaN if an entry of M was not finite
 
 
 def is_available(device: torch.device) -> bool:
@@ -66,15 +67,15 @@ def is_available(device: torch.device) -> bool:
 
 
 def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool) -> tuple[Tensor, Tensor] | None:
-    """Pick k entries of M above a threshold, a scalar on the device, and build M in `terms.g`.
+    """Build M in `terms.g`, and pick k of its entries above a threshold (a scalar on the device).
 
     Args:
-        largest: pick the k largest; otherwise do so only if far more than k are above the threshold, and pick k evenly
-            spread ones if not.
+        largest: pick the k largest entries. If false, do so only if far more than k entries are above the threshold;
+            else pick k evenly spaced ones of the entries above it.
 
     Returns:
-        Ascending indices, and values, NaN if M is not finite; None where fewer than k entries are above the threshold,
-        or too many to fit.
+        Ascending indices, and values, which are NaN if M is not finite; None if the number of entries above the
+        threshold is below k or too large to collect.
     """
     taken = take_entries(terms, threshold, 4 * k + 64 if largest else 2 * k)
     count = len(taken.indices)
@@ -88,8 +89,8 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
 
 
 def keep_largest(values: Tensor, k: int) -> Tensor:
-    """Ascending places (k,) of the k largest magnitudes of some values; of equal ones, the first."""
-    sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    """Ascending positions (k,) of the k largest magnitudes; among equals, the first."""
+    sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)  # comparisons with NaN are false
     least = sizes.topk(k, sorted=False).values.amin()
     places = (sizes >= least).nonzero().view(-1)
     larger = sizes[places] > least
@@ -97,7 +98,7 @@ def keep_largest(values: Tensor, k: int) -> Tensor:
 
 
 def take_entries(terms: WeightedSum, threshold: Tensor, room: int) -> Taken:
-    """Build M in `terms.g`, and find its entries above the threshold: none of them if they are more than `room`."""
+    """Build M in `terms.g`, and collect its entries above the threshold; collect none if there are more than `room`."""
     table = terms.table or GradTable([terms.g])
     bits, counts, poison = table.split(terms.g, terms.e, terms.u, threshold.view(1), terms.scale, terms.momentum)
     ends = counts.cumsum(0)

@@ -1,8 +1,8 @@
-"""The kernels of `fused` and `grad_table`, for devices that Triton compiles for. Import it only where it is installed.
+"""Triton kernels of `fused` and `grad_table`. Import this only if Triton is installed.
 
-`table` (4, tensors + 1) in int64 holds, of each tensor: its address, the number of its first entry in the flat vector,
-its first block of BLOCK entries (behind the last tensor: the numbers of all entries and blocks), and the number of its
-type, of which a launch processes one. A block has entries of one tensor only.
+`table` (4, tensors + 1), int64, has a column for each tensor: address, index of the first entry in the flat vector,
+index of the first block of BLOCK entries, and number of the data type. The extra last column holds the total numbers of
+entries and of blocks. A launch processes the tensors of one data type. A block has entries of one tensor only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """The last tensor whose number in an ascending column of the table is not above `at`."""
+    """Binary search in an ascending column of the table: the last tensor whose value is at most `at`."""
     low, high = at * 0, at * 0 + tensors
     for _ in range(DEPTH):
         middle = (low + high) // 2
@@ -24,7 +24,8 @@ def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.co
 
 @triton.jit
 def read(start: tl.tensor, lane: tl.tensor, inside: tl.tensor, whole: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Entries in fp32, zero outside. Where all are inside and addresses are aligned, 16 bytes are loaded at once."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are inside and addresses are aligned, a load
+    reads 16 bytes."""
     where = start + lane
     if ALIGNED:
         if whole:
@@ -40,7 +41,7 @@ def read(start: tl.tensor, lane: tl.tensor, inside: tl.tensor, whole: tl.tensor,
 def write(
     start: tl.tensor, lane: tl.tensor, inside: tl.tensor, whole: tl.tensor, x: tl.tensor, ALIGNED: tl.constexpr
 ) -> None:
-    """The inverse of `read`, of fp32."""
+    """Store fp32 entries; the inverse of `read`."""
     where = start + lane
     if ALIGNED:
         if whole:
@@ -62,15 +63,15 @@ def ones(word: tl.tensor) -> tl.tensor:
 @triton.jit
 def split(
     table: tl.tensor,
-    M: tl.tensor,  # (n,) out; may be where the gradients lie
+    M: tl.tensor,  # (n,) output; may be the memory of the gradients
     e: tl.tensor,  # (n,) residual
-    u: tl.tensor,  # (n,) velocity, read where MOMENTUM is true
+    u: tl.tensor,  # (n,) velocity, read only if MOMENTUM
     threshold: tl.tensor,  # (1,)
     scale: tl.tensor,
     momentum: tl.tensor,
-    bits: tl.tensor,  # (blocks, BLOCK / 32) int32: of each entry, whether it is above the threshold
-    counts: tl.tensor,  # (blocks,) int32: the numbers of those that are
-    poison: tl.tensor,  # (blocks,) becomes 0, or NaN where an entry of the block is not finite
+    bits: tl.tensor,  # (blocks, BLOCK / 32) int32: a bit for each entry, 1 above the threshold
+    counts: tl.tensor,  # (blocks,) int32: number of entries above the threshold
+    poison: tl.tensor,  # (blocks,) becomes 0, or NaN if an entry of the block is not finite
     tensors: tl.tensor,
     MOMENTUM: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -79,7 +80,7 @@ def split(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """M = scale g + e + momentum u; mark its entries above the threshold."""
+    """Compute M = scale g + e + momentum u, and mark the entries of M above the threshold."""
     block, row = tl.program_id(0).to(tl.int64), tensors + 1
     tensor = last_upto(table + 2 * row, block, tensors, DEPTH)
     if tl.load(table + 3 * row + tensor) == KIND:
@@ -104,8 +105,8 @@ def split(
 def collect(
     table: tl.tensor,
     M: tl.tensor,  # (n,)
-    bits: tl.tensor,  # (blocks, WORDS) int32, as `split` marks entries
-    ends: tl.tensor,  # (blocks,) int64: the numbers of marks up to the end of each block
+    bits: tl.tensor,  # (blocks, WORDS) int32, from `split`
+    ends: tl.tensor,  # (blocks,) int64: number of marks up to the end of each block
     indices: tl.tensor,  # (marks,) int64
     values: tl.tensor,  # (marks,)
     blocks: tl.tensor,
@@ -114,7 +115,7 @@ def collect(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Ascending indices of the marked entries, and these; each step takes the lowest mark of every word."""
+    """Collect the marked entries and their ascending indices; each iteration handles the lowest mark of every word."""
     b, row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tensors + 1
     there, word = b < blocks, tl.arange(0, WORDS)
     tensor = last_upto(table + 2 * row, b, tensors, DEPTH)
@@ -126,7 +127,7 @@ def collect(
     first = start[:, None] + word[None, :] * 32
     while tl.sum(tl.sum((marks != 0).to(tl.int32), 1), 0) > 0:
         some = marks != 0
-        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # the zeros below the lowest one
+        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # zeros below the lowest mark
         tl.store(indices + place, index, mask=some)
         tl.store(values + place, tl.load(M + index, mask=some, other=0.0), mask=some)
         place += 1
@@ -137,7 +138,7 @@ def collect(
 def sample(
     table: tl.tensor,
     e: tl.tensor,  # (n,)
-    u: tl.tensor,  # (n,), read where MOMENTUM is true
+    u: tl.tensor,  # (n,), read only if MOMENTUM
     out: tl.tensor,  # (count,)
     count: tl.tensor,
     stride: tl.tensor,
@@ -150,16 +151,16 @@ def sample(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every stride-th entry of M = scale g + e + momentum u."""
+    """Compute every stride-th entry of M = scale g + e + momentum u."""
     at, row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tensors + 1
     index = at * stride
     tensor = last_upto(table + row, index, tensors, DEPTH)
-    mine = (at < count) & (tl.load(table + 3 * row + tensor) == KIND)
+    handled = (at < count) & (tl.load(table + 3 * row + tensor) == KIND)
     g = tl.load(table + tensor).to(tl.pointer_type(TYPE)) + (index - tl.load(table + row + tensor))
-    x = tl.load(g, mask=mine, other=0.0).to(tl.float32) * scale + tl.load(e + index, mask=mine, other=0.0)
+    x = tl.load(g, mask=handled, other=0.0).to(tl.float32) * scale + tl.load(e + index, mask=handled, other=0.0)
     if MOMENTUM:
-        x += tl.load(u + index, mask=mine, other=0.0) * momentum
-    tl.store(out + at, x, mask=mine)
+        x += tl.load(u + index, mask=handled, other=0.0) * momentum
+    tl.store(out + at, x, mask=handled)
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def accelerate(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """u = momentum u + g, or momentum (u + g)."""
+    """Set u to momentum u + g, or to momentum (u + g) if NESTEROV."""
     block, row = tl.program_id(0).to(tl.int64), tensors + 1
     tensor = last_upto(table + 2 * row, block, tensors, DEPTH)
     if tl.load(table + 3 * row + tensor) == KIND:
@@ -205,11 +206,11 @@ def scatter(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """g = the entries of `flat`, at `indices` alone."""
+    """Copy the entries of `flat` at `indices` into the gradients; leave all other entries unchanged."""
     at, row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tensors + 1
     there = at < count
     index = tl.load(indices + at, mask=there, other=0)
     tensor = last_upto(table + row, index, tensors, DEPTH)
-    mine = there & (tl.load(table + 3 * row + tensor) == KIND)
+    handled = there & (tl.load(table + 3 * row + tensor) == KIND)
     g = tl.load(table + tensor).to(tl.pointer_type(TYPE)) + (index - tl.load(table + row + tensor))
-    tl.store(g, tl.load(flat + index, mask=mine, other=0.0).to(TYPE), mask=mine)
+    tl.store(g, tl.load(flat + index, mask=handled, other=0.0).to(TYPE), mask=handled)

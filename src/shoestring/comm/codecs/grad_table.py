@@ -1,7 +1,7 @@
-"""Gradients as one flat vector that lies in many places, for kernels that read and write it there.
+"""Treats gradients scattered in memory as one flat vector, for kernels that read and write them in place.
 
-Copying them into one tensor and back moves six bytes an entry each way, where they are in bf16. With a table the sum of
-gradient and residual moves ten, and what was selected is all that decoding touches, but for zeros in the gradients.
+Copying bf16 gradients into one fp32 tensor and back would move six bytes per entry each way. With a table of addresses,
+adding gradient and residual moves ten bytes per entry, and decoding writes only zeros and the selected entries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from shoestring._torch import foreach_copy_, foreach_zero_
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK, WARPS = 2048, 4  # entries that one program processes, all of one tensor
-ROWS = 16  # blocks of which one program collects what is marked
+BLOCK, WARPS = 2048, 4  # entries per program, all of one tensor, and its warps
+ROWS = 16  # blocks that one Triton program reads when it collects marked entries
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton compiles for this device."""
+    """Whether Triton kernels can run on this device."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -33,33 +33,35 @@ def _has_triton() -> bool:
 
 
 def takes(tensors: Iterable[Tensor]) -> bool:
-    """Whether a table can be made of these tensors."""
-    return all(each.dtype in KINDS and each.is_contiguous() and has_kernels(each.device) for each in tensors)
+    """Whether a `GradTable` can be built of these tensors."""
+    return all(tensor.dtype in KINDS and tensor.is_contiguous() and has_kernels(tensor.device) for tensor in tensors)
 
 
 class GradTable:
-    """The entries of contiguous tensors in fp32, bf16 and fp16, numbered one tensor after the other.
+    """Table of contiguous tensors in fp32, bf16 or fp16, whose entries are numbered one tensor after the other.
 
-    `fused_kernel` says what is in the table itself.
+    `fused_kernel` describes the layout of the table.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = [each for each in tensors if each.numel()]
+        self.tensors = [tensor for tensor in tensors if tensor.numel()]
         device = self.tensors[0].device
-        starts = list(accumulate((each.numel() for each in self.tensors), initial=0))
-        first = list(accumulate((-(-each.numel() // BLOCK) for each in self.tensors), initial=0))
-        places, kinds = [each.data_ptr() for each in self.tensors], [KINDS.index(each.dtype) for each in self.tensors]
-        table = torch.tensor([[*places, 0], starts, first, [*kinds, 0]])
-        pinned = table.pin_memory() if device.type == "cuda" else table
+        starts = list(accumulate((tensor.numel() for tensor in self.tensors), initial=0))
+        first = list(accumulate((-(-tensor.numel() // BLOCK) for tensor in self.tensors), initial=0))
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        kinds = [KINDS.index(tensor.dtype) for tensor in self.tensors]
+        table = torch.tensor([[*addresses, 0], starts, first, [*kinds, 0]])
+        pinned = table.pin_memory() if device.type == "cuda" else table  # so that the copy is asynchronous
         self.table = pinned.to(device, non_blocking=True)
         self.n, self.blocks, self.kinds = starts[-1], first[-1], sorted(set(kinds))
         self.depth = (len(kinds) - 1).bit_length()
-        self.aligned = all(place % 16 == 0 for place in places) and all(start % 8 == 0 for start in starts[:-1])
+        self.aligned = all(address % 16 == 0 for address in addresses) and all(start % 8 == 0 for start in starts[:-1])
 
     def read_into(self, flat: Tensor) -> None:
-        """Copy all entries into a flat tensor."""
-        parts = flat.split([each.numel() for each in self.tensors])
-        foreach_copy_([part.view(each.shape) for part, each in zip(parts, self.tensors, strict=True)], self.tensors)
+        """Copy the entries of all tensors into a flat tensor."""
+        parts = flat.split([tensor.numel() for tensor in self.tensors])
+        views = [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
+        foreach_copy_(views, self.tensors)
 
     def sample(self, stride: int, e: Tensor, u: Tensor | None, scale: float, momentum: float) -> Tensor:
         """Every stride-th entry of M = scale g + e + momentum u."""
@@ -73,10 +75,10 @@ class GradTable:
     def split(
         self, M: Tensor, e: Tensor, u: Tensor | None, threshold: Tensor, scale: float, momentum: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Build M = scale g + e + momentum u, and mark what is above a threshold (1,).
+        """Build M = scale g + e + momentum u, and mark the entries above a threshold (1,).
 
         Returns:
-            Marks, and of each block their number, and 0, or NaN if M is not finite there; see the kernel.
+            Marks as bits; the number of marks in each block; and for each block 0, or NaN if M is not finite there.
         """
         from shoestring.comm.codecs.fused_kernel import split
 
@@ -87,7 +89,8 @@ class GradTable:
         return outputs
 
     def collect(self, M: Tensor, bits: Tensor, ends: Tensor, marks: int) -> tuple[Tensor, Tensor]:
-        """Ascending indices of the marked entries of M, and these; `ends` counts the marks up to each block's end."""
+        """Return the ascending indices and the values of the marked entries; `ends` counts the marks up to the end of
+        each block."""
         from shoestring.comm.codecs.fused_kernel import collect
 
         indices, values = torch.empty(marks, dtype=torch.int64, device=M.device), M.new_empty(marks)
@@ -97,13 +100,13 @@ class GradTable:
         return indices, values
 
     def accelerate(self, u: Tensor, momentum: float, *, nesterov: bool) -> None:
-        """u = m u + g, or m (u + g)."""
+        """Set u to momentum u + g, or to momentum (u + g) if `nesterov`."""
         from shoestring.comm.codecs.fused_kernel import accelerate
 
         self._launch(accelerate, self.blocks, u, momentum, NESTEROV=nesterov, ALIGNED=self._is_aligned(u))
 
     def write(self, indices: Tensor, flat: Tensor) -> None:
-        """Replace the entries by those of `flat` at some indices, in any order, and by zero elsewhere."""
+        """Copy the entries of `flat` at `indices` (in any order) into the tensors, and write zeros elsewhere."""
         from shoestring.comm.codecs.fused_kernel import scatter
 
         foreach_zero_(self.tensors)
@@ -111,10 +114,11 @@ class GradTable:
             self._launch(scatter, -(-indices.numel() // BLOCK), flat, indices.contiguous(), indices.numel())
 
     def _is_aligned(self, *flats: Tensor | None) -> bool:
-        """Whether a block's first entries lie at multiples of 16 bytes, here and in flat tensors in fp32."""
+        """Whether every block starts at a multiple of 16 bytes, in the table's tensors and in the fp32 tensors
+        `flats`."""
         return self.aligned and all(flat is None or flat.data_ptr() % 16 == 0 for flat in flats)
 
-    def _launch(self, kernel: Any, programs: int, *args: Any, **ways: Any) -> None:
+    def _launch(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         """Launch a kernel once for each data type."""
         import triton.language as tl
 
@@ -123,7 +127,7 @@ class GradTable:
                 self.table,
                 *args,
                 len(self.tensors),
-                **ways,
+                **constants,
                 KIND=kind,
                 TYPE=(tl.float32, tl.bfloat16, tl.float16)[kind],
                 DEPTH=self.depth,

@@ -1,12 +1,12 @@
-"""Quantised buckets by kernels that read and write each entry once, on devices that Triton compiles for.
+"""Quantises buckets by Triton kernels that read and write each entry once.
 
-`quantize.Buckets` says what they do. Unlike on a CPU, residuals are replaced while entries are encoded, and gradients
-stay until they are decoded; an exchange that fails is undone by what was sent. Bytes of memory traffic an entry, where
-gradients take g bytes, codes c = bits / 8, and N ranks take part (a bucket's scale is 4 bytes, not counted):
+`quantize.Buckets` describes the operations. Unlike on a CPU, encoding updates the residuals at once, and gradients stay
+unchanged until decoding; a failed exchange is undone from the codes that were sent. Memory traffic in bytes per entry,
+for gradients of g bytes, codes of c = bits / 8 bytes and N ranks (the 4 bytes of a bucket's scale are not counted):
 
-- encoding: g + 4 are read, 4 + c are written; without error feedback g and c;
-- averaging, of one entry in N: g + 4 and (N - 1) c are read twice over with `measure`, 4 + c are written;
-- decoding: c is read and g written; one in N of the residuals is copied (8).
+- encoding: g + 4 are read and 4 + c written; without error feedback, g are read and c written;
+- averaging, of one entry in N: g + 4 and (N - 1) c are read, twice with `measure`; 4 + c are written;
+- decoding: c is read and g written; one residual in N is copied (8 bytes).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 2**13
-"""Entries of the largest bucket, which a program has in its registers."""
-BLOCK, WARPS = 1024, 2  # entries that a program has at least, and its warps: the best of six on an H100
+"""Maximum number of entries in a bucket, because a program holds its buckets in registers."""
+BLOCK, WARPS = 1024, 2  # minimum entries per program, and its warps: the best of six choices on an H100
 
 
 class KernelBuckets:
-    """Of contiguous tensors in fp32, bf16 and fp16.
+    """`quantize.Buckets` for contiguous tensors in fp32, bf16 and fp16.
 
     Args:
-        codec: says what its levels are.
-        seed: of the noise; None rounds to nearest.
+        codec: codec that defines the quantisation levels.
+        seed: seed of the noise for stochastic rounding; None rounds to nearest.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KernelBuckets:
         self.layout, self.verdict, self.seed = layout, verdict, seed
         self.table = EntryTable(layout, flats, residuals, codec.bits)
         self.form = {"BITS": codec.bits, "OFFSET": codec.offset, "SHIFT": codec.shift}
-        self.kept = {"FEEDBACK": bool(residuals)}
+        self.feedback = {"FEEDBACK": bool(residuals)}
         self.top = {"TOP": codec.top}
         self.sent: tuple[Tensor, Tensor] | None = None
         self.row = 0
@@ -72,24 +72,36 @@ class KernelBuckets:
 
         first = rows.start * self.layout.buckets
         ends = (first, first + len(scales))
-        ways = {**self.kept, **self.form, **self.top, "MEASURE": measure, "STOCHASTIC": self.seed is not None}
+        constants = {**self.feedback, **self.form, **self.top, "MEASURE": measure, "STOCHASTIC": self.seed is not None}
         self.table.launch(
-            bucket_kernel.encode, len(scales), (codes, scales, *ends), self.table.shape, *keys(self.seed), **ways
+            bucket_kernel.encode, len(scales), (codes, scales, *ends), self.table.shape, *keys(self.seed), **constants
         )
 
-    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         from shoestring.comm.codecs import bucket_kernel
 
         first = row * self.layout.buckets
-        if self.kept["FEEDBACK"]:
+        if self.feedback["FEEDBACK"]:
             self.errors = torch.empty(len(scales), self.layout.bucket, device=self.layout.device)
         errors = scales if self.errors is None else self.errors
-        tensors = (sent, of_sent, codes, scales, errors, first, first + len(scales))
-        strides = (row, row_stride(sent), row_stride(of_sent))
-        ways = {**self.kept, **self.form, **self.top, "STOCHASTIC": self.seed is not None, "RANKS": self.layout.rows}
+        tensors = (sent, sent_scales, codes, scales, errors, first, first + len(scales))
+        strides = (row, row_stride(sent), row_stride(sent_scales))
+        constants = {
+            **self.feedback,
+            **self.form,
+            **self.top,
+            "STOCHASTIC": self.seed is not None,
+            "RANKS": self.layout.rows,
+        }
         self.table.launch(
-            bucket_kernel.encode_average, len(scales), tensors, self.table.shape, *strides, *keys(self.seed), **ways
+            bucket_kernel.encode_average,
+            len(scales),
+            tensors,
+            self.table.shape,
+            *strides,
+            *keys(self.seed),
+            **constants,
         )
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
@@ -118,19 +130,19 @@ class KernelBuckets:
             self.table.shape,
             row_stride(codes),
             row_stride(scales),
-            **self.kept,
+            **self.feedback,
             **self.form,
         )
 
 
 class EntryTable:
-    """Where the entries of many tensors lie, for one launch of a kernel over all of their buckets."""
+    """Table of the addresses of many tensors, so that one kernel launch processes the buckets of all of them."""
 
     def __init__(self, layout: BucketLayout, flats: Sequence[Tensor], residuals: Sequence[Tensor], bits: int) -> None:
         kinds = [TYPES.index(flat.dtype) for flat in flats]
         columns = (
             [flat.data_ptr() for flat in flats],
-            [each.data_ptr() for each in residuals] or [0] * len(flats),
+            [residual.data_ptr() for residual in residuals] or [0] * len(flats),
             layout.sizes,
             layout.starts[:-1],
             kinds,
@@ -142,13 +154,13 @@ class EntryTable:
         width, tensors = packed_bytes(layout.bucket, bits), len(flats)
         self.per, self.wide = 8 // bits, 1 << (width - 1).bit_length()
         self.shape, self.depth = (tensors, layout.bucket, width), (tensors - 1).bit_length()
-        aligned = all(place % 16 == 0 for column in columns[:2] for place in column) and width % 8 == 0
+        aligned = all(address % 16 == 0 for column in columns[:2] for address in column) and width % 8 == 0
         self.kinds, self.aligned = sorted(set(kinds)), aligned
 
     def launch(
-        self, kernel: Any, buckets: int, *args: Any, block: int = BLOCK, warps: int = WARPS, **ways: Any
+        self, kernel: Any, buckets: int, *args: Any, block: int = BLOCK, warps: int = WARPS, **constants: Any
     ) -> None:
-        """Launch a kernel over a number of buckets, once for each data type; see `BLOCK`."""
+        """Launch a kernel over `buckets` buckets, once for each data type; see `BLOCK`."""
         import triton.language as tl
 
         flat = [value for arg in args for value in (arg if isinstance(arg, tuple) else (arg,))]
@@ -158,7 +170,7 @@ class EntryTable:
             kernel[grid](
                 self.table,
                 *flat,
-                **ways,
+                **constants,
                 DEPTH=self.depth,
                 KIND=kind,
                 FIRST=kind == self.kinds[0],
@@ -173,16 +185,16 @@ class EntryTable:
 
 
 def keys(seed: int | None) -> tuple[int, int]:
-    """The two keys of the noise, of 31 bits."""
+    """Derive the two 31-bit keys of the noise from a seed."""
     return (0, 0) if seed is None else (seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF)
 
 
 def row_stride(tensor: Tensor) -> int:
-    """Elements from one row of a tensor (rows, buckets, n) to the next; a row is contiguous."""
+    """Stride between the rows of a tensor (rows, buckets, n), in elements; each row must be contiguous."""
     assert tensor[0].is_contiguous()
     return tensor.stride(0)
 
 
 def take(tensors: Iterable[Tensor], bucket: int) -> bool:
-    """Whether there are kernels for these tensors in buckets of this size."""
-    return bucket <= LARGEST and all(each.dtype in TYPES and fused.is_available(each.device) for each in tensors)
+    """Whether the kernels support these tensors in buckets of this size."""
+    return bucket <= LARGEST and all(tensor.dtype in TYPES and fused.is_available(tensor.device) for tensor in tensors)

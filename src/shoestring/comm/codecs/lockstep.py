@@ -1,4 +1,5 @@
-"""Codecs run without a network: several ranks in lockstep in one process, or one rank whose peers echo it."""
+"""Runs codecs without a network: several ranks in lockstep in one process, or one rank whose peers send the same
+data."""
 
 from __future__ import annotations
 
@@ -20,25 +21,33 @@ from shoestring.comm.codecs.codec import (
 )
 from shoestring.comm.codecs.traffic import WireBytes, count_bytes
 
-LATE = 1 << 20  # a step for pricing, at which no codec warms up any more; one that alternates needs the next one, too
+LATE = 1 << 20  # a step after any warm-up, at which prices are measured; alternating codecs need the next step too
 
 Respond = Callable[[Sequence[Sequence[Request]]], list[list[Tensor]]]
 
 
 def run_lockstep(codecs: Sequence[Codec], grads: Sequence[Grads], step: int = 0) -> WireBytes:
-    """Run one exchange of as many ranks as there are codecs; overwrites each rank's `grads` by the average."""
+    """Run one exchange between as many ranks as there are codecs; overwrites each rank's `grads` with the average."""
     ranks = enumerate(zip(codecs, grads, strict=True))
     codings = [codec.code(own, ExchangeContext(rank, len(codecs), step)) for rank, (codec, own) in ranks]
     return _drive(codings, answer_all)
 
 
 def run_alone(coding: Coding, ranks: int) -> WireBytes:
-    """Run one rank's generator as if every one of `ranks` ranks had sent the same."""
-    return _drive([coding], lambda requests: [[_echo(request, ranks) for request in requests[0]]])
+    """Run one rank's generator as if all of `ranks` ranks had sent the same data."""
+
+    def echo(requests: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
+        answers = []
+        for request in requests[0]:
+            copies = (ranks,) if isinstance(request, AllGather) else ()
+            answers.append(request.tensor.expand((*copies, *request.tensor.shape)).clone())
+        return [answers]
+
+    return _drive([coding], echo)
 
 
 def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
-    """Run generators side by side; `respond` turns all ranks' requests into each rank's answers."""
+    """Run the ranks' generators in lockstep; `respond` turns the requests of all ranks into the answers of each."""
     sent = WireBytes()
     requests = [advance(coding) for coding in codings]
     while requests[0] is not None:
@@ -49,7 +58,8 @@ def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
 
 
 def answer_all(requests: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
-    """Answer all ranks' requests: one list of answers for each rank, in the order of its requests."""
+    """Carry out the requests of all ranks. Returns a list of answers for each rank, in the order of the rank's
+    requests."""
     answers: list[list[Tensor]] = [[] for _ in requests]
     for same in zip(*requests, strict=True):
         kinds = {(type(request), request.tensor.shape, request.tensor.dtype) for request in same}
@@ -64,9 +74,3 @@ def answer_all(requests: Sequence[Sequence[Request]]) -> list[list[Tensor]]:
                 case AllToAll():
                     own.append(stacked[:, rank].clone())
     return answers
-
-
-def _echo(request: Request, ranks: int) -> Tensor:
-    if isinstance(request, AllGather):
-        return request.tensor.expand(ranks, *request.tensor.shape).clone()
-    return request.tensor.clone()

@@ -1,8 +1,9 @@
-"""PowerSGD's operations on matrices M = g + e: products with a thin matrix, the remainder, and decoding.
+"""PowerSGD's operations on matrices M = g + e (gradient + residual): products with a thin matrix, new residuals,
+decoding.
 
-On a CPU, M is built in scratch memory that fits the cache, or in place of the residual. On devices that Triton compiles
-for, M is never written: 24 bytes are read or written for each entry of a bf16 gradient, instead of 46. All matrices of
-one shape are in one launch, because launching one for each would take longer than the kernels do.
+On a CPU, M is built in scratch memory, or in place of the residual. On devices with Triton, M is never written: the
+memory traffic is 24 bytes per entry of a bf16 gradient, instead of 46. One launch handles all matrices of one shape,
+because a launch per matrix would take longer than the kernels.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from shoestring.comm.codecs.kernel_buckets import TYPES
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and columns that a program processes at a time, and its number of warps."""
+    """Rows (BN) and columns (BM) that a program processes at a time, and its number of warps."""
 
     BN: int
     BM: int
     num_warps: int
 
 
-LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the best of several on an H100
-PROGRAMS = 2048  # number of programs of a launch that keeps a GPU busy
-MOST = 64  # the largest rank whose program fits the 99 kB of shared memory of a GeForce
-_SMALLEST = 16  # smallest side of a block's product
+LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the fastest of several on an H100
+PROGRAMS = 2048  # number of programs that keeps a GPU busy
+MOST = 64  # maximum rank at which a program fits the 99 kB of shared memory of a GeForce
+_SMALLEST = 16  # smallest side of a block that tl.dot supports
 
 
 class Matrix(NamedTuple):
-    """One parameter's gradient and residual, (n, m), and the basis from the step before."""
+    """One parameter's gradient and residual, (n, m), and the basis from the previous step."""
 
     name: str
     grad: Tensor
     residual: Tensor
     basis: Tensor  # Qᵀ (r, m) or P (n, r)
-    right: bool  # whether it is Qᵀ
+    right: bool  # whether the basis is Qᵀ, which multiplies M from the right
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class MatrixBatch:
     residuals: list[Tensor]
     basis: Tensor  # Qᵀ (matrices, r, m) or P (matrices, n, r), a copy
     right: bool
-    table: Tensor | None  # addresses for a kernel; None: by torch's operations
-    form: dict[str, Any]  # of the kernels: type and alignment
+    table: Tensor | None  # addresses for the kernels; None: torch's operations are used
+    form: dict[str, Any]  # constants of the kernels: type and alignment
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,7 +66,7 @@ class MatrixBatch:
 
 
 def make_batches(matrices: Sequence[Matrix]) -> list[MatrixBatch]:
-    """Batches in an order that depends on shapes, types and kinds of bases alone, which are equal on all ranks."""
+    """Group matrices by shape, type and kind of basis. The order of the batches is the same on all ranks."""
     alike: dict[tuple[torch.Size, torch.dtype, bool], list[Matrix]] = {}
     for matrix in matrices:
         alike.setdefault((matrix.grad.shape, matrix.grad.dtype, matrix.right), []).append(matrix)
@@ -82,7 +83,8 @@ def make_batches(matrices: Sequence[Matrix]) -> list[MatrixBatch]:
 
 
 def multiply(batches: Sequence[MatrixBatch]) -> list[Tensor]:
-    """M Q (matrices, n, r), or Pᵀ M (matrices, r, m), of each batch; gradients and residuals are unchanged."""
+    """Multiply M by the basis: M Q (matrices, n, r) or Pᵀ M (matrices, r, m) for each batch. Gradients and residuals
+    are not changed."""
     scratch = None
     products = []
     for batch in batches:
@@ -90,18 +92,18 @@ def multiply(batches: Sequence[MatrixBatch]) -> list[Tensor]:
             products.append((_right if batch.right else _left)(batch, batch.table, batch.basis))
             continue
         if scratch is None:
-            scratch = batch.basis.new_empty(max(other.shape.numel() for other in batches if other.table is None))
+            scratch = batch.basis.new_empty(max(batch.shape.numel() for batch in batches if batch.table is None))
         M = scratch[: batch.shape.numel()].view(batch.shape)
-        of_each = []
+        stack = []
         for grad, residual, basis in zip(batch.grads, batch.residuals, batch.basis, strict=True):
             torch.add(grad, residual, out=M)
-            of_each.append(M @ basis.t() if batch.right else basis.t() @ M)
-        products.append(torch.stack(of_each))
+            stack.append(M @ basis.t() if batch.right else basis.t() @ M)
+        products.append(torch.stack(stack))
     return products
 
 
 def build_sum(batch: MatrixBatch) -> None:
-    """Build M in place of the residual, unless a kernel adds both on the fly."""
+    """Write M in place of the residual, except where kernels add gradient and residual on the fly."""
     if batch.table is None:
         for grad, residual in zip(batch.grads, batch.residuals, strict=True):
             residual.add_(grad)
@@ -115,14 +117,14 @@ def undo_sum(batch: MatrixBatch) -> None:
 
 
 def project(batch: MatrixBatch, P: Tensor) -> Tensor:
-    """Qᵀ = Pᵀ M, after `build_sum`."""
+    """Compute Qᵀ = Pᵀ M; to be called after `build_sum`."""
     if batch.table is not None:
         return _left(batch, batch.table, P)
     return torch.stack([P_.t() @ residual for P_, residual in zip(P, batch.residuals, strict=True)])
 
 
 def keep_remainder(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
-    """Make M - P Qᵀ the residual, after `build_sum`."""
+    """Set the residual to M - P Qᵀ; to be called after `build_sum`."""
     if batch.table is not None:
         _outer(batch, batch.table, P, Qt, leaving=True)
         return
@@ -131,7 +133,7 @@ def keep_remainder(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
 
 
 def decode(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
-    """Make P Qᵀ the gradient."""
+    """Set the gradient to P Qᵀ."""
     if batch.table is not None:
         _outer(batch, batch.table, P, Qt, leaving=False)
         return
@@ -146,18 +148,19 @@ def decode(batch: MatrixBatch, P: Tensor, Qt: Tensor) -> None:
 
 
 def _addresses(same: list[Matrix]) -> list[int]:
-    """The addresses of each gradient and its residual; none where there is no kernel for these matrices."""
+    """The addresses of each gradient and its residual; empty if the kernels do not support these matrices."""
     grad, basis, right = same[0].grad, same[0].basis, same[0].right
     thin = basis.shape[0 if right else 1] <= MOST
-    known = grad.dtype in TYPES and len(same) < 2**16  # as many as fit a grid's last axis
+    known = grad.dtype in TYPES and len(same) < 2**16  # limit of a grid's last axis
     if not (thin and known and fused.is_available(grad.device)):
         return []
-    if not all(each.grad.is_contiguous() and each.residual.is_contiguous() for each in same):
+    if not all(matrix.grad.is_contiguous() and matrix.residual.is_contiguous() for matrix in same):
         return []
-    return [tensor.data_ptr() for each in same for tensor in (each.grad, each.residual)]
+    return [tensor.data_ptr() for matrix in same for tensor in (matrix.grad, matrix.residual)]
 
 
 def _form(dtype: torch.dtype, addresses: list[int]) -> dict[str, Any]:
+    """Constants of the kernels: data type, and whether all addresses are aligned to 16 bytes."""
     import triton.language as tl
 
     aligned = all(address % 16 == 0 for address in addresses)
@@ -165,11 +168,12 @@ def _form(dtype: torch.dtype, addresses: list[int]) -> dict[str, Any]:
 
 
 def _right(batch: MatrixBatch, table: Tensor, Qt: Tensor) -> Tensor:
+    """Compute M Q (matrices, n, r) by a kernel."""
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r = batch.shape, Qt.shape[1]
     R = _power(r)
-    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # 64 sums a thread
+    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # 64 sums per thread
     blocks, steps, splits = _split(n, at.BN, m, at.BM, len(batch))
     out = Qt.new_empty(len(batch), splits, n, r)
     inputs, launch = (table, Qt.contiguous(), out, n, m, r), lowrank_kernel.right[blocks, splits, len(batch)]
@@ -178,6 +182,7 @@ def _right(batch: MatrixBatch, table: Tensor, Qt: Tensor) -> Tensor:
 
 
 def _left(batch: MatrixBatch, table: Tensor, P: Tensor) -> Tensor:
+    """Compute Pᵀ M (matrices, r, m) by a kernel."""
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r, R = batch.shape, P.shape[2], max(_SMALLEST, _power(P.shape[2]))
@@ -189,6 +194,7 @@ def _left(batch: MatrixBatch, table: Tensor, P: Tensor) -> Tensor:
 
 
 def _outer(batch: MatrixBatch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving: bool) -> None:
+    """Write M - P Qᵀ into the residuals if `leaving`, else P Qᵀ into the gradients."""
     from shoestring.comm.codecs import lowrank_kernel
 
     (n, m), r = batch.shape, Qt.shape[1]
@@ -197,10 +203,11 @@ def _outer(batch: MatrixBatch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving:
     lowrank_kernel.outer[grid](*inputs, LEAVE=leaving, R=R, **batch.form, **vars(OUTER))
 
 
-def _split(kept: int, block: int, summed: int, step: int, matrices: int) -> tuple[int, int, int]:
-    """Blocks of the side that is kept; steps of a program along the other side; programs along that side."""
-    blocks, steps = -(-kept // block), -(-summed // step)
-    # few different numbers of steps, because each is compiled
+def _split(output: int, block: int, summed: int, step: int, matrices: int) -> tuple[int, int, int]:
+    """Divide a product among programs; returns the blocks along the output side, the steps of each program along the
+    summed side, and the programs along the summed side."""
+    blocks, steps = -(-output // block), -(-summed // step)
+    # The number of steps is a power of 2, because the kernel is compiled anew for each number of steps.
     steps_each = _power(-(-steps // max(1, PROGRAMS // (blocks * matrices))))
     return blocks, steps_each, -(-steps // steps_each)
 

@@ -1,9 +1,10 @@
-"""The kernels of `lowrank`, for devices that Triton compiles for. Import it only where Triton is installed.
+"""Triton kernels of `lowrank`. Import this only if Triton is installed.
 
-A launch computes one product each of several matrices of one shape, whose number is the grid's last axis. `table`
-(matrices, 2) in int64 holds the addresses of g and e, which are (n, m); the others are stacks: P (matrices, n, r), Qᵀ
-(matrices, r, m). All is contiguous, and all but g, which is of TYPE, are fp32. ALIGNED: all addresses are multiples of
-16 bytes. R is r rounded up to a size that tl.dot accepts, where it is used. Products are in fp32, not in tf32.
+A launch computes one product for each of several matrices of one shape; the grid's last axis counts the matrices.
+`table` (matrices, 2), int64, holds the addresses of g and e of each matrix, both (n, m). P (matrices, n, r) and Qᵀ
+(matrices, r, m) are stacks. All tensors are contiguous; g has the data type TYPE, the others fp32. ALIGNED means that
+all addresses are multiples of 16 bytes. R is r rounded up to a power of 2, and for tl.dot to at least 16. Products are
+computed in fp32, not in tf32.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import triton.language as tl
 
 @triton.jit
 def find(table: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Where the g (column 0) or e (column 1) of this program's matrix begins."""
+    """Address of g (column 0) or e (column 1) of this program's matrix."""
     begin = tl.load(table + 2 * tl.program_id(2) + column).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        begin = tl.multiple_of(begin, 16)  # else each entry would be loaded alone
+        begin = tl.multiple_of(begin, 16)  # without it, every entry is loaded separately
     return begin
 
 
 @triton.jit
 def block(x: tl.tensor, rows: tl.tensor, cols: tl.tensor, n: tl.tensor, m: tl.tensor) -> tl.tensor:
-    """Load some rows and columns of a matrix (n, m), in fp32; zero beyond its edges."""
+    """Load a block of rows and columns of a matrix (n, m), as fp32, with zeros beyond the edges."""
     at, inside = rows[:, None].to(tl.int64) * m + cols[None, :], (rows[:, None] < n) & (cols[None, :] < m)
     return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -36,19 +37,19 @@ def right(
     n: tl.tensor,
     m: tl.tensor,
     r: tl.tensor,
-    STEPS: tl.constexpr,  # of BM columns each, in a split
+    STEPS: tl.constexpr,  # steps per split, of BM columns each
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """M Q for M = g + e; each program computes a block of rows from a chunk of columns."""
+    """Compute M Q for M = g + e; each program computes a block of rows from a chunk of columns."""
     matrix = tl.program_id(2).to(tl.int64)
     g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
     Qt += matrix * r * m
     rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
-    THIN: tl.constexpr = R < 16  # elementwise products, each summed in its own register until the end
+    THIN: tl.constexpr = R < 16  # elementwise products, summed in separate registers until the end
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
     for step in range(STEPS):
         cols = (split * STEPS + step) * BM + tl.arange(0, BM)
@@ -74,14 +75,14 @@ def left(
     n: tl.tensor,
     m: tl.tensor,
     r: tl.tensor,
-    STEPS: tl.constexpr,  # of BN rows each, in a split
+    STEPS: tl.constexpr,  # steps per split, of BN rows each
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """Pᵀ M for M = g + e; each program computes a block of columns from a chunk of rows."""
+    """Compute Pᵀ M for M = g + e; each program computes a block of columns from a chunk of rows."""
     matrix = tl.program_id(2).to(tl.int64)
     g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
     P += matrix * n * r
@@ -110,7 +111,7 @@ def outer(
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """e = g + e - P Qᵀ where LEAVE is true, else g = P Qᵀ; each program computes a block of rows and columns."""
+    """Set e to g + e - P Qᵀ if LEAVE, else g to P Qᵀ; each program computes a block of rows and columns."""
     matrix = tl.program_id(2).to(tl.int64)
     g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
     P += matrix * n * r

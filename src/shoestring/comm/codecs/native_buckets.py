@@ -1,4 +1,4 @@
-"""Quantised buckets by a C function that reads and writes each entry once; `quantize.Buckets` says what it does."""
+"""Quantises buckets by C functions that read and write each entry once; `quantize.Buckets` describes the operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoestring import native
 from shoestring.comm.codecs.buckets import BucketLayout, LateBuckets
 
 LARGEST = 2**14
-"""Entries of the largest bucket: a thread has two of them on its stack."""
+"""Maximum number of entries in a bucket, because a thread holds two buckets on its stack."""
 
 
 class Kernels(NamedTuple):
@@ -27,28 +27,28 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels() -> Kernels | None:
-    """None on a machine that cannot compile them."""
+    """The C functions, compiled at the first call; None if this machine cannot compile them."""
     size, pointer, whole = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    where = [size, size, pointer, pointer, pointer, pointer, size, size]
-    said = "gradients are quantised by torch's operations, which is slower"
-    encoded = [*where, whole, pointer, pointer, pointer, whole]
-    found = [
-        native.function(name, types, said, file="buckets")
+    first_args = [size, size, pointer, pointer, pointer, pointer, size, size]
+    without = "gradients are quantised by torch's operations, which is slower"
+    encoded = [*first_args, whole, pointer, pointer, pointer, whole]
+    functions = [
+        native.function(name, types, without, file="buckets")
         for name, types in (
             ("encode_buckets", encoded),
             ("encode_averages", [*encoded, size, size, pointer, size, pointer, size]),
-            ("decode_buckets", [*where, whole, pointer, size, pointer, size, whole]),
+            ("decode_buckets", [*first_args, whole, pointer, size, pointer, size, whole]),
         )
     ]
-    return None if None in found else Kernels(*found)
+    return None if None in functions else Kernels(*functions)
 
 
 class NativeBuckets(LateBuckets):
-    """Of contiguous tensors in fp32 on a CPU.
+    """`quantize.Buckets` for contiguous fp32 tensors on a CPU.
 
     Args:
-        bits: 8 or 4; 1 for signs times mean magnitudes.
-        noise: for stochastic rounding; None rounds to nearest.
+        bits: bits per entry, 8 or 4; 1 stands for signs times mean magnitudes.
+        noise: generator for stochastic rounding; None rounds to nearest.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class NativeBuckets(LateBuckets):
         bits: int,
         noise: torch.Generator | None,
     ) -> None:
-        found = kernels()
-        assert found is not None
-        self.kernels, self.layout, self.bits, self.noise = found, layout, bits, noise
+        functions = kernels()
+        assert functions is not None
+        self.kernels, self.layout, self.bits, self.noise = functions, layout, bits, noise
         count, size = len(flats), ctypes.c_int64
-        self._where = (
+        self._first_args = (  # the first arguments of every function
             count,
             layout.bucket,
             (size * count)(*layout.sizes),
             (size * (count + 1))(*layout.starts),
-            _places(flats),
-            _places(residuals) if residuals else None,
+            _addresses(flats),
+            _addresses(residuals) if residuals else None,
         )
 
     def measure(self, row: int, scales: Tensor) -> None:
@@ -85,35 +85,35 @@ class NativeBuckets(LateBuckets):
         into = None if codes is None else codes.data_ptr()
         self.kernels.encode(*self._args(rows, noise), into, scales.data_ptr(), torch.get_num_threads())
 
-    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         noise = self._draw(len(codes))
         args = self._args(slice(row, row + 1), noise)
         into = (codes.data_ptr(), scales.data_ptr(), torch.get_num_threads())
-        self.kernels.encode_average(*args, *into, self.layout.rows, row, *_rows(sent), *_rows(of_sent))
+        self.kernels.encode_average(*args, *into, self.layout.rows, row, *_rows(sent), *_rows(sent_scales))
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         size = (self.layout.rows, self.layout.buckets)
-        self.kernels.decode(*self._where, *size, self.bits, *_rows(codes), *_rows(scales), torch.get_num_threads())
+        self.kernels.decode(*self._first_args, *size, self.bits, *_rows(codes), *_rows(scales), torch.get_num_threads())
 
     def _args(self, rows: slice, noise: Tensor | None) -> tuple[Any, ...]:
         ends = (rows.start * self.layout.buckets, rows.stop * self.layout.buckets)
-        return (*self._where, *ends, self.bits, None if noise is None else noise.data_ptr())
+        return (*self._first_args, *ends, self.bits, None if noise is None else noise.data_ptr())
 
     def _draw(self, buckets: int) -> Tensor | None:
-        """16 bits for each entry."""
+        """Draw 16 random bits for each entry."""
         if self.noise is None:
             return None
-        longs = -(-buckets * self.layout.bucket // 4)
+        longs = -(-buckets * self.layout.bucket // 4)  # 64 bits are noise for four entries
         return torch.empty(longs, dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
 
 
 def _rows(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor (rows, buckets, n) begins, and elements from one row to the next; a row is contiguous."""
+    """Address of a tensor (rows, buckets, n), and the stride between rows in elements; each row must be contiguous."""
     assert tensor[0].is_contiguous()
     return tensor.data_ptr(), tensor.stride(0)
 
 
-def _places(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*[each.data_ptr() for each in tensors])
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])

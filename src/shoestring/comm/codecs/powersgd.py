@@ -1,15 +1,16 @@
-"""PowerSGD: low-rank gradients by one power iteration a step (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
+"""PowerSGD: low-rank gradients by one power iteration per step (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
 
-A matrix M = g + e of n x m travels as P (n x r) and Qᵀ (r x m). It departs from the paper in two ways:
+A matrix M = g + e (n x m), gradient plus residual, is sent as P (n x r) and Qᵀ (r x m). This implementation departs
+from the paper in two ways:
 
-- The residual is e = M - P (Mᵀ P)ᵀ, the remainder of this rank's own projection rather than of the average. Its mean
-  over the ranks is the same, but it does not contain M - mean(M), which would be a random walk that cancels only while
-  no rank is lost.
-- With `alternate` each step computes half of the iteration, P and Q in turn: half the bytes and one round trip instead
-  of two, with a basis that is one step old. The authors' later package (epfml/powersgd) does the same.
+- The residual is e = M - P (Mᵀ P)ᵀ, the error of this rank's own projection, not the error of the average. The mean
+  residual over ranks is the same, but a rank's residual does not contain M - mean(M). That term would be a random walk,
+  and would cancel out over ranks only while no rank is lost.
+- With `alternate`, a step computes only P or only Q, in turn. This halves the bytes and needs one round trip instead of
+  two, but the basis is one step old. The authors' later package (epfml/powersgd) does the same.
 
-A step is memory-bound: it reads memory six times (`lowrank`). Q is stored transposed, so that both products run along
-rows. With Q as (m, r) they take three to four times as long on a CPU.
+A step is bandwidth-bound: it passes over memory six times (see `lowrank`). Q is stored transposed, so that both
+products read along rows. On a CPU the products take three to four times as long if Q is stored as (m, r).
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from shoestring.comm.codecs.lowrank import (
     undo_sum,
 )
 
-RELATIVE_JITTER = 1e-12  # relative to the trace: keeps the factorisation defined for matrices of lower rank
+RELATIVE_JITTER = 1e-12  # relative to the trace; lets matrices of lower rank be factorised
 
 
 class PowerSGDCodec(Codec):
-    """Gradients of rank `rank`; vectors, and matrices that would shrink by less than `least`, are not compressed.
+    """Approximates gradients by matrices of rank `rank`. Vectors, and matrices that would shrink by less than the
+    factor `least`, are not compressed.
 
     State: "residual", and the newest factor of each matrix, either "Qt" (r, m) or "P" (n, r).
 
     Args:
         dtype: data type of P and Q on the wire.
         least: smallest compression ratio for which a matrix is compressed.
-        start: steps at the beginning that compress nothing.
+        start: number of steps at the beginning that do not compress.
     """
 
     shared = frozenset({"Qt", "P"})
@@ -78,17 +80,17 @@ class PowerSGDCodec(Codec):
             yield from self._iteration(batches, whole)
 
     def _iteration(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
-        """P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
+        """A full iteration: P = orth(mean(M Q)), Q = mean(Mᵀ P); the average is P Qᵀ."""
         P = multiply(batches)
         yield from average_tensors(P, whole, self.dtype)
         orthogonalise(P)
         for batch in batches:
             build_sum(batch)
         own = [project(batch, P_) for batch, P_ in zip(batches, P, strict=True)]
-        mean = [Qt.clone() for Qt in own]
+        mean = [Qt.clone() for Qt in own]  # `own` is needed for this rank's residual
         try:
             yield from average_tensors(mean, [], self.dtype)
-        except GeneratorExit:
+        except GeneratorExit:  # an answer is too large to decode
             for batch in batches:
                 undo_sum(batch)
             raise
@@ -98,9 +100,10 @@ class PowerSGDCodec(Codec):
             self.state["Qt"].update(zip(batch.names, mean_, strict=True))
 
     def _half(self, batches: list[MatrixBatch], whole: list[Tensor]) -> Coding:
-        """P = mean(M Q) for an orthonormal Q from the step before; the average is P Qᵀ, and P is the next basis.
+        """Half an iteration: P = mean(M Q) for an orthonormal Q from the previous step; the average is P Qᵀ, and P is
+        the next basis.
 
-        At every other step Q = mean(Mᵀ P) for an orthonormal P, and Q is the next basis.
+        Every other step computes Q = mean(Mᵀ P) for an orthonormal P, and Q is the next basis.
         """
         orthogonalise([batch.basis.mT if batch.right else batch.basis for batch in batches])
         own = multiply(batches)
@@ -110,12 +113,13 @@ class PowerSGDCodec(Codec):
             build_sum(batch)
             keep_remainder(batch, *((own_, batch.basis) if batch.right else (batch.basis, own_)))
             decode(batch, *((mean_, batch.basis) if batch.right else (batch.basis, mean_)))
-            kind, other = ("P", "Qt") if batch.right else ("Qt", "P")
+            kind, former = ("P", "Qt") if batch.right else ("Qt", "P")
             self.state[kind].update(zip(batch.names, mean_, strict=True))
             for name in batch.names:
-                del self.state[other][name]
+                del self.state[former][name]
 
     def _pays(self, grad: Tensor) -> bool:
+        """Whether the low-rank form is smaller than the gradient by more than the factor `least`."""
         if grad.ndim < 2 or not grad.numel():
             return False
         n = len(grad)
@@ -123,13 +127,15 @@ class PowerSGDCodec(Codec):
         return (n + m) * min(self.rank, n, m) * self.least < n * m
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
-        """A matrix with the basis from the step before; at first with a random basis, the same on all ranks."""
+        """A matrix with the basis from the previous step; in the first step with a random basis, the same on all
+        ranks."""
         if grad.ndim > 2:
             grad = grad.view(len(grad), -1)
         rank = min(self.rank, *grad.shape)
-        residual = self.get_state("residual", name, grad).view(grad.shape)  # another codec's has the parameter's shape
+        # A residual saved by another codec has the parameter's shape.
+        residual = self.get_state("residual", name, grad).view(grad.shape)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
-        if not self.alternate:  # of a run that did
+        if not self.alternate:  # may have been saved by a run with `alternate`
             P.pop(name, None)
         if name not in P and name not in Qt:
             Qt[name] = torch.randn(rank, grad.shape[1], generator=self._generator(name)).to(grad.device)
@@ -145,8 +151,10 @@ class PowerSGDCodec(Codec):
 
 
 def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """Give a basis (r, m) `rank` rows, for a run resumed with another rank: the first rows, or all and random ones of
-    about the same length."""
+    """Change a basis (r, m) to `rank` rows, for a run resumed with another rank of the approximation.
+
+    The result has the first rows of the basis, or all of them followed by random rows of about the same length.
+    """
     r, m = basis.shape
     if r >= rank:
         return basis[:rank]
@@ -155,7 +163,8 @@ def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor
 
 
 def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
-    """Replace factors, which travel as `dtype`, and uncompressed gradients by their means over the ranks."""
+    """Replace factors, which are sent as `dtype`, and uncompressed gradients, sent as fp32, by their means over
+    ranks."""
     groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
     answers = yield [Mean(flatten(tensors, kind)) for tensors, kind in groups]
     for answer, (tensors, _) in zip(answers, groups, strict=True):
@@ -163,10 +172,10 @@ def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dty
 
 
 def orthogonalise(stacks: Sequence[Tensor]) -> None:
-    """Make the columns of each (n, r) matrix orthonormal, in place, of stacks (matrices, n, r).
+    """Orthonormalise, in place, the columns of each matrix in stacks (matrices, n, r).
 
-    By Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It is in fp64, because G squares the
-    condition number. A matrix of lower rank gets as many orthogonal columns as its rank, and small ones beyond.
+    This uses the Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It runs in fp64, because G
+    squares the condition number. A matrix of rank k < r gets k orthonormal columns; its other columns are small.
     """
     ranks: dict[int, list[Tensor]] = {}
     for stack in stacks:

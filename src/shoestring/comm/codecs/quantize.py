@@ -1,9 +1,11 @@
-"""Quantisation in buckets by a compressed reduce-scatter and all-gather (CGX, Markov et al. 2022, after QSGD).
+"""Quantises gradients in buckets, for a compressed reduce-scatter and all-gather (CGX, Markov et al., 2022, after
+QSGD).
 
-Every rank owns an equal shard of the entries. Ranks send each owner its shard, compressed. The owner averages in fp32,
-compresses the average again, and sends it to all. An owner's own entries enter the average exactly, because they do not
-travel before it. So its residual there is free for the error of the second compression. One residual thus serves both
-compressions, and its mean over the ranks is exactly the part of the gradients that was not applied yet.
+Every rank owns an equal shard of the entries. Every rank compresses each shard and sends it to the owner. The owner
+averages in fp32, compresses the average, and sends it to all ranks. An owner's own entries enter the average
+uncompressed, because they are not sent before. So the owner's residual in its own shard is free for the error of the
+second compression. One residual thus serves both compressions, and its mean over ranks is exactly the part of the
+gradients that was not applied yet.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 
 
 class ReduceScatterCodec(Codec):
-    """Reduce-scatter and all-gather, each with compressed messages.
+    """Averages gradients by a reduce-scatter and an all-gather, both with compressed messages.
 
-    The work is done in blocks that fit the cache. State: "residual", where there is error feedback.
+    Entries are processed in blocks that fit the cache. State: "residual", if there is error feedback.
 
     Args:
-        bits: bits of an entry on the wire.
-        bucket: entries that share a scale, all of one parameter, because the sizes of gradients differ.
-        feedback: add the compression errors of earlier exchanges to each gradient.
-        seed: seed of the noise, for stochastic compression.
+        bits: bits per entry on the wire.
+        bucket: number of entries that share a scale. A bucket has entries of one parameter only, because gradients of
+            different parameters differ in scale.
+        feedback: whether to add the compression errors of earlier exchanges to each gradient.
+        seed: seed of the noise for stochastic rounding.
     """
 
     stages = 2
@@ -42,10 +45,10 @@ class ReduceScatterCodec(Codec):
     """A level is (code << shift) - offset. Codes of 8 bits are signed."""
     shift: int = 0
     top: int
-    """The largest level; 0 where levels are signs, and scales are mean magnitudes."""
+    """The largest level; 0 if levels are signs, with mean magnitudes as scales."""
     stochastic: bool = False
     compiled: bool = False
-    """Whether the compiled loops know these levels."""
+    """Whether the C functions of `native_buckets` support these levels."""
 
     def __init__(self, bits: int, *, bucket: int, feedback: bool, seed: int = 0) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class ReduceScatterCodec(Codec):
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         """Encode x (buckets, bucket) as fp32 levels of the same shape and scales (buckets, 1): x ≈ levels * scales.
 
-        Levels are whole numbers; a scale is non-finite where x is.
+        Levels are whole numbers; the scale of a bucket with a non-finite entry is non-finite.
 
         Args:
             entries: number of entries of each bucket that are not padding, (buckets, 1) in fp32.
@@ -72,16 +75,16 @@ class ReduceScatterCodec(Codec):
         size, width = (context.size, layout.buckets), packed_bytes(self.bucket, self.bits)
         codes = torch.zeros(*size, width, dtype=torch.uint8, device=layout.device)
         scales = torch.empty(*size, 1, device=layout.device)
-        buckets.measure(rank, scales[rank])  # its own row does not travel, but non-finite entries must show
+        buckets.measure(rank, scales[rank])  # this row is not sent, but its non-finite entries must be detected
         for rows in (slice(0, rank), slice(rank + 1, context.size)):
             buckets.encode(rows, codes[rows].flatten(0, 1), scales[rows].flatten(0, 1))
-        largest = scales.amax().repeat(context.size, 1)  # shows every rank whether all entries are finite
+        largest = scales.amax().repeat(context.size, 1)  # tells every rank whether all entries are finite
         buckets.remember(codes, scales)
         try:
-            sent, of_sent, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
-            buckets.encode_average(rank, sent, of_sent, codes[rank], scales[rank])
+            sent, sent_scales, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
+            buckets.encode_average(rank, sent, sent_scales, codes[rank], scales[rank])
             everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
-        except GeneratorExit:
+        except GeneratorExit:  # an answer is not finite, or too large to decode
             buckets.give_up()
             raise
         buckets.decode(*everywhere)
@@ -109,7 +112,7 @@ class ReduceScatterCodec(Codec):
         noise: torch.Generator,
         verdict: ExchangeVerdict = ALWAYS,
     ) -> Buckets:
-        """What encodes and decodes the entries."""
+        """Choose the implementation for these tensors: C loops, Triton kernels, or torch's operations."""
         fits = self.compiled and layout.device.type == "cpu" and all(flat.dtype == torch.float32 for flat in flats)
         if fits and self.bucket <= LARGEST and kernels() is not None and not fused.is_available(layout.device):
             return NativeBuckets(layout, flats, residuals, self.bits, noise if self.stochastic else None)
@@ -119,13 +122,13 @@ class ReduceScatterCodec(Codec):
         return TorchBuckets(self, layout, flats, residuals, noise)
 
     def pack(self, levels: Tensor) -> Tensor:
-        """Levels (buckets, bucket) as they travel: codes, packed for each bucket, (buckets, bytes)."""
+        """Pack levels (buckets, bucket) into codes (buckets, bytes) for the wire."""
         if self.bits == 8:
             return levels.to(torch.int8).view(torch.uint8)
         return pack((levels.to(torch.int8) + self.offset >> self.shift).view(torch.uint8), self.bits)
 
     def unpack(self, codes: Tensor) -> Tensor:
-        """The inverse of `pack`, in int8; of codes of any shape (…, bytes)."""
+        """The inverse of `pack`, in int8, for codes of any shape (…, bytes)."""
         if self.bits == 8:
             return codes.view(torch.int8)
         levels = unpack(codes.reshape(-1, codes.shape[-1]), self.bits, self.bucket).view(torch.int8)
@@ -133,34 +136,38 @@ class ReduceScatterCodec(Codec):
 
 
 class Buckets(Protocol):
-    """The entries of one exchange, which this turns into codes and scales of buckets, and back.
+    """Encodes the entries of one exchange as codes and scales of buckets, and decodes them.
 
-    Where there are residuals, they are added to the entries; the errors of compression are kept in the place of the
-    gradients, and become the residuals in `decode`, because an exchange may be broken off before.
+    Residuals, if any, are added to the entries. The errors of compression are the new residuals once the exchange has
+    succeeded; an exchange may be given up before `decode`.
     """
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
-        """Note where codes (rows, buckets, bytes) and scales of what is sent lie until the exchange ends."""
+        """Store the codes (rows, buckets, bytes) and scales that are sent, until the exchange ends."""
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """The largest magnitude of each bucket of a row, into scales (buckets, 1); non-finite where an entry is."""
+        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); non-finite if an entry of the
+        bucket is."""
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """Encode rows into codes (buckets, bytes) and scales (buckets, 1)."""
 
-    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Encode the mean over the ranks of a row: of the codes and scales that others have sent, (ranks, buckets, …),
-        and of this rank's entries."""
+    def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Encode the mean of a row over ranks, from this rank's entries and the codes received from other ranks.
+
+        Args:
+            sent, sent_scales: received codes and scales (ranks, buckets, …).
+        """
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """Replace the gradients by what codes (rows, buckets, bytes) and scales stand for; each row is contiguous."""
+        """Replace the gradients by the decoded codes (rows, buckets, bytes) and scales; each row must be contiguous."""
 
     def give_up(self) -> None:
-        """Make the residuals what they were before the exchange, up to rounding."""
+        """Restore the residuals as they were before the exchange, up to rounding."""
 
 
 class TorchBuckets(LateBuckets):
-    """By torch's operations, in blocks that fit the cache."""
+    """`Buckets` by torch's operations, in blocks that fit the cache."""
 
     def __init__(
         self,
@@ -186,22 +193,23 @@ class TorchBuckets(LateBuckets):
         for part in self.layout.parts(self.step, rows.start, rows.stop):
             self._compress(part.read(self.summands), part, rows.start, 1, codes, scales)
 
-    def encode_average(self, row: int, sent: Tensor, of_sent: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def encode_average(self, row: int, sent: Tensor, sent_scales: Tensor, codes: Tensor, scales: Tensor) -> None:
         """See `Buckets`."""
         ranks, first = self.layout.rows, row * self.layout.buckets
         for part in self.layout.parts(self.layout.step(beside=ranks), row, row + 1):
             block = slice(part.start - first, part.stop - first)
-            each = self.codec.unpack(sent[:, block]) * of_sent[:, block]
-            each[row] = part.read(self.summands)
-            average = each.mean(0)
-            if not self.codec.top:  # the sign of padding is not zero, and would count in the mean magnitude
+            decoded = self.codec.unpack(sent[:, block]) * sent_scales[:, block]
+            decoded[row] = part.read(self.summands)
+            average = decoded.mean(0)
+            if not self.codec.top:  # padding decodes to a sign, not to zero, and would change the mean magnitude
                 average *= (
                     torch.arange(self.layout.bucket, device=average.device) < self.entries[part.start : part.stop]
                 )
             self._compress(average, part, row, ranks, codes, scales)
 
     def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
-        """Store codes and scales of x (buckets, bucket), and its errors times the number of ranks that it is of."""
+        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, the number of ranks averaged
+        in x."""
         first = row * self.layout.buckets
         block = slice(part.start - first, part.stop - first)
         levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)
@@ -220,13 +228,15 @@ class TorchBuckets(LateBuckets):
 
 
 class QuantizeCodec(ReduceScatterCodec):
-    """Integers of `bits` bits times a scale a bucket, which follows from its largest magnitude.
+    """Quantises entries to integers of `bits` bits times a scale per bucket, which the bucket's largest magnitude
+    determines.
 
-    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise Adam would turn the noise in the
-    rows of an embedding that no token used into steps of full length.
+    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise Adam would turn the noise in those
+    rows of an embedding that no token used into full-size steps.
 
     Args:
-        rounding: "stochastic" is unbiased and needs no feedback; "nearest" has a smaller error, and needs it.
+        rounding: "stochastic" is unbiased and needs no error feedback; "nearest" has a smaller error, but needs error
+            feedback.
     """
 
     compiled = True
@@ -240,7 +250,7 @@ class QuantizeCodec(ReduceScatterCodec):
         feedback: bool = False,
         seed: int = 0,
     ) -> None:
-        if bits not in (4, 8):  # the compiled loops pack no others, and would write beyond the codes
+        if bits not in (4, 8):  # with other widths the C functions would write beyond the codes
             raise ValueError(f"bits must be 4 or 8, got {bits}")
         super().__init__(bits, bucket=bucket, feedback=feedback, seed=seed)
         self.rounding, self.top, self.stochastic = rounding, 2 ** (bits - 1) - 1, rounding == "stochastic"
@@ -256,7 +266,7 @@ class QuantizeCodec(ReduceScatterCodec):
 
 
 def draw_seed(seed: int, context: ExchangeContext, grads: Grads) -> int:
-    """A seed of 56 bits that differs between ranks, steps, and sets of gradients."""
+    """Derive a 56-bit seed that differs between ranks, steps, and sets of gradients."""
     words = repr((seed, context.step, context.rank, *grads)).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
 

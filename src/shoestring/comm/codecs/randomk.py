@@ -1,4 +1,5 @@
-"""Random-k with a shared seed and error feedback (Stich et al., NeurIPS 2018): no indices, so it can be all-reduced."""
+"""Random-k with a shared seed and error feedback (Stich et al., NeurIPS 2018): no indices are sent, so values can be
+all-reduced."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from shoestring.comm.codecs.topk import FlatCodec, count_entries
 
 
 class RandomKCodec(FlatCodec):
-    """The average of k random entries, the same on all ranks, by one all-reduce of k values.
+    """Averages k random entries, the same on all ranks, by one all-reduce of k values.
 
-    State: "residual", where there is error feedback.
+    State: "residual", if there is error feedback.
 
     Args:
-        density: fraction of entries sent, at least one block.
-        block: neighbouring entries that are drawn together; memory is read in lines of at least 16 entries.
-        dtype: data type of the values on the wire. The residual takes this rank's rounding error; the rounding error of
-            the ring's sums is lost.
-        feedback: keep unsent entries as a residual. Without it sent entries are scaled by n / k, which is unbiased but
-            noisy.
+        density: fraction of entries sent; at least one block is sent.
+        block: number of neighbouring entries drawn together, because memory is read in lines of at least 16 entries.
+        dtype: data type of the values on the wire. The residual includes this rank's rounding error, but not the
+            rounding errors of the sums in the ring all-reduce.
+        feedback: whether to add unsent entries to the gradients of the next step (error feedback). If false, sent
+            entries are scaled by n / k, which is unbiased but noisy.
     """
 
     stages = 1
@@ -50,7 +51,7 @@ class RandomKCodec(FlatCodec):
         indices = self._draw_for(grads, n, context)
         own = M[indices] if self.feedback else M[indices] * (n / len(indices))
         sent = own.to(self.dtype)
-        # A non-finite entry must show at once, even if it is not among those that are sent.
+        # A non-finite entry must be detected now, even if it is not among the entries that are sent.
         (average,) = yield [Mean(sent + (0 * M.sum()).to(self.dtype))]
         out = M
         if self.feedback:
@@ -73,14 +74,14 @@ class RandomKCodec(FlatCodec):
             self.unflatten(grads, out)
 
     def _draw_for(self, grads: Grads, n: int, context: ExchangeContext) -> Tensor:
-        """The indices of the entries that this exchange of n entries sends."""
+        """Draw the indices of the entries that this exchange sends, out of n; the same on all ranks."""
         seed = zlib.crc32(repr((self.seed, context.step, *grads)).encode())
         return self.draw(n, seed, next(iter(grads.values())).device)
 
     def draw(self, n: int, seed: int, device: torch.device) -> Tensor:
-        """Draw distinct indices below n: a random block in each of several equal strata.
+        """Draw distinct indices below n: one random block from each of several equal strata.
 
-        All indices are rotated by a random offset, so that all have the same probability whatever n is.
+        All indices are rotated by a random offset, so that every index has the same probability for any n.
         """
         block = min(self.block, n)
         blocks = n // block

@@ -1,4 +1,4 @@
-"""Signs with error feedback: one bit an entry in both directions (EF-signSGD, Karimireddy et al., ICML 2019)."""
+"""Signs with error feedback: one bit per entry in both directions (EF-signSGD, Karimireddy et al., ICML 2019)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from shoestring.comm.codecs.quantize import ReduceScatterCodec
 
 
 class SignCodec(ReduceScatterCodec):
-    """(‖M‖₁ / n) sign(M) of each bucket of n entries, before the reduce-scatter and again before the all-gather.
+    """Compresses each bucket M of n entries to (‖M‖₁ / n) sign(M), before the reduce-scatter and again before the
+    all-gather.
 
-    The paper has one scale a layer. One scale a bucket is more accurate, and costs 32 bits a bucket. A bucket of zeros
-    has scale 0 and stays zero. The sign of a single zero is +, and the residual corrects it at the next step.
+    The paper has one scale per layer. One scale per bucket is more accurate, and costs 32 bits per bucket. A bucket of
+    zeros has scale 0 and stays zero. A zero among other entries gets the sign +, and the residual corrects it at the
+    next step.
     """
 
     offset = shift = 1
@@ -24,5 +26,5 @@ class SignCodec(ReduceScatterCodec):
 
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         scale = x.abs().sum(-1, keepdim=True).div_(entries)
-        signs = torch.ge(x, 0, out=torch.empty_like(x))  # into fp32, because Booleans take four times as long
+        signs = torch.ge(x, 0, out=torch.empty_like(x))  # output in fp32, because bool output takes four times as long
         return signs.mul_(2).sub_(1), scale

@@ -1,9 +1,10 @@
-"""The codec of SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest entries of each chunk, at two bits, with decay.
+"""The codec of SparseLoCo (Sarfi et al., arXiv 2508.15706): the largest entries of each chunk, quantised to two bits.
 
-Three things differ from the paper's code. The two bits of an entry are its sign and one of two magnitudes, which belong
-to the chunk and not to the tensor: this costs 4 bytes a chunk, and a chunk of zeros sends zeros. The mean is over all
-ranks, not only over those that sent an entry, so that sent entries and residuals add up to the gradient. And indices
-take 8 bits instead of 12, because they are sent in ascending order.
+Three things differ from the paper's code. First, the two bits of an entry are the sign and the choice between two
+magnitudes per chunk; the paper's code has magnitudes per tensor. Magnitudes per chunk cost 4 bytes per chunk, and a
+chunk of zeros is sent as zeros. Second, the mean is over all ranks, not only over the ranks that sent an entry, so that
+sent entries and residuals add up to the gradient. Third, indices take 8 bits instead of 12, because they are sent in
+ascending order.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from shoestring._torch import foreach_add_, foreach_copy_
 from shoestring.comm.codecs.bits import decode_indices, encode_indices, pack, unpack
 from shoestring.comm.codecs.codec import AllGather, Codec, Coding, ExchangeContext, Grads
 
-CHUNK = 4096  # entries
+CHUNK = 4096  # number of entries in a chunk
 
 
 class SparseLoCoCodec(Codec):
-    """The `k` largest entries of every chunk of 4096: M = beta e + g; e = M - the entries of M that were sent.
+    """Sends the `k` largest entries of every chunk of 4096 of M = beta e + g; the residual e becomes M without the
+    entries sent.
 
-    State: "residual". Each tensor is cut into chunks in memory order.
+    State: "residual". Each tensor is divided into chunks in memory order.
 
     Args:
-        k: entries sent of each chunk.
+        k: number of entries sent per chunk.
         beta: decay of the residual at each exchange.
     """
 
@@ -50,23 +52,24 @@ class SparseLoCoCodec(Codec):
         within = torch.arange(CHUNK, device=M.device) < lengths[:, None]
         indices = M.abs().topk(self.k, sorted=False).indices.sort().values
         codes, levels = quantize(M.gather(1, indices), within.gather(1, indices))
-        theirs = yield [AllGather(encode_indices(indices, CHUNK)), AllGather(pack(codes, 2)), AllGather(levels)]
+        gathered = yield [AllGather(encode_indices(indices, CHUNK)), AllGather(pack(codes, 2)), AllGather(levels)]
 
         M.scatter_add_(1, indices, -dequantize(codes, levels))
         foreach_copy_(residuals, parts)
         M.zero_()
-        for places, packed, sizes in zip(*theirs, strict=True):  # ranks in the same order everywhere: equal bits
-            sent = dequantize(unpack(packed, 2, self.k), sizes)
-            M.scatter_add_(1, decode_indices(places, self.k, CHUNK), sent)
+        # Every rank adds the contributions in the order of the ranks, so that sums are bitwise equal on all ranks.
+        for packed_indices, packed_codes, rank_levels in zip(*gathered, strict=True):
+            sent = dequantize(unpack(packed_codes, 2, self.k), rank_levels)
+            M.scatter_add_(1, decode_indices(packed_indices, self.k, CHUNK), sent)
         M /= context.size
         foreach_copy_(tensors, parts)
 
 
 def cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Allocate chunks for all tensors, each of which starts a new chunk.
+    """Allocate chunks for the entries of all tensors; each tensor starts a new chunk.
 
     Returns:
-        Zeros (chunks, CHUNK); views of them in the tensors' shapes; the number of entries of each chunk that are not
+        Zeros (chunks, CHUNK); views into the zeros in the tensors' shapes; the number of entries in each chunk without
         padding (chunks,).
     """
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
@@ -80,10 +83,10 @@ def cut_into_chunks(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Te
 
 
 def quantize(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise values (chunks, k) to codes of two bits in uint8 and two magnitudes a chunk in bf16.
+    """Quantise values (chunks, k) to two-bit codes in uint8 and two magnitudes per chunk in bf16.
 
-    One magnitude is the mean of those up to the chunk's mean, the other the mean of those above it. Padding, where
-    `counts` is false, enters neither.
+    With m the mean magnitude of the chunk's values, one magnitude is the mean over values with |value| <= m, the other
+    over values with |value| > m. Padding (where `counts` is false) is not included in any mean.
     """
     size, weight = values.abs(), counts.to(values.dtype)
     middle = weighted_mean(size, weight)
@@ -93,7 +96,7 @@ def quantize(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """The weighted mean over the last dimension, which is kept; 0 where all weights are 0."""
+    """The weighted mean over the last dimension, which is kept with size 1; 0 if all weights are 0."""
     return (values * weight).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=1)
 
 

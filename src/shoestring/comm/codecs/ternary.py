@@ -1,7 +1,7 @@
-"""TernGrad's levels by kernels, on devices that Triton compiles for: gradients are read twice and written once.
+"""Computes TernGrad's levels by Triton kernels, which read gradients twice and write them once.
 
-Bytes of memory traffic an entry, where gradients take g bytes and N ranks take part: g to measure; g to encode, and a
-quarter is written; N / 4 to decode, and g written. Torch's operations move them through five tensors in fp32.
+Memory traffic in bytes per entry, for gradients of g bytes and N ranks: measuring reads g; encoding reads g and writes
+1/4; decoding reads N / 4 and writes g. Torch's operations would use five intermediate fp32 tensors.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from shoestring.comm.codecs.bits import packed_bytes
 from shoestring.comm.codecs.buckets import BucketLayout
 from shoestring.comm.codecs.kernel_buckets import EntryTable, keys, row_stride
 
-BUCKET = 1024  # entries; a tensor's last bucket is filled up
-BLOCK = 1024  # buckets whose figures are added up at once
+BUCKET = 1024  # entries; a tensor's last bucket is padded
+BLOCK = 1024  # buckets whose sums of squares are added at once
 BITS = 2
-LARGE = {"block": 4096, "warps": 4}  # of programs that read alone, or write little
+LARGE = {"block": 4096, "warps": 4}  # launch settings of kernels that write little or nothing
 
 
 class TernaryEntries:
-    """The entries of contiguous tensors in fp32, bf16 and fp16."""
+    """The entries of contiguous tensors in fp32, bf16 or fp16, which kernels encode and decode."""
 
     def __init__(self, flats: Sequence[Tensor]) -> None:
         self.layout = BucketLayout(flats, 1, BUCKET)
         self.table = EntryTable(self.layout, flats, [], BITS)
 
     def scales(self, clip: float) -> Tensor:
-        """The largest magnitude of each tensor, but at most `clip` standard deviations, (tensors,) in fp32."""
+        """The largest magnitude of each tensor, limited to `clip` standard deviations; (tensors,) in fp32."""
         from shoestring.comm.codecs import ternary_kernel
 
         tensors, buckets = len(self.layout.sizes), self.layout.buckets
@@ -40,7 +40,8 @@ class TernaryEntries:
         return scales
 
     def encode(self, scales: Tensor, seed: int) -> Tensor:
-        """Codes (buckets, bytes) of levels, which are rounded by noise from `seed`."""
+        """Encode the entries to levels by stochastic rounding with noise from `seed`; returns codes (buckets,
+        bytes)."""
         from shoestring.comm.codecs import ternary_kernel
 
         buckets = self.layout.buckets
@@ -50,7 +51,7 @@ class TernaryEntries:
         return codes
 
     def decode(self, codes: Tensor, scales: Tensor) -> None:
-        """Replace the gradients by the means over the ranks, of codes (ranks, buckets, bytes)."""
+        """Replace the gradients by the mean over ranks of the decoded codes (ranks, buckets, bytes)."""
         from shoestring.comm.codecs import ternary_kernel
 
         buckets = self.layout.buckets

@@ -1,6 +1,6 @@
-"""The kernels of `ternary`, for devices that Triton compiles for. Import it only where Triton is installed.
+"""Triton kernels of `ternary`. Import this only if Triton is installed.
 
-Blocks, tables and arguments are those of `bucket_kernel`. A code is a level plus 1.
+Blocks, tables and arguments are as in `bucket_kernel`. A code is a level (-1, 0 or 1) plus 1.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ def measure(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """The largest magnitude of each bucket, not finite where an entry is not, and the sum of its squares."""
+    """Compute the largest magnitude of each bucket (non-finite if an entry is) and the sum of squares of its
+    entries."""
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < buckets)
-    at = tl.arange(0, PER * WIDE)[None, None, :]  # in their order, for nothing is packed
-    inside = (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < buckets)
+    at = tl.arange(0, PER * WIDE)[None, None, :]  # in memory order, because no codes are packed
+    inside = (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
     largest = tl.max(tl.max(tl.abs(x), 2), 1) + tl.sum(tl.sum(x * 0.0, 2), 1)
-    tl.store(most + b, largest, mask=mine)
-    tl.store(squares + b, tl.sum(tl.sum(x * x, 2), 1), mask=mine)
+    tl.store(most + b, largest, mask=handled)
+    tl.store(squares + b, tl.sum(tl.sum(x * x, 2), 1), mask=handled)
 
 
 @triton.jit
@@ -52,16 +53,17 @@ def scale(
     clip: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The largest magnitude of each tensor, but at most `clip` standard deviations about zero; one program a tensor."""
+    """Compute the scale of each tensor: the largest magnitude, limited to `clip` times the root mean square; one
+    program per tensor."""
     tensor = tl.program_id(0)
     starts = table + 3 * (tensors + 1) + tensor
     b, last = tl.load(starts), tl.load(starts + 1)
     largest, wrong, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     while b < last:
         at = b + tl.arange(0, BLOCK)
-        found = tl.load(most + at, mask=at < last, other=0.0)
-        largest = tl.maximum(largest, found)
-        wrong += found * 0.0
+        magnitudes = tl.load(most + at, mask=at < last, other=0.0)
+        largest = tl.maximum(largest, magnitudes)
+        wrong += magnitudes * 0.0  # NaN if a magnitude is not finite
         total += tl.load(squares + at, mask=at < last, other=0.0)
         b += BLOCK
     entries = tl.load(table + 2 * (tensors + 1) + tensor).to(tl.float32)
@@ -78,8 +80,8 @@ def encode(
     tensors: tl.tensor,
     bucket: tl.tensor,
     width: tl.tensor,
-    one: tl.tensor,
-    other: tl.tensor,
+    low_key: tl.tensor,
+    high_key: tl.tensor,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
     FIRST: tl.constexpr,
@@ -89,31 +91,31 @@ def encode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Levels -1, 0 and 1 of all entries, rounded at random; zeros where the scale is zero or not finite."""
+    """Encode entries as levels -1, 0 and 1 by stochastic rounding; as zeros if the scale is zero or not finite."""
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < buckets)
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < buckets)
     at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    inside = there & (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     x = read(table, tensor, begin, at, inside, whole, TYPE, ALIGNED)
     s = tl.load(scales + tensor)
     usable = (s > 0) & (s <= 3.4028234663852886e38)
     inverse = tl.div_rn(tl.zeros_like(s) + 1.0, tl.where(usable, s, 1.0))
     usable = usable & (inverse <= 3.4028234663852886e38)
     q = tl.where(usable[:, None, None], x * inverse[:, None, None], 0.0)
-    q = tl.minimum(tl.maximum(q, -2.0), 2.0)  # before it is rounded, which holds for small numbers alone
-    q = rounded((q + draw(b[:, None, None] * bucket + at, one, other)) + 0.00000762939453125)
+    q = tl.minimum(tl.maximum(q, -2.0), 2.0)  # `rounded` is correct for small numbers only
+    q = rounded((q + draw(b[:, None, None] * bucket + at, low_key, high_key)) + 0.00000762939453125)
     byte = tl.arange(0, WIDE)[None, :]
     packed = pack(tl.where(there, tl.minimum(tl.maximum(q, -1.0), 1.0), -1.0), 2, 1, 0, PER)
-    tl.store(codes + b[:, None] * width + byte, packed, mask=(byte < width) & mine[:, None])
+    tl.store(codes + b[:, None] * width + byte, packed, mask=(byte < width) & handled[:, None])
 
 
 @triton.jit
 def decode(
     table: tl.tensor,
     scales: tl.tensor,  # (tensors,)
-    codes: tl.tensor,  # (ranks, buckets, width), uint8, `stride` from one rank to the next
+    codes: tl.tensor,  # (ranks, buckets, width), uint8, with stride `stride` between ranks
     buckets: tl.tensor,
     stride: tl.tensor,
     tensors: tl.tensor,
@@ -129,15 +131,15 @@ def decode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """g = the mean over the ranks of levels, times the scale."""
+    """Set g to the mean of the levels over ranks, times the scale."""
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tensor, begin, count, mine = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
-    mine = mine & (b < buckets)
+    tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
+    handled = handled & (b < buckets)
     at, there = places(WIDE, PER, width)
-    inside = there & (at < count[:, None, None]) & mine[:, None, None]
-    whole = tl.min(tl.where(mine, count, 0)) == WIDE * PER
+    inside = there & (at < count[:, None, None]) & handled[:, None, None]
+    whole = tl.min(tl.where(handled, count, 0)) == WIDE * PER
     byte = tl.arange(0, WIDE)[None, :]
-    stored = (byte < width) & mine[:, None]
+    stored = (byte < width) & handled[:, None]
     total = tl.zeros([ROWS, PER, WIDE], tl.int32)
     for rank in range(RANKS):
         behind = (tl.zeros_like(b) + rank) * stride + b * width

@@ -1,8 +1,8 @@
 """Top-k sparsification with error feedback (Aji and Heafield 2017; Stich et al., NeurIPS 2018).
 
-The selected entries travel by one all-gather: values as fp32, bf16 or a few bits, and Elias-Fano coded indices. The
-number of entries depends only on sizes. Selection by a threshold from a sample is from Deep Gradient Compression (Lin
-et al., ICLR 2018). Selection by counting is MSTopK (Shi et al., MLSys 2021).
+The selected entries are sent by one all-gather: values as fp32, bf16 or a few bits, and indices in Elias-Fano code. The
+number of entries depends only on the sizes of gradients. Selection by a threshold from a sample is from Deep Gradient
+Compression (Lin et al., ICLR 2018). Selection by counting is MSTopK (Shi et al., MLSys 2021).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from shoestring.comm.codecs.grad_table import GradTable, takes
 Selection = Literal["exact", "sampled", "mstopk"]
 WireType = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
-RANK = 128  # rank of the threshold among the magnitudes of a sample
-SAMPLES = 2**17  # largest number of entries in a sample
-BLOCK = 2**17  # entries that are compared at once: values and magnitudes fit the cache
-BUCKET = 512  # values that share a smallest and a largest magnitude
-ATTEMPTS = 10
+RANK = 128  # position of the threshold among a sample's magnitudes, in descending order
+SAMPLES = 2**17  # maximum number of entries in a sample
+BLOCK = 2**17  # entries compared at once, so that values and magnitudes fit the cache
+BUCKET = 512  # number of values quantised with the same smallest and largest magnitude
+BISECTIONS = 30  # maximum number of bisections in MSTopK's search for a threshold
 
 
 class FlatCodec(Codec):
     """A codec that works on all gradients of an exchange as one flat fp32 tensor.
 
-    The parameters' states are views of flat tensors, so state is replaced by swapping buffers, without a copy.
+    The states of parameters are views of flat tensors, so that swapping buffers replaces a state without a copy.
     """
 
     reads_in_place = True
-    """Whether gradients need not be copied where kernels can do without."""
+    """Whether kernels, if available, read gradients in place instead of a flat copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,14 @@ class FlatCodec(Codec):
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def flatten(self, grads: Grads) -> Tensor:
-        """Copy all entries into one tensor, a buffer that `unflatten` gives back or `replace_state` keeps."""
-        tensors, buffer = list(grads.values()), self._room(grads)
+        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes it the
+        state."""
+        tensors, buffer = list(grads.values()), self._take_buffer(grads)
         foreach_copy_(split_like(buffer, tensors), tensors)
         return buffer
 
-    def _room(self, grads: Grads) -> Tensor:
-        """A buffer for all entries, as it is."""
+    def _take_buffer(self, grads: Grads) -> Tensor:
+        """An uninitialised fp32 buffer for all entries."""
         buffer = self._buffers.pop(tuple(grads), None)
         if buffer is None:
             first, n = next(iter(grads.values())), sum(grad.numel() for grad in grads.values())
@@ -63,15 +64,16 @@ class FlatCodec(Codec):
     def weigh(
         self, grads: Grads, e: Tensor, u: Tensor | None = None, scale: float = 1.0, momentum: float = 0.0
     ) -> WeightedSum:
-        """M = scale g + e + momentum u, yet to be built, of gradients where they lie if kernels read them there."""
+        """Describe the sum M = scale g + e + momentum u, to be computed later; kernels may then read the gradients in
+        place."""
         table = GradTable(list(grads.values())) if self.reads_in_place and takes(grads.values()) else None
-        M = self.flatten(grads) if table is None else self._room(grads)
+        M = self.flatten(grads) if table is None else self._take_buffer(grads)
         return WeightedSum(M, e, u, scale, momentum, table)
 
     def deliver(self, grads: Grads, table: GradTable | None, indices: Tensor, values: Tensor, out: Tensor) -> None:
-        """Replace gradients by the sum of all ranks' entries (ranks, k), in the order of the ranks.
+        """Replace gradients by the sum of all ranks' entries (ranks, k), added in the order of the ranks.
 
-        `out` is overwritten, and with a table only at the indices; then it is given back as a buffer.
+        `out` is overwritten (with a table, only at the indices) and then freed for reuse as a buffer.
         """
         if table is None:
             self.unflatten(grads, sum_entries(indices, values, out))
@@ -80,44 +82,45 @@ class FlatCodec(Codec):
         self._buffers[tuple(grads)] = out
 
     def unflatten(self, grads: Grads, flat: Tensor) -> None:
-        """The inverse of `flatten`; gives the buffer back."""
+        """Copy the entries of `flat` into the gradients, the inverse of `flatten`; frees `flat` for reuse as a
+        buffer."""
         unflatten(flat, list(grads.values()))
         self._buffers[tuple(grads)] = flat
 
     def flat_state(self, kind: str, grads: Grads) -> Tensor:
-        """`get_states` as one tensor that shares its memory."""
+        """The states from `get_states` as one flat tensor that shares memory with them."""
         states = self.get_states(kind, grads)
         whole, parts = self._flats.get((kind, *grads), (None, []))
-        if whole is None or any(mine is not part for mine, part in zip(states, parts, strict=True)):
+        if whole is None or any(state is not part for state, part in zip(states, parts, strict=True)):
             self._forget(kind, grads)
             whole = flatten(states)
             self.replace_state(kind, grads, whole)
         return whole
 
     def _forget(self, kind: str, grads: Grads) -> None:
-        """Free buffers that served these parameters in other cohorts."""
+        """Free the flat tensors and buffers of former cohorts with any of these parameters."""
         for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
             del self._flats[key]
         for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
             del self._buffers[key]
 
     def replace_state(self, kind: str, grads: Grads, whole: Tensor) -> None:
-        """Make the flat tensor `whole` the state."""
+        """Make views of the flat tensor `whole` the states of one kind."""
         parts = split_like(whole, list(grads.values()))
         self._flats[kind, *grads] = whole, parts
         self.state[kind].update(zip(grads, parts, strict=True))
 
 
 class SparseCodec(FlatCodec):
-    """A codec that sends selected entries. State: "residual".
+    """Base of codecs that send selected entries only. State: "residual".
 
     Args:
-        density: fraction of entries selected, at least one entry.
-        selection: "exact" selects the k largest magnitudes. "sampled" selects k entries above a threshold that at most
-            1.3 k entries pass. "mstopk" selects those above the lowest threshold found that at most k entries pass,
-            and fills up with any of the next.
-        wire: data type of the values on the wire; the residual takes the rounding error.
-        per_layer: select in each parameter, instead of over all parameters together.
+        density: fraction of entries selected; at least one entry is selected.
+        selection: "exact" selects the k largest magnitudes. "sampled" estimates a threshold from a sample, and selects
+            k of the entries above it, or the k largest if more than 1.3 k entries are above it. "mstopk" searches for
+            the lowest threshold with at most k entries above it, and adds some of the next largest entries up to k.
+        wire: data type of the values on the wire; the rounding error is added to the residual.
+        per_layer: select in each parameter separately, not over all parameters together.
     """
 
     stages = 1
@@ -131,10 +134,14 @@ class SparseCodec(FlatCodec):
         self.wire: WireType = wire
 
     def select(self, terms: WeightedSum, sizes: Sequence[int], density: float) -> tuple[Tensor, Tensor]:
-        """Select the entries to send of M, the sum of `terms`, whose parts have these sizes; builds M in `terms.g`.
+        """Build M, the sum of `terms`, in `terms.g`, and select the entries of M to send.
+
+        Args:
+            sizes: number of entries of each parameter, for `per_layer`.
 
         Returns:
-            Indices (k,), ascending, and values (k,), non-finite if M is, anywhere. k is the same on all ranks.
+            Ascending indices (k,), and values (k,), which are non-finite if any entry of M is non-finite. k is the same
+            on all ranks.
         """
         if not self.per_layer:
             return select_entries(terms, count_entries(len(terms), density), self.selection)
@@ -149,7 +156,7 @@ class SparseCodec(FlatCodec):
         return torch.cat(indices), torch.cat(values)
 
     def encode(self, indices: Tensor, values: Tensor, n: int) -> tuple[list[Request], Tensor]:
-        """Encode k of n entries as requests, and return the values (k,) that the other ranks will decode."""
+        """Encode k of n entries; returns the requests, and the values (k,) that the other ranks will decode."""
         coded = encode_values(values, self.wire)
         sent = (
             values if self.wire == "fp32" else decode_values([tensor[None] for tensor in coded], self.wire, len(values))
@@ -157,13 +164,14 @@ class SparseCodec(FlatCodec):
         return [AllGather(tensor) for tensor in (encode_indices(indices[None], n)[0], *coded)], sent.view(-1)
 
     def decode(self, answers: Sequence[Tensor], k: int, n: int) -> tuple[Tensor, Tensor]:
-        """Indices of n, and shares of the average, of all ranks' entries: (ranks, k) each."""
+        """Decode the entries of all ranks: indices below n, and values divided by the number of ranks; (ranks, k)
+        each."""
         values = decode_values(answers[1:], self.wire, k)
         return decode_indices(answers[0], k, n), values / len(values)
 
 
 class TopKCodec(SparseCodec):
-    """The largest entries of gradient plus residual. See `SparseCodec` for the arguments."""
+    """Sends the largest entries of gradient plus residual. See `SparseCodec` for the arguments."""
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
         sizes = [grad.numel() for grad in grads.values()]
@@ -181,15 +189,15 @@ class TopKCodec(SparseCodec):
 
 
 def count_entries(n: int, density: float) -> int:
-    """The number of entries that a density selects of n, at least one."""
+    """Number of entries to select from n at a density; at least one."""
     return min(n, max(1, round(density * n)))
 
 
 def sum_entries(indices: Tensor, values: Tensor, out: Tensor, *, everywhere: bool = True) -> Tensor:
-    """Write the sum of all ranks' entries (ranks, k) into `out`, in the order of the ranks.
+    """Write the sum of all ranks' entries (ranks, k) into `out`, added in the order of the ranks.
 
     Args:
-        everywhere: elsewhere write zeros; otherwise leave what is there.
+        everywhere: write zeros to all other entries of `out`; if false, leave them unchanged.
     """
     if everywhere:
         out.zero_()
@@ -201,41 +209,37 @@ def sum_entries(indices: Tensor, values: Tensor, out: Tensor, *, everywhere: boo
 
 
 def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Tensor, Tensor]:
-    """Select ascending indices (k,) and values of one sum of terms, by the one-pass kernel where it is available."""
+    """Build a sum and select k of its entries, by the one-pass kernel if available; returns ascending indices and
+    values (k,)."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        exact = selection == "exact"  # then further entries cost little, and too few a pass over all
+        exact = selection == "exact"  # then a threshold that is too low costs little, one that is too high another pass
         threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
         if exact:
-            threshold = threshold.nextafter(threshold.new_zeros(()))  # below entries that are equal to the threshold
+            threshold = threshold.nextafter(threshold.new_zeros(()))  # include entries equal to it
         if picked := fused.pick_entries(terms, k, threshold, largest=exact):
             return picked
         M = terms.g
     else:
         M = terms.build()
     indices = SELECTIONS[selection](M, k)
-    return indices, M[indices] + 0 * M.sum()
+    return indices, M[indices] + 0 * M.sum()  # NaN if any entry is not finite, sent or not
 
 
-# -- selection: indices (k,), ascending, of x (n,) ------------------------------------------------------------------
+# -- selection: ascending indices (k,) of x (n,) ------------------------------------------------------------------
 
 
 def select_exact(x: Tensor, k: int) -> Tensor:
-    """The k largest magnitudes; of equal ones, the first."""
+    """Select the k largest magnitudes; among equals, the first."""
     if x.is_cuda or 4 * k > len(x):
         return keep_largest(x, k)
     hits = _candidates(x, k)
     return hits[keep_largest(x[hits], k)]
 
 
-def select_of_few(x: Tensor, k: int) -> Tensor:
-    """`select_exact` where about k are not zero."""
-    hits = x.nonzero().view(-1) if x.is_cuda else torch.from_numpy(np.flatnonzero(x.numpy()))  # NaN is not zero
-    return hits[keep_largest(x[hits], k)] if len(hits) >= k else _filled(hits, k)
-
-
 def select_sampled(x: Tensor, k: int) -> Tensor:
-    """Any k, evenly spread, of at most 1.3 k entries above a threshold; the k largest if more entries pass it."""
+    """Select k evenly spaced entries of those above a sampled threshold; the k largest if more than 1.3 k entries are
+    above it."""
     if 4 * k > len(x):
         return select_exact(x, k)
     hits = _candidates(x, k)
@@ -245,11 +249,11 @@ def select_sampled(x: Tensor, k: int) -> Tensor:
 
 
 def select_mstopk(x: Tensor, k: int) -> Tensor:
-    """MSTopK's search for a threshold between the mean and the largest magnitude, among the remaining entries."""
+    """Select about the k largest magnitudes, by MSTopK's bisection for a threshold between the mean and the maximum."""
     a = x.abs()
     low, high = float(a.mean()), float(a.amax())
     certain, rest = indices_above(x, high), None
-    for _ in range(3 * ATTEMPTS):
+    for _ in range(BISECTIONS):
         threshold = (low + high) / 2
         if not low < threshold < high:
             break
@@ -260,7 +264,7 @@ def select_mstopk(x: Tensor, k: int) -> Tensor:
             high, certain = threshold, hits
         if len(hits) == k:
             return hits
-    if rest is None:  # fewer than k are above the mean
+    if rest is None:  # fewer than k magnitudes are above the mean
         return select_exact(x, k)
     next_ones = rest[a[rest] <= high][: k - len(certain)]
     return torch.cat([certain, next_ones]).sort().values
@@ -274,56 +278,57 @@ SELECTIONS: dict[Selection, Callable[[Tensor, int], Tensor]] = {
 
 
 def indices_above(x: Tensor, threshold: float) -> Tensor:
-    """Indices of magnitudes above the threshold, ascending."""
+    """Ascending indices of the entries whose magnitude is above the threshold."""
     if x.is_cuda:
         return (x.abs() > threshold).nonzero().view(-1)
-    # By numpy: torch's comparison and `nonzero` are 3 and 6 times slower on the CPU.
+    # Numpy is used because torch's comparison and `nonzero` are 3 and 6 times slower on the CPU.
     blocks = (x[start : start + BLOCK].numpy() for start in range(0, len(x), BLOCK))
     above = [np.flatnonzero(np.abs(block) > threshold) + at * BLOCK for at, block in enumerate(blocks)]
     return torch.from_numpy(np.concatenate(above))
 
 
 def _candidates(x: Tensor, k: int) -> Tensor:
-    """Indices of the k largest magnitudes and a few more, by a threshold estimated from a sample."""
+    """Indices of the k largest magnitudes and a few more, found by a threshold estimated from a sample."""
     likely, surer = estimate_thresholds(x[:: _stride(len(x), k)].abs(), len(x), k)
     hits = indices_above(x, float(likely))
     for threshold in (float(surer), 0.0):
         if len(hits) >= k:
             return hits
         hits = indices_above(x, threshold)
-    return hits if len(hits) >= k else _filled(hits, k)
+    if len(hits) >= k:
+        return hits
+    # Fewer than k entries are nonzero, so the first zeros are taken too.
+    free = torch.ones(k, dtype=torch.bool, device=hits.device)
+    free[hits[hits < k]] = False
+    return torch.cat([hits, free.nonzero().view(-1)[: k - len(hits)]]).sort().values
 
 
 def _stride(n: int, k: int) -> int:
-    """From one entry of the sample to the next, for k of n entries; odd, as the lengths of rows hardly are."""
+    """Stride of the sample for selecting k of n entries. It is odd, so that rows of even length are sampled in all
+    columns."""
     return max(1, k // RANK, n // SAMPLES) | 1
 
 
 def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> tuple[Tensor, Tensor]:
-    """Scalars that likely at least k of n magnitudes are above, by a sample of them; of the second, surely.
+    """Estimate two thresholds from a sample: at least k of n magnitudes are likely above the first, and very likely
+    above the second.
 
-    The first is so many standard deviations below the k-th magnitude.
+    The first is `sigmas` standard deviations below the estimated k-th largest magnitude. Both are scalars on the
+    sample's device.
     """
-    rank = k / n * len(sample)  # of the k-th magnitude of all among those of the sample
+    rank = k / n * len(sample)  # expected position in the sample of the k-th largest magnitude
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
     return ordered[min(len(ordered) - 1, int(rank + sigmas * rank**0.5))], ordered[-1]
-
-
-def _filled(hits: Tensor, k: int) -> Tensor:
-    """With the first of the other entries, so that they are k."""
-    free = torch.ones(k, dtype=torch.bool, device=hits.device)
-    free[hits[hits < k]] = False
-    return torch.cat([hits, free.nonzero().view(-1)[: k - len(hits)]]).sort().values
 
 
 # -- values on the wire ---------------------------------------------------------------------------------------------
 
 
 def encode_values(values: Tensor, form: WireType) -> list[Tensor]:
-    """Encode values (k,) as tensors to gather.
+    """Encode values (k,) as the tensors to all-gather.
 
-    An integer holds a sign and the level of the magnitude between the smallest and the largest of its bucket, because
-    no selected value is near zero. The rounding error is smaller than the value itself.
+    Integer codes hold the sign and a level between the smallest and the largest magnitude of the bucket, because no
+    selected value is near zero. The rounding error is smaller than the value itself.
     """
     if form in ("fp32", "bf16"):
         return [values.to(torch.bfloat16 if form == "bf16" else torch.float32)]

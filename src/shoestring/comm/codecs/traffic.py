@@ -1,4 +1,4 @@
-"""Bytes on the wire: what collectives send round a ring, and what the requests of a codec come to."""
+"""Counts bytes on the wire, of ring collectives and of a codec's requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shoestring.comm.codecs.codec import Request
 
 
 def ring_bytes(collective: str, nbytes: float, ranks: int) -> float:
-    """Bytes that leave each of `ranks` ranks when a collective runs round a ring.
+    """Bytes that each of `ranks` ranks sends when a collective runs as a ring.
 
     Args:
         collective: "all-reduce", "all-gather" or "all-to-all".
-        nbytes: what each rank contributes: its whole tensor, or for an all-gather its own shard.
+        nbytes: bytes that each rank contributes: the whole tensor, or the rank's own shard for an all-gather.
     """
     match collective:
         case "all-reduce":
@@ -26,7 +26,7 @@ def ring_bytes(collective: str, nbytes: float, ranks: int) -> float:
 
 
 def count_bytes(requests: Sequence[Request]) -> dict[str, int]:
-    """Bytes of the requests of one stage, by collective."""
+    """Bytes of the requests of one stage, by kind of collective."""
     nbytes: dict[str, int] = {}
     for request in requests:
         nbytes[request.collective] = nbytes.get(request.collective, 0) + request.tensor.nbytes
@@ -35,7 +35,7 @@ def count_bytes(requests: Sequence[Request]) -> dict[str, int]:
 
 @dataclass
 class WireBytes:
-    """Bytes that one rank contributed to each stage of an exchange, by collective."""
+    """Bytes that one rank contributed to each stage of an exchange, by kind of collective."""
 
     stages: list[dict[str, int]] = field(default_factory=list)
 
@@ -43,6 +43,6 @@ class WireBytes:
         return sum(stage.get(collective, 0) for stage in self.stages)
 
     def sent(self, ranks: int) -> float:
-        """Bytes that leave one rank when all collectives run round a ring."""
+        """Bytes that one rank sends if all collectives run as rings."""
         kinds = ("all-reduce", "all-gather", "all-to-all")
         return sum(ring_bytes(kind, self.total(kind), ranks) for kind in kinds)

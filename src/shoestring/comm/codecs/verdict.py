@@ -1,4 +1,4 @@
-"""Whether an exchange succeeds, as a number on the device that the host never reads."""
+"""Tells codecs whether an exchange succeeds, by a flag on the device that the host never reads."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ExchangeVerdict:
-    """Whether all answers so far are finite and can be decoded, equal on all ranks.
+    """Whether all answers so far are finite and can be decoded; equal on all ranks.
 
-    Where a driver does not wait for the device, it sets `fine` before the codec gets each answer.
+    A caller of a codec's generator that does not wait for the device sets `fine` before it sends each stage's answers
+    to the codec.
     """
 
     fine: Tensor | None = None
-    """A Boolean without dimensions; None where the driver closes the generator of an exchange that has failed."""
+    """A 0-d bool tensor; None if the caller closes the generator of a failed exchange instead."""
 
     def flag(self, device: torch.device) -> Tensor:
-        """As a kernel reads it: (1,) in uint8."""
+        """The verdict as kernels read it: 1 for success, 0 for failure; (1,) in uint8."""
         if self.fine is None:
             return torch.ones(1, dtype=torch.uint8, device=device)
         return self.fine.view(1).to(torch.uint8)
 
     def poison(self, tensor: Tensor) -> Tensor:
-        """The tensor; NaN where the exchange has failed."""
+        """Return the tensor, or NaN if the exchange has failed."""
         return tensor if self.fine is None else torch.where(self.fine, tensor, torch.nan)
 
     def spoil(self, flat: Tensor) -> None:
-        """Make a contiguous tensor NaN where the exchange has failed, by a kernel that otherwise does nothing."""
+        """Fill a contiguous tensor with NaN if the exchange has failed; the kernel reads the flag, so the host does not
+        wait."""
         if self.fine is not None and flat.numel():
             from shoestring.comm.codecs.spoil_kernel import BLOCK, spoil
 
@@ -37,4 +39,4 @@ class ExchangeVerdict:
 
 
 ALWAYS = ExchangeVerdict()
-"""Of a driver that closes generators; nobody sets it."""
+"""The verdict for callers that close the generator of a failed exchange: always success, never changed."""

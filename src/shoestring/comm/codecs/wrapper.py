@@ -1,4 +1,4 @@
-"""Codecs around another codec, and generators of several codecs as one."""
+"""Base of codecs that wrap another codec, and functions that combine codecs' generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoestring.comm.codecs.codec import Codec, Coding, Mean, Request, advance
 
 
 class Wrapper(Codec):
-    """A codec around another one: its stages and its state are those of `inner`."""
+    """A codec that wraps another codec, and has the same stages and state."""
 
     def __init__(self, inner: Codec) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Wrapper(Codec):
 
 
 def run_together(codings: Sequence[Coding]) -> Coding:
-    """Run several generators as one: requests of the same stage are made together, in the generators' order."""
+    """Run several codecs' generators as one generator, which yields their requests of each stage together, in order."""
     try:
         requests: list[Sequence[Request] | None] = [advance(coding) for coding in codings]
         while any(own is not None for own in requests):
@@ -49,6 +49,6 @@ def run_together(codings: Sequence[Coding]) -> Coding:
 
 
 def average(tensor: Tensor) -> Coding:
-    """Replace a tensor by its mean over the ranks, in one stage."""
+    """Replace a tensor by its mean over ranks, in one stage."""
     (mean,) = yield [Mean(tensor)]
     tensor.copy_(mean)

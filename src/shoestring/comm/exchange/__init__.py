@@ -1,1 +1,1 @@
-"""Codecs between the ranks of a job: threads, collectives, and hooks."""
+"""Runs codecs between the ranks of a job: threads, collectives, and hooks."""

@@ -1,14 +1,14 @@
 """Decides which gradients are exchanged together, and when (after HiPress's coordinator, Bai et al., SOSP 2021).
 
-All parameters are dealt into `parts` cohorts of about the same number of bytes, in the usual order in which a backward
-pass produces their gradients. Everything that a cohort sends in one stage travels at once, so there are parts x stages
-collectives, whatever the numbers of parameters and DDP buckets. Cohorts do not depend on the buckets, because DDP
-rebuilds those after the first step of every start.
+All parameters are divided into `parts` cohorts of about the same number of bytes, in the usual order in which a
+backward pass computes gradients. All data that a cohort sends in one stage are sent at once, so the number of
+collectives is parts x stages for any number of parameters and DDP buckets. Cohorts do not depend on the buckets,
+because DDP rebuilds its buckets after the first step of every start.
 
-Each channel has its own process groups, and takes every n-th cohort from start to end. One thread of it starts all of
-its collectives. Gradients arrive in the same order on all ranks, so cohorts fill up and collectives are issued in the
-same order too, however fast a rank is. (Torch's PowerSGD hook issues collectives from completion threads, in an order
-that depends on speed, and aborts on Gloo with several buckets.)
+Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread of
+the channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts
+are completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
+collectives from completion threads, in an order that depends on speed, and aborts on Gloo with several buckets.)
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ After = Callable[[Exception | None], None]
 
 @dataclass(eq=False)
 class Cohort:
-    """Gradients that are exchanged together, and callbacks for when they are averaged."""
+    """Gradients that are exchanged together, and callbacks to call once they are averaged."""
 
     names: Sequence[str]
     step: int = 0
     grads: Grads = field(default_factory=dict)
     after: list[After] = field(default_factory=list)
-    averaged: bool | Tensor = False  # after the exchange: whether the gradients of all ranks were finite
-    keeps: bool = False  # whether the answers of the last stage are kept
+    averaged: bool | Tensor = False  # after the exchange: whether all ranks' gradients were finite
+    keeps: bool = False  # whether to store the last stage's answers in `answers`
     answers: list[Tensor] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ class Cohort:
 
 
 class Channel:
-    """Exchanges cohorts over one route, in the order of their submission, on threads of its own.
+    """Exchanges cohorts over one route, in the order of submission, on its own threads.
 
-    While the last answers of a cohort travel and are decoded, by a second thread, the first one encodes the next cohort
-    and starts its first collectives. All collectives are started by the first thread, cohort by cohort and stage by
-    stage, so their order is the same on all ranks, whether a rank has overlapped two cohorts or not. At most two are
-    under way, so that no third one takes memory.
+    While a second thread waits for the last answers of a cohort and decodes them, the first thread encodes the next
+    cohort and starts its first collectives. The first thread starts all collectives, cohort by cohort and stage by
+    stage, so their order is the same on all ranks, whether a rank overlaps two cohorts or not. At most two cohorts are
+    in progress at a time, to limit memory.
 
-    On an accelerator there is one thread, which does not wait for the device. Without threads, the caller of `submit`
-    exchanges the cohort itself: with one part a step there is nothing to overlap.
+    On an accelerator there is only one thread, which does not wait for the device. Without threads, the caller of
+    `submit` runs the exchange itself: with one cohort per step there is nothing to overlap.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class Channel:
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
         overlaps = threaded and device.type == "cpu" and route.overlaps
         self.finisher = Worker("shoestring-decode", device) if overlaps else None
-        self._room = threading.Semaphore(2)
+        self._slots = threading.Semaphore(2)  # for cohorts in progress
 
     def submit(self, cohort: Cohort) -> WorkerTask[None]:
-        # A stage is at most two collectives (a small mean is two all-to-alls); the torus adds one before and one after.
+        # A stage has at most two collectives (a small mean is two all-to-alls); a 2D torus adds one before and one
+        # after.
         task = WorkerTask[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
         exchange = self._exchange(cohort)
         if self.finisher is None:
@@ -85,8 +86,8 @@ class Channel:
             self.route.close()
 
     def _begin(self, exchange: Generator[bool, None, None], task: WorkerTask[None], finisher: Worker) -> None:
-        """Run an exchange until nothing is left but to wait for its last answers, and pass it on."""
-        self._room.acquire()
+        """Run an exchange until its last collectives have been started; `finisher` then waits for them and decodes."""
+        self._slots.acquire()
         error, stages = None, 0
         try:
             for starts_more in exchange:
@@ -104,10 +105,11 @@ class Channel:
             for _ in exchange:
                 raise AssertionError(f"{type(self.codec).__name__} yields more often than its stages say")
         finally:
-            self._room.release()
+            self._slots.release()
 
     def _exchange(self, cohort: Cohort) -> Generator[bool, None, None]:
-        """Exchange a cohort and call its callbacks; an error goes to them, and is raised. Yields as `Wire.stages`."""
+        """Exchange a cohort, and call its callbacks. An error is passed to the callbacks and raised. Yields as
+        `Wire.stages` does."""
         error = None
         try:
             with naming_failures(str(cohort)):
@@ -120,7 +122,8 @@ class Channel:
             raise error
 
     def _average(self, cohort: Cohort) -> Stages:
-        """Average gradients without the loss scale, which changes between steps, so that residuals keep their size."""
+        """Average a cohort's gradients without the loss scale, because the scale changes between steps and residuals do
+        not."""
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)
@@ -132,13 +135,14 @@ class Channel:
 
 
 class Coordinator:
-    """Turns arriving gradients into exchanges, one round a step.
+    """Collects arriving gradients into cohorts and exchanges them, one round per step.
 
     Args:
         routes: one route for each channel.
-        sizes: bytes of every parameter that arrives in each round, by name, in the order of a forward pass.
+        sizes: bytes of every parameter whose gradient arrives in each round, by name, in the order of a forward pass.
         parts: number of cohorts in a round.
-        scale: the loss scale of arriving gradients, which their averages must have too; called once a cohort.
+        scale: function that returns the loss scale of arriving gradients, which averages must have too; called once per
+            cohort.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Coordinator:
         self.channels = [Channel(route, codec, device, scale, threaded=threaded) for route in routes]
         self.round = 0
         self.exposed = 0.0  # seconds that training has waited for the newest round
-        self.keeps = False  # whether what a round's averages are decoded from is kept until the next round
+        self.keeps = False  # whether to store a round's last answers, for replay, until the next round
         self._part = {name: part for part, names in enumerate(self.cohorts) for name in names}
         self._open: dict[int, Cohort] = {}
         self._running: list[WorkerTask[None]] = []
@@ -168,15 +172,16 @@ class Coordinator:
             channel.close()
 
     def begin(self) -> None:
-        """Begin a round; drop what is left of a round that an error in a backward pass broke off."""
+        """Begin a round; drops a round that is incomplete because of an error in a backward pass."""
         self._open.clear()
         self._running.clear()
         self._newest.clear()
         self._submitted = 0
 
     def arrive(self, grads: Grads, after: After) -> None:
-        """Take gradients; `after` is called on a channel's thread once all are averaged, or with the error."""
-        parts = {self._part[name] for name in grads}
+        """Take gradients that have arrived; `after` is called on a channel's thread with None once all of them are
+        averaged, or with the error."""
+        parts = {self._part[name] for name in grads}  # a bucket of DDP may belong to several cohorts
         once = _call_once_after(len(parts), after)
         for part in parts:
             cohort = self._open.setdefault(part, Cohort(self.cohorts[part], self.round, keeps=self.keeps))
@@ -189,10 +194,10 @@ class Coordinator:
                 self._submit(self._open.pop(self._part[name]))
 
     def wait(self) -> None:
-        """Wait until all that has arrived in this round has been exchanged.
+        """Wait until all gradients that have arrived in this round are averaged.
 
         Raises:
-            RuntimeError: from torch, when a rank is lost or late. PeerError: an exchange has not ended in time.
+            RuntimeError: from torch, if a rank is lost or late. PeerError: an exchange has not ended in time.
             ShoestringError: some gradients have not arrived, so their cohort cannot be exchanged.
         """
         missing = [name for cohort in self._open.values() for name in cohort.names if name not in cohort.grads]
@@ -206,12 +211,13 @@ class Coordinator:
         self.exposed = time.perf_counter() - began
 
     def exchange(self, grads: Grads) -> None:
-        """Exchange a whole round; returns when `grads` are averages. Raises as `wait` does."""
+        """Exchange all gradients of a round; returns when `grads` are averages. Raises the same errors as `wait`."""
         self.begin()
         self.arrive(grads, lambda _: None)
         self.wait()
 
     def _submit(self, cohort: Cohort) -> None:
+        # The codec needs an order that is the same on all ranks, unlike the order of arrival.
         cohort.grads = {name: cohort.grads[name] for name in cohort.names}
         channel = self.channels[self._submitted % len(self.channels)]
         self._submitted += 1
@@ -221,26 +227,27 @@ class Coordinator:
         self._running.append(channel.submit(cohort))
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Put an unused average of this round back into the residual; a non-finite one has not changed the residual."""
+        """Put an average that the model did not use back into the residual, unless the average is not finite."""
         if self._newest[self._part[name]].averaged:
             self.codec.return_to_residual(name, self.channels[0].route.own(average / self.scale()))
 
     def answers(self) -> list[list[Tensor]] | None:
-        """What the newest round's averages were decoded from, for each cohort; None where one was not finite."""
+        """The last answers of each cohort, from which the newest round was decoded; None if a gradient was not
+        finite."""
         newest = [self._newest[part] for part in range(len(self.cohorts)) if part in self._newest]
         whole = len(newest) == len(self.cohorts) and all(cohort.averaged for cohort in newest)
         return [cohort.answers for cohort in newest] if whole else None
 
     def decode(self, grads: Grads, answers: Sequence[Sequence[Tensor]]) -> None:
-        """Write the averages of a round into `grads`, as its exchange did; the round counts as done."""
-        for names, of_cohort in zip(self.cohorts, answers, strict=True):
+        """Decode the averages of a round from its answers into `grads`, and count the round as done."""
+        for names, cohort_answers in zip(self.cohorts, answers, strict=True):
             context = ExchangeContext(0, self.channels[0].route.size, self.round)
-            self.codec.decode_average({name: grads[name] for name in names}, of_cohort, context)
+            self.codec.decode_average({name: grads[name] for name in names}, cohort_answers, context)
         self.round += 1
 
     @property
     def sent(self) -> int:
-        """Bytes that have left this rank."""
+        """Number of bytes that this rank has sent."""
         return sum(channel.route.sent for channel in self.channels)
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,7 +263,7 @@ class Coordinator:
 
 
 def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """The names in reverse, in at most `parts` runs of about the same number of bytes."""
+    """Divide the names, last first, into at most `parts` consecutive groups with about equal bytes."""
     runs: list[list[str]] = []
     passed, total = 0, sum(sizes.values())
     for name in reversed(sizes):
@@ -268,14 +275,15 @@ def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names in a sentence: both of two, the first and the last of more."""
+    """Format names for a message: one or two names in full; for more, their number, the first and the last."""
     if len(names) < 3:
         return " and ".join(f"`{name}`" for name in names)
     return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"
 
 
 def refuse_added(name: str, added: Sequence[str]) -> None:
-    """Raise ConfigError for parameters that are trained now but were not when the feature `name` was attached."""
+    """Raise ConfigError if there are parameters (`added`) that were not trained yet when the feature `name` was
+    attached."""
     if added:
         raise ConfigError(
             f"{join_names(added)} was not trained when `{name}` was attached, and is now",
@@ -284,7 +292,8 @@ def refuse_added(name: str, added: Sequence[str]) -> None:
 
 
 def _call_once_after(count: int, after: After) -> After:
-    """A callback that calls `after` at the last of `count` calls, with the first error among them."""
+    """Make a callback for `count` calls. The last call calls `after` with the first error that any call got, or with
+    None."""
     errors: list[Exception | None] = []
     lock = threading.Lock()
 

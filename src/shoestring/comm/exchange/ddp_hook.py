@@ -1,6 +1,6 @@
-"""DDP's communication hook: passes buckets to the coordinator, whose channels complete their Futures."""
+"""DDP's communication hook: passes buckets to the coordinator, whose channels complete the buckets' Futures."""
 
-# Without postponed annotations: torch compares those of a hook with its own types.
+# Annotations are not postponed, because torch compares a hook's annotations with its own types.
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring._torch import GradBucket, after_backward, rebucket
 from shoestring.comm.exchange.coordinator import Coordinator
 
-SMALLEST = 2**20  # bytes of the smallest bucket: DDP's first one, which torch.compile takes for the smallest
+SMALLEST = 2**20  # bytes of the smallest bucket: the size of DDP's first one, which torch.compile expects
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """One parameter's view of a bucket, and its gradient when DDP called the hook for the bucket."""
+    """One parameter's view into a bucket, and the parameter's gradient at the time DDP called the hook for the
+    bucket."""
 
     name: str
     parameter: Tensor
@@ -27,7 +28,8 @@ class Delivery:
 
     @property
     def used(self) -> bool:
-        """Whether DDP made the average in the bucket the gradient; it does not when no rank used the parameter."""
+        """Whether DDP has set the parameter's gradient to the average in the bucket; it does not if no rank used the
+        parameter."""
         grad = self.parameter.grad
         if grad is None:
             return False
@@ -36,10 +38,10 @@ class Delivery:
 
 
 class HookState:
-    """The state of the hook of one DDP model.
+    """State of the communication hook of one DDP model.
 
     Args:
-        part: bytes of one part of the step's gradients.
+        part: bytes of one cohort of the step's gradients.
     """
 
     def __init__(self, coordinator: Coordinator, model: DistributedDataParallel, part: int) -> None:
@@ -47,27 +49,30 @@ class HookState:
         self.coordinator, self.model = coordinator, model
         self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         self.deliveries: list[Delivery] = []
-        # With two buckets a part, DDP passes on a part before the next one is complete. With DDP's usual 25 MB a small
-        # model has a single bucket, and nothing overlaps with the backward pass. DDP's own buckets may be smaller.
-        # A single part gets a single bucket, which is averaged where it lies if nothing compresses it.
+        # With two buckets per cohort, all gradients of a cohort arrive before the next cohort is complete. With DDP's
+        # usual 25 MB, a small model has a single bucket, and nothing overlaps with the backward pass. A smaller bucket
+        # size set by the user is not changed. A single cohort gets a single bucket, which is averaged in place if it is
+        # not compressed.
         self.cap = model.bucket_bytes_cap
         rebucket(model, max(part, SMALLEST) if whole else min(self.cap, max(part // 2, SMALLEST)))
         model.register_comm_hook(self, hook)
 
     def detach(self) -> None:
-        """Restore DDP's bucket size; DDP averages by itself again."""
+        """Restore the bucket size that DDP had before."""
         if dist.is_initialized():
             rebucket(self.model, self.cap)
 
     def finish_backward(self) -> None:
-        """Wait for the averages at the end of a backward pass, before DDP does, which would wait without a timeout."""
+        """Wait for the averages at the end of a backward pass. DDP waits after this, but without a timeout."""
         after_backward(self.return_unused)
         self.coordinator.wait()
 
     def return_unused(self) -> None:
-        """Return averages to the residual for parameters that no rank used; called after DDP has set the gradients.
+        """Put the averages of parameters that no rank used back into the residual; called after DDP has set the
+        gradients.
 
-        A gradient that such a parameter has from an earlier backward pass was part of the average, and is subtracted.
+        If such a parameter has a gradient from an earlier backward pass, that gradient is part of the average, and is
+        subtracted.
         """
         for delivery in self.deliveries:
             if not delivery.used:
@@ -78,7 +83,7 @@ class HookState:
 
 
 def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the exchange of a bucket; the Future holds its average."""
+    """Pass a bucket to the coordinator; the returned Future will hold the averaged bucket."""
     if bucket.index() == 0:
         state.coordinator.begin()
         state.deliveries.clear()
@@ -102,10 +107,11 @@ def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Ten
 
 
 def in_memory_order(grad: Tensor, like: Tensor) -> Tensor:
-    """A contiguous tensor of the same shape, whose entries are in the order in which the weight `like` is in memory.
+    """A contiguous tensor of the gradient's shape, with the gradient's entries in the memory order of the weight
+    `like`.
 
-    For a weight in channels-last layout this is not the order of the shape, but it is the order of DDP's buckets. The
-    result shares the gradient's memory, unless the gradient itself is in another order.
+    DDP's buckets are in the memory order of weights, which is not the order of the shape for channels-last weights. The
+    result shares the gradient's memory, unless the gradient has another memory order than the weight.
     """
     if grad.is_contiguous() and like.is_contiguous():
         return grad

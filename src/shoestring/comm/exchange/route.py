@@ -1,8 +1,8 @@
-"""Routes an exchange over the mesh of ranks: flat over all of them, or hierarchical.
+"""Routes an exchange over the mesh of ranks: flat over all ranks, or hierarchical.
 
 The hierarchical route is the 2D torus (Mikami et al., arXiv 1811.05233) with the codec between hosts only (HiTopKComm,
-Shi et al., MLSys 2021): reduce-scatter over the ranks of a host, the codec over the hosts on each rank's shard of the
-rows, all-gather over the ranks of a host. Slow links then carry only compressed gradients, once a host.
+Shi et al., MLSys 2021): a reduce-scatter between the ranks of a host, the codec between hosts for each rank's shard of
+the rows, then an all-gather between the ranks of a host. So slow links carry only compressed gradients, once per host.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shoestring.core.world import World
 
 
 class Route:
-    """Exchanges over some axes of the mesh.
+    """Runs exchanges over some axes of the mesh.
 
     Args:
-        torus: run the codec between hosts only, where several hosts have several ranks each.
-        sharded: each rank of a host holds a shard of the gradients, over which the codec may sum.
+        torus: run the codec between hosts only; has no effect unless there are several hosts with several ranks each.
+        sharded: whether each rank of a host holds a shard of the gradients, so that codecs need sums over the shards.
     """
 
     def __init__(self, world: World, axes: Sequence[str], *, torus: bool = False, sharded: bool = False) -> None:
@@ -46,7 +46,7 @@ class Route:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a collective waits for another rank."""
+        """Timeout of a collective in seconds."""
         return self.outer.timeout
 
     def close(self) -> None:
@@ -63,7 +63,8 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """Whether one exchange may begin while another's last answers travel: all collectives are of one group."""
+        """Whether an exchange may begin while the previous one waits for its last answers; true if a single process
+        group runs all collectives."""
         return self.shards is None
 
     def run(
@@ -82,51 +83,47 @@ class Route:
             span("reduce-scatter", "wire"),
             naming_failures(f"reduce-scatter between the {self.inner.size} ranks of a host"),
         ):
-            mine = reduce_scatter_rows(self.inner, list(grads.values()))
-        shares = dict(zip(grads, mine, strict=True))
+            own_rows = reduce_scatter_rows(self.inner, list(grads.values()))
+        shares = dict(zip(grads, own_rows, strict=True))
         finite = yield from self.outer.stages(codec, shares, step, self.sum_over_shards)
         with span("all-gather", "wire"), naming_failures(f"all-gather between the {self.inner.size} ranks of a host"):
-            all_gather_rows(self.inner, mine, list(grads.values()))
+            all_gather_rows(self.inner, own_rows, list(grads.values()))
         return finite
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The shard of a tensor that this rank's codec sees."""
+        """The shard of a tensor that this rank's codec processes."""
         return tensor if self.inner is None else _blocks(tensor, self.inner.size)[self.inner.rank]
 
 
 def reduce_scatter_rows(wire: Wire, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Average over the wire's ranks by a reduce-scatter, which leaves row block r of every tensor to rank r.
+    """Average over the wire's ranks by a reduce-scatter, after which rank r holds row block r of every tensor.
 
-    Shapes: (n, …) becomes (ceil(n / ranks), …), the last block padded with zeros.
+    Shapes: (n, …) becomes (ceil(n / ranks), …); the last block is padded with zeros.
     """
     blocks = [_blocks(tensor, wire.size) for tensor in tensors]
     whole = torch.cat([block.flatten(1) for block in blocks], dim=1)
-    mine = whole.new_empty(whole.shape[1])
-    reduce_scatter_single(mine, whole.view(-1), group=wire.group)
-    mine.div_(wire.size)
-    parts = mine.split([block[0].numel() for block in blocks])
+    own = whole.new_empty(whole.shape[1])
+    reduce_scatter_single(own, whole.view(-1), group=wire.group)
+    own.div_(wire.size)  # the collective returns sums
+    parts = own.split([block[0].numel() for block in blocks])
     return [part.view(block.shape[1:]) for part, block in zip(parts, blocks, strict=True)]
 
 
-def all_gather_rows(wire: Wire, mine: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Put every rank's rows into `tensors` by an all-gather: the inverse of `reduce_scatter_rows`."""
-    flat = torch.cat([part.reshape(-1) for part in mine])
+def all_gather_rows(wire: Wire, own_rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """All-gather the rows of every rank into `tensors`; the inverse of `reduce_scatter_rows`."""
+    flat = torch.cat([part.reshape(-1) for part in own_rows])
     whole = flat.new_empty(wire.size, flat.numel())
     all_gather_single(whole.view(-1), flat, group=wire.group)
-    parts = whole.split([part.numel() for part in mine], dim=1)
+    parts = whole.split([part.numel() for part in own_rows], dim=1)
     rows = [
-        part.reshape(-1, *block.shape[1:])[: _rows(tensor)].view(tensor.shape)
-        for part, block, tensor in zip(parts, mine, tensors, strict=True)
+        part.reshape(-1, *block.shape[1:])[: tensor.shape[0] if tensor.ndim else 1].view(tensor.shape)
+        for part, block, tensor in zip(parts, own_rows, tensors, strict=True)
     ]
     foreach_copy_(list(tensors), rows)
 
 
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 1
-
-
 def _blocks(tensor: Tensor, count: int) -> Tensor:
-    """(n, …) as (count, ceil(n / count), …), padded with zeros."""
+    """Split (n, …) into blocks (count, ceil(n / count), …), padded with zeros."""
     tensor = tensor if tensor.ndim else tensor.view(1)
     missing = -len(tensor) % count
     padded = F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor

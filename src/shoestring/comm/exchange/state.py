@@ -1,4 +1,4 @@
-"""What survives of an exchange; and its averages, kept in their compact form so that a step can be replayed."""
+"""Saves and restores the state of an exchange, and replays steps from its compressed averages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import Tensor
 from shoestring.comm.exchange.coordinator import Coordinator
 from shoestring.comm.exchange.ddp_hook import in_memory_order
 from shoestring.comm.exchange.replicas import local_shard
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 log = logging.getLogger("shoestring")
 
 
 class ExchangeState:
-    """The state of one job's exchange. Where rows are sharded over the ranks of a host, each rank keeps its own rows.
+    """The state of one job's exchange. If rows are sharded over the ranks of a host, each rank saves its own rows.
 
     Args:
-        settings: the codec's, in words.
+        locals_: number of ranks of a host that hold different rows; 1 if rows are not sharded.
+        settings: text of the codec's settings; averages are replayed only if this text is unchanged.
     """
 
-    def __init__(self, job: Job, coordinator: Coordinator, locals_: int, settings: str) -> None:
-        self.job, self.coordinator, self.locals, self.settings = job, coordinator, locals_, settings
+    def __init__(self, attachments: Attachments, coordinator: Coordinator, locals_: int, settings: str) -> None:
+        self.attachments, self.coordinator, self.locals, self.settings = attachments, coordinator, locals_, settings
         self.replaying = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,39 +38,42 @@ class ExchangeState:
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         if states[0]["locals"] != self.locals:
-            log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
+            log.warning("comm: residuals are lost, because the number of ranks per host has changed")
             return {"round": states[0]["round"], "codec": {}}
         alike = states[rank % self.locals :: self.locals]
         return {"locals": self.locals, **self.coordinator.merge_states(alike)}
 
-    # -- for whoever replays steps: `checkpoint`'s `KeptAverages` ------------------------------------------------------
+    # -- replaying steps, for `checkpoint`'s `KeptAverages` ------------------------------------------------------------
 
     @property
     def averages_form(self) -> str:
-        """What kept averages depend on: they are replayed only where it is the same."""
+        """Settings, number of ranks and cohorts as text; stored averages are replayed only if this text is
+        unchanged."""
         return f"{self.settings} {self.coordinator.channels[0].route.size} {self.coordinator.cohorts}"
 
     def keep_averages(self) -> None:
-        """Keep what the averages of each step from now on are decoded from, until the next step."""
+        """From now on, store the answers from which each step's averages are decoded, until the next step."""
         self.coordinator.keeps = True
 
     def averages(self) -> list[list[Tensor]] | None:
-        """What the averages of the newest step were decoded from, equal on all ranks; None where they are not finite.
+        """The answers from which the newest averages were decoded, equal on all ranks; None if the averages are not
+        finite.
 
-        The tensors are not written to again.
+        Nothing writes to these tensors again.
         """
         return self.coordinator.answers()
 
     @contextmanager
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Give every trained parameter its gradient from kept averages; the optimizer's step inside exchanges none."""
-        grads = {name: torch.empty_like(tensor) for name, tensor in self.job.trained.items()}
+        """Context with the gradients of all trained parameters set from stored averages; optimizer steps inside do not
+        exchange."""
+        grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {
-            name: in_memory_order(local_shard(grad), like=local_shard(self.job.trained[name]))
+            name: in_memory_order(local_shard(grad), like=local_shard(self.attachments.trained[name]))
             for name, grad in grads.items()
         }
         self.coordinator.decode(flat, averages)
-        for name, tensor in self.job.trained.items():
+        for name, tensor in self.attachments.trained.items():
             tensor.grad = grads[name]
         self.replaying = True
         try:

@@ -1,4 +1,4 @@
-"""Requests of codecs as collectives: the requests of one yield travel in at most one collective of each kind."""
+"""Carries out codecs' requests: all requests of one yield are sent in at most one collective of each kind."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Answer = Callable[[], list[Tensor]]
 Finish = Callable[[], Tensor | None]
 Stages = Generator[bool, None, bool | Tensor]
 SMALL = 2**19  # bytes below which a message is latency-bound
-FIRST = torch.finfo(torch.float32).max  # bound of first answers: ranks must judge them alike though they may differ
-LATER = 2.0**100  # bound of later answers, which are equal on all ranks: what is decoded from them cannot overflow
-ALIGNMENT = 16  # bytes: a packed tensor starts where a view of any dtype may
+FIRST = torch.finfo(torch.float32).max  # bound of first answers, on which ranks must agree although answers may differ
+LATER = 2.0**100  # bound of later answers, which are equal on all ranks; decoding them cannot overflow
+ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewed as any dtype
 
 
 class StartedCollective:
-    """A collective that has been started.
+    """A collective that has been started and may not have finished.
 
-    Its span on the trace begins then, and ends when `finish` returns, on the thread that calls it; to a profile it
-    begins with the wait.
+    In the trace, its span begins at the start of the collective and ends when `finish` returns, on the thread that
+    calls `finish`. In a profile, the span begins at the call of `finish`.
     """
 
     def __init__(self, name: str, sent: float, finish: Finish, dtype: torch.dtype | None = None) -> None:
@@ -54,7 +54,8 @@ class StartedCollective:
         self._finish = finish
 
     def finish(self, ranks: int) -> Tensor | None:
-        """Wait for it. Returns what tells whether its answer is finite, (1,), 0 or 1, where something does."""
+        """Wait for the collective. Returns a flag (1,), nonzero if the answer is not finite; None if the answer is
+        unchecked."""
         with (
             span(self.name, "wire", self.sent) as work,
             naming_failures(f"{self.name} of {self.sent} bytes between {ranks} ranks"),
@@ -64,29 +65,29 @@ class StartedCollective:
 
 
 class Answers(list[Tensor]):
-    """Answers of one stage, of which some have been checked.
+    """The answers of one stage; some have already been checked for non-finite entries.
 
     Args:
-        unchecked: those that have not.
-        found: for each checked collective (1,), 1 where an entry is not finite.
+        unchecked: answers that have not been checked.
+        nonfinite: a flag (1,) for each checked collective, nonzero if an entry is not finite.
     """
 
-    def __init__(self, answers: Sequence[Tensor], unchecked: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    def __init__(self, answers: Sequence[Tensor], unchecked: Sequence[Tensor], nonfinite: Sequence[Tensor]) -> None:
         super().__init__(answers)
-        self.unchecked, self.found = unchecked, found
+        self.unchecked, self.nonfinite = unchecked, nonfinite
 
 
 class Wire:
-    """A process group of its own over the ranks of `group`, so that no other collectives come between its own.
+    """Runs codecs on a separate process group with the ranks of `group`, so that no other collectives interfere.
 
-    Its collectives must be started from one thread, and in the same order on all ranks. All ranks of the world create
-    a wire at the same time, each for its own group.
+    Collectives of a wire must be started from one thread, and in the same order on all ranks. All ranks of the world
+    must create a wire at the same time, each for its own group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, 1, device
-        self.sent = 0  # bytes that left this rank, counted round a ring
-        self.guards_on_cpu = False  # whether codecs guard although the device is not waited for in any case
+        self.sent = 0  # bytes that this rank has sent, counted as ring collectives
+        self.guards_on_cpu = False  # whether codecs guard on a CPU too, where the host could check at once
         self.group = None
         if group is not None:
             self.group = duplicate_group(group, device)
@@ -94,7 +95,7 @@ class Wire:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a collective waits for another rank."""
+        """Timeout of a collective in seconds."""
         return 0.0 if self.group is None else timeout_of(self.group).total_seconds()
 
     def close(self) -> None:
@@ -116,14 +117,14 @@ class Wire:
         sum_over_shards: Callable[[Tensor], Tensor] = identity,
         keep: Callable[[list[Tensor]], object] | None = None,
     ) -> bool | Tensor:
-        """Run one whole exchange, after which `grads` are the averages over the ranks.
+        """Run one whole exchange, after which `grads` are averages over ranks.
 
         Args:
-            keep: gets the answers of each stage, of which the last ones are what `Codec.decode_average` takes.
+            keep: called with the answers of each stage; `Codec.decode_average` takes the answers of the last stage.
 
         Returns:
-            True; or False, with NaN in all `grads`, where a gradient of any rank was not finite. As a Boolean on the
-            device where that need not be waited for, because the codec guards.
+            True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec guards, this
+            is a bool tensor on the device, so that the host does not wait for the device.
         """
         return exhaust(self.stages(codec, grads, step, sum_over_shards, keep))
 
@@ -135,10 +136,11 @@ class Wire:
         sum_over_shards: Callable[[Tensor], Tensor] = identity,
         keep: Callable[[list[Tensor]], object] | None = None,
     ) -> Stages:
-        """`run`, as a generator that yields while the collectives of a stage travel, and may go on in another thread.
+        """`run` as a generator, which yields while the collectives of a stage are in progress, and may be continued in
+        another thread.
 
         Yields:
-            Whether waiting for them will start further ones.
+            Whether further collectives will be started when the generator is continued, while it waits for answers.
         """
         guarded = (self.device.type != "cpu" or self.guards_on_cpu) and codec.guards(grads)
         verdict = ExchangeVerdict() if guarded else ALWAYS
@@ -156,13 +158,14 @@ class Wire:
                     if guarded:
                         verdict.fine = fine if verdict.fine is None else verdict.fine & fine
                     elif not fine:  # waits for the device
-                        coding.close()  # before the gradients are overwritten, which it may need to restore its state
+                        coding.close()  # first, because the codec may need the gradients to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
                     largest = LATER
-                    if keep is not None:
-                        keep(_apart(answers, grads))
+                    if keep is not None:  # answers may be views of gradients, which decoding overwrites
+                        memory = {grad.untyped_storage().data_ptr() for grad in grads.values()}
+                        keep([a.clone() if a.untyped_storage().data_ptr() in memory else a for a in answers])
                     requests = advance(coding, answers)
         return True if verdict.fine is None else verdict.fine
 
@@ -170,9 +173,9 @@ class Wire:
         """Start the collectives of all requests.
 
         Returns:
-            A function that waits for them and gives one answer for each request.
+            A function that waits for the collectives and returns one answer for each request.
 
-        Raises (both): RuntimeError, from torch, when a rank is lost or late.
+        Both this method and the returned function raise torch's RuntimeError if a rank is lost or late.
         """
         if self.group is None and self.size > 1:
             raise ShoestringError("an exchange between ranks was started after its job was closed")
@@ -182,18 +185,18 @@ class Wire:
 
         def wait() -> list[Tensor]:
             finished = [(collective, collective.finish(self.size)) for collective in collectives]
-            found = [flag for _, flag in finished if flag is not None]
+            nonfinite = [flag for _, flag in finished if flag is not None]
             checked = {collective.dtype for collective, flag in finished if flag is not None}
-            every = [(answer, request) for answer, request in zip(answers, requests, strict=True) if answer is not None]
+            pairs = [(answer, request) for answer, request in zip(answers, requests, strict=True) if answer is not None]
             unchecked = [
-                answer for answer, request in every if not (isinstance(request, Mean) and answer.dtype in checked)
+                answer for answer, request in pairs if not (isinstance(request, Mean) and answer.dtype in checked)
             ]
-            return Answers([answer for answer, _ in every], unchecked, found)
+            return Answers([answer for answer, _ in pairs], unchecked, nonfinite)
 
         return wait
 
     def _starts_more(self, requests: Sequence[Request]) -> bool:
-        """Whether waiting for the answers starts further collectives, as the second half of a small mean."""
+        """Whether waiting for the answers starts further collectives, such as the second half of a small mean."""
         if self.group is None:
             return False
         nbytes: dict[torch.dtype, int] = {}
@@ -204,6 +207,7 @@ class Wire:
 
     def _start_means(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
         means = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, Mean)]
+        # One collective for each data type; types are sorted, so that the order is the same on all ranks.
         for _, group in groupby(sorted(means, key=lambda pair: str(pair[1].dtype)), key=lambda pair: pair[1].dtype):
             indices, tensors = zip(*group, strict=True)
             whole = len(tensors) == 1 and tensors[0].is_contiguous()
@@ -216,11 +220,12 @@ class Wire:
                 yield StartedCollective("all-reduce", nbytes, start(flat), flat.dtype)
 
     def _is_small(self, nbytes: int) -> bool:
-        """Whether a message is latency-bound: Gloo's ring then takes twice as long as sending to every rank at once."""
+        """Whether a message is latency-bound on Gloo, whose ring then takes twice as long as sending to all ranks at
+        once."""
         return self.device.type == "cpu" and nbytes <= SMALL
 
     def _start_scattered_mean(self, flat: Tensor) -> Finish:
-        """Average `flat` by two all-to-alls: rank r averages the r-th shard, and sends it to all."""
+        """Average `flat` by two all-to-alls: rank r averages the r-th shard, and sends it to all ranks."""
         shards = F.pad(flat, (0, -flat.numel() % self.size)).view(self.size, -1)
         received = torch.empty_like(shards)
         work = dist.all_to_all_single(received, shards, group=self.group, async_op=True)
@@ -241,68 +246,77 @@ class Wire:
 
         def finish() -> Tensor:
             work.wait()
-            found = torch.zeros(1, device=flat.device)
-            foreach_unscale_([flat], found, torch.full((), 1 / self.size, device=flat.device))
-            return found
+            nonfinite = torch.zeros(1, device=flat.device)
+            # This divides by the number of ranks and checks for non-finite entries, in one pass over memory.
+            foreach_unscale_([flat], nonfinite, torch.full((), 1 / self.size, device=flat.device))
+            return nonfinite
 
         return finish
 
     def _start_bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
-        """Start the all-gather and the all-to-all, of bytes, because they only move data."""
+        """Start the all-gather and the all-to-all. Both send plain bytes for any data type, because they only move
+        data."""
         for kind in (AllGather, AllToAll):
             asked = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, kind)]
             if not asked:
                 continue
             rows = 1 if kind is AllGather else self.size
-            mine = torch.cat([_rows_of_bytes(tensor, rows) for _, tensor in asked], dim=1)
-            theirs = torch.empty(self.size, mine.shape[1], dtype=torch.uint8, device=mine.device)
+            padded = []  # as (rows, bytes), so that each answer starts at a multiple of the alignment
+            for _, tensor in asked:
+                flat = tensor.contiguous().view(rows, -1)
+                flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)
+                padded.append(F.pad(flat, (0, -flat.shape[1] % ALIGNMENT)))
+            sent = torch.cat(padded, dim=1)
+            padded.clear()  # frees the copies before memory for the answers is allocated
+            received = torch.empty(self.size, sent.shape[1], dtype=torch.uint8, device=sent.device)
             start = 0
             for index, tensor in asked:
                 shape = tensor.shape if kind is AllGather else tensor.shape[1:]
                 length = shape.numel() * tensor.element_size()
-                answer = theirs[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
+                answer = received[:, start : start + length].view(tensor.dtype).unflatten(1, shape or (1,))
                 answers[index] = answer if shape else answer[:, 0]
                 start += length + -length % ALIGNMENT
             if self.group is None:
-                theirs.copy_(mine)
+                received.copy_(sent)
                 continue
-            if kind is AllGather and not self._is_small(mine.nbytes):
-                work = all_gather_single(theirs.view(-1), mine.view(-1), group=self.group, async_op=True)
+            if kind is AllGather and not self._is_small(sent.nbytes):
+                work = all_gather_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)
             else:
-                to_each = mine.expand_as(theirs).contiguous()  # of an all-gather, the same row for every rank
-                work = dist.all_to_all_single(theirs, to_each, group=self.group, async_op=True)
+                rank_rows = sent.expand_as(received).contiguous()  # an all-gather sends the same row to every rank
+                work = dist.all_to_all_single(received, rank_rows, group=self.group, async_op=True)
             assert work is not None
-            nbytes = ring_bytes(kind.collective, mine.nbytes, self.size)
+            nbytes = ring_bytes(kind.collective, sent.nbytes, self.size)
             yield StartedCollective(kind.collective, nbytes, partial(_wait_for, work))
 
 
 def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Create another process group of the same ranks; every rank of the world calls it, each with its own `group`.
+    """Create another process group with the same ranks. Every rank of the world must call this, each with its own
+    `group`.
 
-    Its collectives time out as the world's do: groups of a device mesh have torch's default of half an hour.
+    The new group has the timeout of the world's group; groups of a device mesh have torch's default of half an hour.
     """
-    mine, timeout = dist.get_process_group_ranks(group), timeout_of(dist.distributed_c10d._get_default_group())
+    ranks, timeout = dist.get_process_group_ranks(group), timeout_of(dist.distributed_c10d._get_default_group())
     rows = torch.empty(dist.get_world_size(), 2, dtype=torch.int64, device=device)
     with naming_failures("creation of the process groups of an exchange, by all ranks at once"):
-        all_gather_single(rows.view(-1), torch.tensor([mine[0], secrets.randbits(32)], device=device))
+        all_gather_single(rows.view(-1), torch.tensor([ranks[0], secrets.randbits(32)], device=device))
     members: dict[int, list[int]] = {}
     for rank, first in enumerate(rows[:, 0].tolist()):
         members.setdefault(first, []).append(rank)
-    # A store that outlives its ranks still has the addresses of their groups, so new groups need other names.
+    # A store that outlives earlier ranks still holds the addresses of their groups, so new groups need other names.
     name_groups_from(int(rows[0, 1]) + 1_000_000)
-    # Every rank creates every group. torch can leave out the others' (use_local_synchronization), but then it names a
-    # new group as it named one that is gone.
+    # Every rank creates every group. Torch could create only the rank's own group (use_local_synchronization), but
+    # would then reuse the name of a destroyed group.
     with naming_failures("connection of the process groups of an exchange"):
-        groups = {first: dist.new_group(ranks, timeout) for first, ranks in members.items()}
-        own = groups[mine[0]]
+        groups = {first: dist.new_group(same_group, timeout) for first, same_group in members.items()}
+        own = groups[ranks[0]]
         assert isinstance(own, dist.ProcessGroup)
-        dist.barrier(own)  # a rank that closes its group at once would cut off those that are still connecting to it
+        dist.barrier(own)  # a rank that closes its group early would cut off ranks that still connect
     return own
 
 
 @contextmanager
 def naming_failures(what: str) -> Iterator[None]:
-    """Put `what` in front of the error of a collective that fails inside because a rank is lost or late."""
+    """Context that prefixes `what` to the error of a collective that fails because a rank is lost or late."""
     try:
         yield
     except RuntimeError as error:
@@ -311,19 +325,12 @@ def naming_failures(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
-def _rows_of_bytes(tensor: Tensor, rows: int) -> Tensor:
-    """As (rows, bytes), padded to the alignment."""
-    flat = tensor.contiguous().view(rows, -1)
-    flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)
-    return F.pad(flat, (0, -flat.shape[1] % ALIGNMENT))
-
-
 def _wait_for(work: dist.Work) -> None:
     work.wait()
 
 
 def exhaust(stages: Generator[bool, None, T]) -> T:
-    """Run a generator to its end, for what it returns."""
+    """Run a generator to its end, and return its value."""
     while True:
         try:
             next(stages)
@@ -331,24 +338,19 @@ def exhaust(stages: Generator[bool, None, T]) -> T:
             return end.value
 
 
-def _apart(answers: Sequence[Tensor], grads: Grads) -> list[Tensor]:
-    """Answers that stay as they are: copies of those that lie in the gradients' own memory."""
-    mine = {grad.untyped_storage().data_ptr() for grad in grads.values()}
-    return [answer.clone() if answer.untyped_storage().data_ptr() in mine else answer for answer in answers]
-
-
 def find_finite(answers: Sequence[Tensor], largest: float = FIRST) -> Tensor:
-    """Whether no floating-point entry is NaN or above `largest` in magnitude, a Boolean on the device."""
-    tensors, found = answers, []
+    """Whether all floating-point entries are at most `largest` in magnitude, and not NaN; a bool tensor on the
+    device."""
+    tensors, nonfinite = answers, []
     if isinstance(answers, Answers) and largest == FIRST:
-        tensors, found = answers.unchecked, answers.found
+        tensors, nonfinite = answers.unchecked, answers.nonfinite
     bounds = [bound for t in tensors if t.is_floating_point() and t.numel() for bound in t.aminmax()]
     small = [torch.stack([bound.float() for bound in bounds]).abs() <= largest] if bounds else []
-    every = [*small, *(flag == 0 for flag in found)]
+    checks = [*small, *(flag == 0 for flag in nonfinite)]
     device = answers[0].device if answers else None
-    return torch.cat(every).all() if every else torch.ones((), dtype=torch.bool, device=device)
+    return torch.cat(checks).all() if checks else torch.ones((), dtype=torch.bool, device=device)
 
 
 def all_finite(tensors: Sequence[Tensor], largest: float = FIRST) -> bool:
-    """`find_finite`, which waits for the device."""
+    """The result of `find_finite` as a Python bool; waits for the device."""
     return bool(find_finite(tensors, largest))

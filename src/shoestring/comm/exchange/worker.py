@@ -1,4 +1,4 @@
-"""A thread that runs tasks one after the other. Waiting for a task has a timeout, and its error names the task."""
+"""A thread that runs tasks one after the other. Waiting for a task has a timeout, whose error names the task."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class WorkerTask(Generic[T]):
     """One task of a worker.
 
     Args:
-        what: a name for errors, such as "the exchange of `w` at step 3".
-        limit: seconds that it may wait for other ranks.
+        what: name of the task in error messages, such as "the exchange of `w` at step 3".
+        limit: seconds that the task may wait for other ranks.
     """
 
     def __init__(self, what: str, limit: float) -> None:
         self.what, self.limit = what, limit + COMPUTING
         self._future: Future[T] = Future()
-        self._done: torch.Event | None = None  # on an accelerator: recorded when its results may be read
+        self._done: torch.Event | None = None  # on an accelerator, recorded at the end of the task's work
 
     def result(self) -> T:
-        """Wait for the task and for the device's work that it started.
+        """Wait for the task and for the work that it queued on the device; returns the task's result.
 
         Raises:
-            PeerError: the task has not finished in time. Any error of the task itself is raised again.
+            PeerError: the task has not finished in time. Errors of the task itself are raised again.
         """
         try:
             result = self._future.result(self.limit)
@@ -62,7 +62,7 @@ class WorkerTask(Generic[T]):
 
     @classmethod
     def completed(cls, result: T) -> Self:
-        """A task that has finished with `result`."""
+        """Create a task that has already finished with `result`."""
         task = cls("", 0.0)
         task._future.set_result(result)
         return task
@@ -71,8 +71,8 @@ class WorkerTask(Generic[T]):
 class Worker:
     """A thread that runs tasks in the order of their submission, without autograd.
 
-    On a GPU it has a stream of its own, on which each task waits for the work queued before its submission. Without a
-    thread, the caller of `submit` runs the task itself.
+    On a GPU it has its own stream, where each task waits for the work that was queued before the task was submitted.
+    Without a thread, the caller of `submit` runs the task itself.
     """
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool = True) -> None:
@@ -85,7 +85,7 @@ class Worker:
             self._thread.start()
 
     def submit(self, task: WorkerTask[T], work: Callable[[], T]) -> WorkerTask[T]:
-        """Run `work` as the task; its result becomes the task's.
+        """Run `work` on the thread; its result becomes the result of `task`.
 
         Raises:
             ShoestringError: the worker is closed.
@@ -93,6 +93,7 @@ class Worker:
         if self.closed:
             raise ShoestringError(f"{task.what} was started after its job was closed")
         self._newest = task
+        # The worker's stream must not read tensors that the caller's stream has not written yet.
         ready = torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
 
         def run() -> None:
@@ -108,7 +109,8 @@ class Worker:
         return task
 
     def close(self) -> bool:
-        """End the thread after the submitted tasks; False, with a warning, where they do not finish in time."""
+        """End the thread once the submitted tasks are done. Logs a warning and returns False if they do not finish in
+        time."""
         self.closed = True
         if self._thread is None:
             return True
@@ -120,5 +122,5 @@ class Worker:
         return False
 
     def _work(self) -> None:
-        while (work := self._queue.get()) is not None:  # ended by `close`
+        while (work := self._queue.get()) is not None:  # `close` puts None
             work()

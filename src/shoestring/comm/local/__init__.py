@@ -1,1 +1,1 @@
-"""Replicas that train on their own, and the outer optimizer that merges them."""
+"""Local steps: replicas train independently, and an outer optimizer merges them."""

@@ -1,4 +1,4 @@
-"""Groups of parameters that are merged together, and the outer optimizer's copy of them."""
+"""Fragments: groups of parameters that are merged together, with the outer optimizer's copy of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoestring.models.blocks import repeated
 
 
 def group_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of trained parameters that stay together: all of each repeated layer, and each other parameter alone."""
+    """Group the names of trained parameters: one group per repeated layer, and one per parameter outside the layers."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     layers, left = [], dict(names)
     for block in repeated(model):
@@ -24,19 +24,20 @@ def group_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def assign_fragments(model: nn.Module, count: int, layout: str) -> list[list[str]]:
-    """Assign a model's parameters to `count` fragments: layers by `layout`, other parameters to the smallest ones."""
+    """Assign a model's parameters to `count` fragments: layers by `layout`, other parameters to the smallest
+    fragments."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers, groups = [unit for unit in group_parameters(model) if len(unit) > 1], [[] for _ in range(count)]
     others = [name for unit in group_parameters(model) if len(unit) == 1 for name in unit]
     for index, unit in enumerate(layers):
         groups[index % count if layout == "strided" else index * count // len(layers)] += unit
-    for name in sorted(others, key=lambda name: -sizes[name]):
+    for name in sorted(others, key=lambda name: -sizes[name]):  # largest first, for the best balance
         min(groups, key=lambda group: sum(sizes[member] for member in group)).append(name)
     return groups
 
 
 class Fragment:
-    """Parameters that are merged together, and the outer optimizer's copy of this rank's shard of them.
+    """Parameters that are merged together, with the outer optimizer's copy of this rank's shards of the parameters.
 
     Args:
         momentum: whether the outer optimizer has a velocity.
@@ -45,12 +46,13 @@ class Fragment:
     def __init__(self, parameters: dict[str, nn.Parameter], momentum: bool) -> None:
         self.parameters = parameters
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
-        self.anchor = self.flat()  # theta_old
+        self.anchor = self.flat()  # theta_old, the weights after the previous outer step
         self.velocity = torch.zeros_like(self.anchor) if momentum else None
 
     @property
     def weights(self) -> list[Tensor]:
-        """This rank's shard of each parameter, looked up anew, because sharding may replace the tensors."""
+        """This rank's shard of each parameter. Shards are looked up at every call, because sharding may replace
+        tensors."""
         return [local_shard(parameter) for parameter in self.parameters.values()]
 
     def flat(self) -> Tensor:
@@ -63,11 +65,11 @@ class Fragment:
         return flat
 
     def rebase(self) -> None:
-        """Let the outer optimizer continue from the replica's weights, which must be equal on all replicas."""
+        """Set the outer optimizer's copy to the replica's weights, which must be equal on all replicas."""
         self.copy_to(self.anchor)
 
     def gradient(self) -> Tensor:
-        """The gradients as one flat tensor, with zeros where there are none."""
+        """The gradients as one flat tensor, with zeros for parameters without gradient."""
         flat = torch.zeros_like(self.anchor)
         for part, parameter in zip(split_like(flat, self.weights), self.parameters.values(), strict=True):
             if parameter.grad is not None:
@@ -75,7 +77,7 @@ class Fragment:
         return flat
 
     def set_gradient(self, flat: Tensor) -> None:
-        """The inverse of `gradient`; parameters that are frozen by now get none."""
+        """Copy a flat tensor into the gradients, the inverse of `gradient`; frozen parameters are skipped."""
         for part, parameter in zip(split_like(flat, self.weights), self.parameters.values(), strict=True):
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -90,36 +92,37 @@ class Fragment:
         self.anchor.sub_(mean, alpha=lr)
 
     def adopt(self, alpha: float = 0.0) -> None:
-        """Set the replica's weights to alpha theta + (1 - alpha) theta_new, theta_new being the outer optimizer's."""
+        """Set the weights to alpha theta + (1 - alpha) theta_new, where theta_new is the outer optimizer's copy."""
         flat = self.anchor
         if alpha:
             flat = self.flat().lerp_(self.anchor, 1 - alpha)
         unflatten(flat, self.weights)
 
     def move(self, sent: Tensor) -> None:
-        """Add theta_new - `sent` to the replica's weights, `sent` being what they were; overwrites it."""
+        """Add theta_new - `sent` to the weights, where `sent` holds the weights before the exchange; overwrites
+        `sent`."""
         torch.sub(self.anchor, sent, out=sent)
         foreach_add_(self.weights, split_like(sent, self.weights))
 
     def split_named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Split a flat tensor into views by parameter name."""
+        """Split a flat tensor into views, keyed by parameter name."""
         return dict(zip(self.parameters, split_like(flat, self.weights), strict=True))
 
     def to_saved(self, flat: Tensor) -> dict[str, Tensor]:
-        """Split a flat tensor for saving, sharded as the parameters are."""
+        """Split a flat tensor into tensors for a checkpoint, sharded like the parameters."""
         return {name: _shard_like(part, self.parameters[name]) for name, part in self.split_named(flat).items()}
 
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> None:
-        """The inverse of `to_saved`, into `flat`."""
+        """Copy saved tensors into `flat`; the inverse of `to_saved`."""
         parts = [_own_shard(saved[name], parameter) for name, parameter in self.parameters.items()]
         foreach_copy_(split_like(flat, self.weights), parts)
 
 
 class FlatPool:
-    """Flat tensors of the largest fragment's size for merges that travel beside training, used again and again.
+    """Reuses flat tensors with the size of the largest fragment, for merges that overlap with training.
 
-    On a CPU a large tensor may be given back to the system, and the pages of the next one cost several times what
-    writing to them does.
+    Without reuse, a CPU allocator may return the memory of a large tensor to the system. Mapping pages for the next
+    tensor then takes several times as long as writing to it.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
@@ -127,18 +130,19 @@ class FlatPool:
         self._free: list[Tensor] = []
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor of this size and type, with anything in it."""
+        """Take an uninitialised tensor of the size and type of `like`."""
         for index, flat in enumerate(self._free):
             if flat.dtype == like.dtype and len(flat) >= len(like):
                 return self._free.pop(index)[: len(like)]
         return like.new_empty(self.largest)[: len(like)]
 
     def give_back(self, flats: Sequence[Tensor]) -> None:
-        """Of tensors that `take` has returned, and nobody reads any more."""
+        """Return tensors obtained from `take` to the pool, once nothing reads them any more."""
         self._free += [flat if flat._base is None else flat._base for flat in flats]
 
 
 def _shard_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Wrap this rank's shard as a DTensor if the parameter is a DTensor."""
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -146,6 +150,7 @@ def _shard_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _own_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a whole tensor if the parameter is a DTensor; else the whole tensor."""
     if not isinstance(parameter, DTensor):
         return whole
     whole = whole.to(parameter.device)

@@ -1,13 +1,14 @@
-"""Replicas that train on their own, and an outer optimizer that steps along their mean change.
+"""Local steps: replicas train independently, and an outer optimizer applies their mean change.
 
 After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
 pseudo-gradients as a gradient of theta_old, and all replicas continue from the result (DiLoCo, arXiv 2311.08105).
-In the first `start` steps gradients are averaged instead, which is worth more while the loss falls fast (post-local
-SGD, Lin et al., arXiv 1808.07217): weights and optimizer state stay equal without being exchanged.
-Streaming (arXiv 2501.18512) does so for one fragment of the layers after the other, and overlaps each exchange with
-training: `delay` steps after it began, theta = alpha theta + (1 - alpha) theta_new. That undoes a part of those steps.
-By default nothing is undone: a replica moves by what the merge makes of the weights that it had sent,
-theta = theta + theta_new - theta_sent (as delayed averaging does, DaSGD, arXiv 2006.00441).
+In the first `start` steps gradients are averaged instead, which is more effective while the loss falls fast (post-local
+SGD, Lin et al., arXiv 1808.07217). Weights and optimizer state then stay equal on all replicas without being exchanged.
+Streaming (arXiv 2501.18512) merges one fragment of the layers after the other, and training continues during each
+exchange. `delay` steps after the exchange began, theta = alpha theta + (1 - alpha) theta_new. This undoes a part of the
+steps made during the exchange. By default nothing is undone: a replica adds the difference between the merged weights
+and the weights that it had sent, theta = theta + theta_new - theta_sent (like delayed averaging, DaSGD, arXiv
+2006.00441).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoestring._torch import foreach_copy_
+from shoestring._torch import foreach_copy_, foreach_mul_
 from shoestring.comm.codecs.codec import AllGather, Codec, Grads
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.traffic import ring_bytes
@@ -34,9 +35,9 @@ from shoestring.comm.exchange.worker import Worker, WorkerTask
 from shoestring.comm.local.fragments import FlatPool, Fragment, assign_fragments
 from shoestring.comm.local.schedule import MergeSchedule
 from shoestring.comm.local.second_moment import SecondMoments
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import NonFiniteError
 from shoestring.core.feature import DATA, HOSTS, Phase
-from shoestring.core.job import Job
 from shoestring.core.trace import span
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 
 LOWER = "the last checkpoint is usable; resume with a lower learning rate or with [optim.clip]"
 
-# Columns of the row that every rank sends with each exchange: its vote to stop; the step of its non-finite loss, or 0;
-# whether its weights are not finite; its target tokens since the last row.
-ASKED, FAILED, BROKEN, TOKENS = range(4)
+# Columns of the status row that every rank sends with each exchange: vote to stop; step of a non-finite loss, or 0;
+# whether the tensors sent have non-finite entries; target tokens since the previous row; target tokens of the step
+# whose gradients are sent.
+ASKED, FAILED, BROKEN, TOKENS, WEIGHT = range(5)
 
 
 # -- exchanges --------------------------------------------------------------------------------------------------------
@@ -54,24 +56,26 @@ ASKED, FAILED, BROKEN, TOKENS = range(4)
 
 @dataclass(eq=False)
 class PendingMerge:
-    """Fragments whose pseudo-gradients are being exchanged; they are means once `status`, all ranks' rows, is there."""
+    """Fragments whose pseudo-gradients are being exchanged; `means` holds the averages once the task `status` is
+    done."""
 
     fragments: list[int]
-    due: int  # the step after which they are merged
-    plain: bool  # averaged without the outer optimizer
+    due: int  # step after which the fragments are merged
+    plain: bool  # whether weights are averaged without the outer optimizer
     means: list[Tensor]
     buffers: list[Tensor]
-    status: WorkerTask[Tensor]
+    status: WorkerTask[Tensor]  # its result is the status rows of all ranks
     sent: list[Tensor]
-    """This replica's weights when the exchange began, where they are needed: theta_sent."""
+    """This replica's weights theta_sent when the exchange began; empty unless a late merge adds theta_new -
+    theta_sent."""
 
 
 class ReplicaChannel:
-    """A thread that runs the exchanges between replicas, in the order of their submission."""
+    """A thread that runs the exchanges between replicas in the order of submission."""
 
-    def __init__(self, job: Job, sharded: bool) -> None:
-        world = job.world
-        # Where a replica is sharded over the ranks of its host, each rank exchanges its own shard with the other hosts.
+    def __init__(self, attachments: Attachments, sharded: bool) -> None:
+        world = attachments.world
+        # If a replica is sharded over the ranks of a host, each rank exchanges its own shard with other hosts.
         self.route = Route(world, (HOSTS,) if sharded else DATA, torus=True)
         reuse = self.route.outer.size == world.ranks_over(DATA)
         self.status_wire = self.route.outer if reuse else Wire(world.group(DATA), world.device)
@@ -88,7 +92,11 @@ class ReplicaChannel:
         return sum(wire.sent for wire in wires)
 
     def send(self, loads: Sequence[tuple[Codec, Grads]], row: Tensor, step: int) -> WorkerTask[Tensor]:
-        """Replace tensors by their means over the replicas, later; the result is all ranks' rows, on the CPU."""
+        """Start replacing tensors by their means over replicas; the task's result is the status rows of all ranks, on
+        the CPU.
+
+        The means are weighted by the column WEIGHT of the rows, unless all weights are zero.
+        """
         collectives = 2 + sum(2 * codec.stages + 2 for codec, _ in loads)
         task = WorkerTask[Tensor](
             f"the merge of the replicas that began at step {step}", collectives * self.status_wire.timeout
@@ -99,7 +107,10 @@ class ReplicaChannel:
         with naming_failures(what):
             (rows,) = self.status_wire.start([AllGather(row)])()
             rows = rows.cpu()
-            if not any_failed(rows):  # non-finite entries must not enter a residual
+            if not any_failed(rows):  # non-finite entries must not reach a residual
+                if (share := rows[:, WEIGHT] / rows[:, WEIGHT].mean()).isfinite().all():
+                    for _, grads in loads:
+                        foreach_mul_(list(grads.values()), float(share[self.status_wire.rank]))
                 for codec, grads in loads:
                     nonempty = {name: grad for name, grad in grads.items() if grad.numel()}
                     if nonempty and not self.route.run(codec, nonempty, step):
@@ -108,64 +119,69 @@ class ReplicaChannel:
 
 
 class OuterOptimizer:
-    """The outer optimizer of one rank."""
+    """The outer optimizer of one rank, which merges the replicas."""
 
-    def __init__(self, job: Job, settings: LocalSteps) -> None:
-        self.job, self.settings = job, settings
-        self.sharded = job.engine == "fsdp" and settings.replica == "host"
-        self.channel = ReplicaChannel(job, self.sharded)
+    def __init__(self, attachments: Attachments, settings: LocalSteps) -> None:
+        self.attachments, self.settings = attachments, settings
+        self.sharded = attachments.divided == "parameters" and settings.replica == "host"
+        self.channel = ReplicaChannel(attachments, self.sharded)
         self.codec, self.dense = settings.make_codec(), DenseCodec()
         self.gradient_codec = settings.make_gradient_codec()
         self.schedule = MergeSchedule(settings.every, settings.final_every, settings.fragments)
         self.equal = True  # whether weights and optimizer state are equal on all replicas, as they are when attached
-        parameters = dict(job.module.named_parameters())
-        groups = assign_fragments(job.module, settings.fragments, settings.layout)
+        parameters = dict(attachments.module.named_parameters())
+        groups = assign_fragments(attachments.module, settings.fragments, settings.layout)
         momentum = settings.outer[1] > 0
         with torch.no_grad():
             self.fragments = [Fragment({name: parameters[name] for name in names}, momentum) for names in groups]
         self.merged = {name for names in groups for name in names}
         self.pool = FlatPool(self.fragments)
-        persistent = job.module.state_dict(keep_vars=True)
-        floating = [b for n, b in job.module.named_buffers() if n in persistent and b.is_floating_point()]
-        # A mask of infinite entries, or of the lowest number, has no sum over the ranks and stays as it is. All ranks
-        # leave out the same buffers, which are equal on all of them when attached.
-        self.buffers = [b for b in floating if all_finite([b * job.world.ranks_over(DATA)])]
+        persistent = attachments.module.state_dict(keep_vars=True)
+        buffers = [buffer for name, buffer in attachments.module.named_buffers() if name in persistent]
+        floating = [b for b in buffers if b.is_floating_point() and b.itemsize > 1]  # torch cannot add 8-bit floats
+        # A mask with entries that are infinite or the lowest number has no finite sum over ranks, so it is not
+        # averaged. All ranks leave out the same buffers, because buffers are equal on all ranks when attached.
+        self.buffers = [b for b in floating if all_finite([b * attachments.world.ranks_over(DATA)])]
         self.pending: list[PendingMerge] = []
-        self.asked = self.agreed = False  # votes to stop: of this rank; of any rank, agreed at a merge
+        self.asked = self.agreed = False  # votes to stop: by this rank; by any rank, as agreed at a merge
         self.error: NonFiniteError | None = None
-        self.failed = 0  # the step of that error
-        self.reported_tokens = job.progress.tokens  # progress at this rank's last row
-        self.metrics = _MergeMetrics(job, settings, self.channel)
-        replicas = job.world.ranks_over(settings.over)
+        self.failed = 0  # step of `error`
+        self.reported_tokens = attachments.progress.tokens  # target tokens up to this rank's latest status row
+        self.tokens_before = attachments.progress.tokens  # target tokens before the current step
+        self.metrics = _MergeMetrics(attachments, settings, self.channel)
+        replicas = attachments.world.ranks_over(settings.over)
+        self.alone = replicas == 1
         estimated = settings.second_moment == "global" and replicas > 1
-        self.moments = SecondMoments(job, replicas) if estimated else None
+        self.moments = SecondMoments(attachments, replicas) if estimated else None
 
     def close(self) -> None:
         self.channel.close()
 
     def refuse(self, error: NonFiniteError) -> None:
-        """Continue without optimizer steps until the next merge, so that all ranks end together."""
+        """Record a non-finite loss. Training continues without optimizer steps until the next merge, where all ranks
+        raise."""
         if self.error is None:
-            self.error, self.failed = error, self.job.progress.step + 1
+            self.error, self.failed = error, self.attachments.progress.step + 1
 
     @property
     def starting(self) -> bool:
-        """Whether the next step is one of the first `start` ones."""
-        return self.job.progress.position < self.settings.start
+        """Whether the next step is among the first `start` steps."""
+        return self.attachments.progress.position < self.settings.start
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Work for Phase.CLIP: average the gradients of the first steps.
+        """Called in Phase.CLIP: average the gradients in the first `start` steps.
 
-        A run that resumes with a larger `start` has replicas that differ already, and averages their weights instead.
+        In a run resumed with a larger `start`, replicas already differ, so weights are averaged instead.
 
         Raises:
-            ConfigError: a parameter is trained now but was not when the job was attached to.
+            ConfigError: a parameter that was frozen or missing when the feature was attached is trained now.
         """
-        last = self.job.phases[Phase.WAIT]  # after checkpoints, which are attached later, have copied the old moments
-        if self.moments is not None and self.estimate_moments not in last:
-            last.append(self.estimate_moments)
-        trained = [name for name, each in self.job.module.named_parameters() if each.requires_grad]
+        # This is appended only now, to run after checkpoints have copied the moments that the estimate changes.
+        waits = self.attachments.phases[Phase.WAIT]
+        if self.moments is not None and self.estimate_moments not in waits:
+            waits.append(self.estimate_moments)
+        trained = [name for name, tensor in self.attachments.module.named_parameters() if tensor.requires_grad]
         refuse_added(self.settings.name, [name for name in trained if name not in self.merged])
         if self.equal:
             for fragment in self.fragments:
@@ -174,18 +190,20 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Work for the end of Phase.WAIT, where gradients are what the optimizer will use."""
+        """Called at the end of Phase.WAIT, when gradients are final for the optimizer."""
         assert self.moments is not None
         self.moments.before_step(averaged=self.equal and self.starting)
 
     def _average_gradients(self) -> None:
-        self.asked |= self.job.stopping
+        self.asked |= self.attachments.stopping
         flats = [fragment.gradient() for fragment in self.fragments]
         grads: Grads = {}
         for fragment, flat in zip(self.fragments, flats, strict=True):
             grads |= fragment.split_named(flat)
         row = self._status_row(flats)
-        status = self.channel.send([(self.gradient_codec, grads)], row, self.job.progress.step + 1)
+        unread = self.attachments.progress.unread  # on an accelerator
+        row[WEIGHT] = self.attachments.progress.tokens - self.tokens_before if unread is None else unread[1]
+        status = self.channel.send([(self.gradient_codec, grads)], row, self.attachments.progress.step + 1)
         with self.metrics.exposed():
             self._check_status(status.result(), "gradients")
         for fragment, flat in zip(self.fragments, flats, strict=True):
@@ -193,20 +211,20 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Work for Phase.OUTER."""
+        """Called in Phase.OUTER: apply the merges that are due, and send the fragments that are due."""
         if self.moments is not None:
             self.moments.after_step()
-        progress, settings = self.job.progress, self.settings
+        progress, settings = self.attachments.progress, self.settings
         step = progress.step + 1
-        self.asked |= self.job.stopping
+        self.asked |= self.attachments.stopping
         late = self._finish([merge for merge in self.pending if merge.due <= step])
         merged: list[int] = []
         self.equal &= self.starting
-        if not self.equal:
+        if not self.equal:  # gradients are no longer averaged, so free the residuals
             self.gradient_codec.state.clear()
         merges_all = progress.last or (self.starting and not self.equal)
         due = self.schedule.due(progress.position, progress.position + progress.gain, progress.total)
-        # Only where the end of the run has moved may a fragment be due that is still on the wire.
+        # A fragment that is due can still be in an exchange only if the end of the run has changed.
         due = [i for i in due if all(i not in merge.fragments for merge in self.pending)]
         if due and not (merges_all or self.agreed or self.equal):
             self._send(due, step, step + settings.delay, keep=settings.delay > 0 and settings.late_merge == "move")
@@ -214,17 +232,20 @@ class OuterOptimizer:
                 merged = self._finish(self.pending)
         if merges_all or self.agreed:
             self._merge_all(step, late, merged)
-        self.job.stopping = self.agreed
+        self.attachments.stopping = self.agreed
+        whole = bool(merged) and self.settings.inexact == "replicas"
+        self.tokens_before = progress.tokens
+        self.attachments.merged = self.alone or self.equal or merges_all or self.agreed or whole
         self.metrics.publish()
 
     def _merge_all(self, step: int, late: Sequence[int], merged: Sequence[int]) -> None:
-        """Merge all steps since the last exchange of each fragment, so that replicas are equal and no step is lost.
+        """Merge each fragment's steps since its last exchange, so that replicas become equal and no step is lost.
 
-        Where they are equal anyway, only buffers are averaged.
+        If replicas are equal already, only buffers are averaged.
 
         Args:
-            late: fragments whose outer step was made at this step, from an exchange that began earlier. The steps since
-                then are averaged plainly, because the outer optimizer's velocity must not be applied twice.
+            late: fragments that got an outer step at this step, from an exchange that began earlier. The steps since
+                that exchange began are averaged without the outer optimizer, whose velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]
@@ -241,8 +262,10 @@ class OuterOptimizer:
             fragment.adopt()
 
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False, keep: bool = False) -> None:
-        """Send the pseudo-gradients Delta = theta_old - theta of fragments; the buffers go with the first fragment, or
-        alone."""
+        """Start the exchange of the pseudo-gradients Delta = theta_old - theta of the given fragments.
+
+        Buffers are sent with the first fragment, or alone if there are no fragments.
+        """
         weights, means = list[Tensor](), list[Tensor]()
         for fragment in (self.fragments[i] for i in fragments):
             theta = fragment.copy_to(self.pool.take(fragment.anchor))
@@ -257,10 +280,11 @@ class OuterOptimizer:
         self.pending.append(PendingMerge(fragments, due, plain, means, buffers, status, weights if keep else []))
 
     def _status_row(self, sent: Sequence[Tensor]) -> Tensor:
-        """This rank's status row; it is not read here, so that an accelerator is not waited for."""
-        tokens = self.job.progress.tokens
-        status = [self.asked, self.failed, 0, tokens - self.reported_tokens]
-        row = torch.tensor(status, dtype=torch.float64, device=self.job.world.device)
+        """Build this rank's status row on the device, without reading it, so that the host does not wait for an
+        accelerator."""
+        tokens = self.attachments.progress.tokens
+        status = [self.asked, self.failed, 0, tokens - self.reported_tokens, 0]
+        row = torch.tensor(status, dtype=torch.float64, device=self.attachments.world.device)
         if sent:
             row[BROKEN] = (~find_finite(sent)).double()
         self.reported_tokens = tokens
@@ -280,8 +304,8 @@ class OuterOptimizer:
                     if merge.sent:
                         self.fragments[i].move(merge.sent[index])
                     else:
-                        self.fragments[i].adopt(self.settings.alpha if self.settings.delay else 0.0)
-            if self.settings.delay:  # else nothing lies there while the next steps are made
+                        self.fragments[i].adopt(self.settings.own_weight if self.settings.delay else 0.0)
+            if self.settings.delay:  # without a delay, memory is freed between merges instead
                 self.pool.give_back([*merge.means, *merge.sent])
             if merge.buffers:
                 foreach_copy_(self.buffers, merge.buffers)
@@ -289,10 +313,12 @@ class OuterOptimizer:
         return merged
 
     def _check_status(self, rows: Tensor, what: str) -> None:
-        """Check all ranks' rows, and note votes to stop and the others' progress; `what` was exchanged with them.
+        """Check the status rows of all ranks, and adopt votes to stop and the token counts of other ranks.
+
+        Args: what: name of the tensors that were exchanged with the rows, for messages.
 
         Raises:
-            NonFiniteError: a replica has failed. All ranks raise; the one whose loss failed raises its own error.
+            NonFiniteError: a replica has failed. All ranks raise; the rank whose loss failed raises its own error.
         """
         if self.error is not None and any_failed(rows):
             raise self.error
@@ -302,10 +328,10 @@ class OuterOptimizer:
             if row[BROKEN]:
                 raise NonFiniteError(f"the {what} of rank {rank} are not finite", hint=LOWER)
         self.agreed |= bool(rows[:, ASKED].any())
-        world = self.job.world
+        world = self.attachments.world
         share = world.ranks_over(self.settings.over) / world.ranks_over(DATA)
         others = round(float(rows[:, TOKENS].sum()) * share - float(rows[world.index_over(DATA), TOKENS]))
-        self.job.progress.tokens += others
+        self.attachments.progress.tokens += others
         self.reported_tokens += others
 
 
@@ -314,20 +340,22 @@ def any_failed(rows: Tensor) -> bool:
 
 
 def number_tensors(tensors: Sequence[Tensor]) -> Grads:
-    """Give tensors numbers as names, for a codec without state."""
+    """Name tensors by numbers, for a codec without state."""
     return {f"{index}": tensor for index, tensor in enumerate(tensors)}
 
 
 class _MergeMetrics:
     """Publishes metrics of steps and of the run: bytes sent, bytes of a dense exchange, exposed communication time."""
 
-    def __init__(self, job: Job, settings: LocalSteps, channel: ReplicaChannel) -> None:
-        self.job, self.channel = job, channel
+    def __init__(self, attachments: Attachments, settings: LocalSteps, channel: ReplicaChannel) -> None:
+        self.attachments, self.channel = attachments, channel
         self.before, self.waited = channel.sent, 0.0
-        replicas = job.world.ranks_over(settings.over)
-        whole = sum(local_shard(parameter).nbytes for parameter in job.module.parameters() if parameter.requires_grad)
+        replicas = attachments.world.ranks_over(settings.over)
+        whole = sum(
+            local_shard(parameter).nbytes for parameter in attachments.module.parameters() if parameter.requires_grad
+        )
         zeros = dict.fromkeys(("outer_bytes", "outer_steps", "outer_syncs", "outer_exposed"), 0.0)
-        job.trace.facts |= {**zeros, "outer_without": ring_bytes("all-reduce", whole, replicas)}
+        attachments.trace.facts |= {**zeros, "outer_without": ring_bytes("all-reduce", whole, replicas)}
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -335,11 +363,11 @@ class _MergeMetrics:
         with span("exposed", "wait"):
             yield
         self.waited += time.perf_counter() - began
-        self.job.trace.facts["outer_syncs"] += 1
+        self.attachments.trace.facts["outer_syncs"] += 1
 
     def publish(self) -> None:
-        sent, facts = self.channel.sent, self.job.trace.facts
-        self.job.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_seconds": self.waited}
+        sent, facts = self.channel.sent, self.attachments.trace.facts
+        self.attachments.numbers |= {"wire_mb": (sent - self.before) / 1e6, "exposed_seconds": self.waited}
         facts["outer_bytes"] += sent - self.before
         facts["outer_exposed"] += self.waited
         facts["outer_steps"] += 1

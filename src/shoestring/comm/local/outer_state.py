@@ -1,4 +1,5 @@
-"""Attaches an outer optimizer to a job, and saves its state: the state of each rank, and the state shared by all."""
+"""Attaches an outer optimizer to a job, and saves its state: the state of each rank, and the state that all ranks
+share."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.comm.exchange.worker import WorkerTask
-from shoestring.comm.local.outer import ASKED, OuterOptimizer, PendingMerge, any_failed
+from shoestring.comm.local.outer import ASKED, WEIGHT, OuterOptimizer, PendingMerge, any_failed
 from shoestring.comm.local.second_moment import AVERAGED_FOR
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, LOCAL, Phase
-from shoestring.core.job import Job
 
 if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
@@ -24,49 +25,55 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoestring")
 
 
-def install(job: Job, settings: LocalSteps) -> None:
-    """Merge the job's replicas after its optimizer's steps from now on."""
-    settings.check_scaler(job.scaler, job.world)
-    outer = OuterOptimizer(job, settings)
-    job.exits.callback(outer.close)
-    job.at(Phase.OUTER, outer.after_step)
-    job.phases[Phase.CLIP].insert(0, outer.before_step)  # as under DDP, all other work sees the average
-    if job.world.ranks_over(settings.over) > 1:
-        job.refuse_with(outer.refuse)
-    keep_state(job, outer)
-    let_replicas_differ(job, settings.over)
+def install(attachments: Attachments, settings: LocalSteps) -> None:
+    """Attach an outer optimizer, which merges the job's replicas after optimizer steps."""
+    settings.check_scaler(attachments.scaler, attachments.world)
+    outer = OuterOptimizer(attachments, settings)
+    attachments.exits.callback(outer.close)
+    attachments.at(Phase.OUTER, outer.after_step)
+    attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # first, so that others see averages
+    if attachments.world.ranks_over(settings.over) > 1:
+        attachments.refuse_with(outer.refuse)
+    keep_state(attachments, outer)
+    let_replicas_differ(attachments, settings.over)
 
 
-def keep_state(job: Job, outer: OuterOptimizer) -> None:
-    """Declare what is saved of the outer optimizer, which is the same for all replicas, and of each rank's codecs."""
-    sharded = any(isinstance(parameter, DTensor) for parameter in job.module.parameters())
-    job.keep("outer", SharedState(outer), across="shard" if sharded else "same")
+def keep_state(attachments: Attachments, outer: OuterOptimizer) -> None:
+    """Register what checkpoints save: the outer optimizer's state, equal for all replicas, and the state of each rank's
+    codecs."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in attachments.module.parameters())
+    attachments.keep("outer", SharedState(outer), across="shard" if sharded else "same", merged=True)
     own = RankState(outer)
-    job.keep("replica", own, across="own", merge=own.merge)
+    attachments.keep("replica", own, across="own", merge=own.merge)
 
 
-def let_replicas_differ(job: Job, over: Sequence[str]) -> None:
-    """Declare that weights and optimizer state differ between the replicas along these mesh axes."""
-    replicas, mine = job.world.ranks_over(over), job.world.index_over(over)
+def average_former_replicas(attachments: Attachments) -> None:
+    """Let a single replica resume from the mean of the weights of several replicas in a checkpoint."""
+    attachments.kept["model"] = replace(attachments.kept["model"], merge=average_weights)
+
+
+def let_replicas_differ(attachments: Attachments, over: Sequence[str]) -> None:
+    """Register that weights and optimizer state differ between the replicas along the mesh axes `over`."""
+    replicas, replica = attachments.world.ranks_over(over), attachments.world.index_over(over)
 
     def take_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """One former rank's state: the same for all ranks of a replica, different replicas take different ones."""
-        return states[mine * len(states) // replicas]
+        """Choose the state of one former rank: the same for all ranks of a replica, different ones for different
+        replicas."""
+        return states[replica * len(states) // replicas]
 
     def take_first(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return states[0]
 
-    for name, merge in {
-        "model": average_weights,
-        "optimizer": take_one,
-        "scaler": take_first,
-        "progress": take_first,
-    }.items():
-        job.kept[name] = replace(job.kept[name], across="own", merge=merge)
+    merges = {"model": average_weights, "optimizer": take_one}
+    for name, saved in attachments.kept.items():
+        if not saved.merged:
+            merge = merges.get(name, saved.merge or (None if saved.across == "own" else take_first))
+            attachments.kept[name] = replace(saved, across="own", merge=merge)
+    attachments.merge_apart = take_first
 
 
 def average_weights(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Average the weights of all replicas, in float64, so that the mean of equal weights is equal to them."""
+    """Average the weights of all replicas, in float64, so that the mean of equal weights is exactly that weight."""
 
     def mean(tensors: Sequence[Tensor]) -> Tensor:
         if not tensors[0].is_floating_point():
@@ -77,7 +84,8 @@ def average_weights(states: Sequence[dict[str, Any]], rank: int, size: int) -> d
 
 
 class SharedState:
-    """State that is the same for all replicas: the outer optimizer's, and exchanged means that are not merged yet."""
+    """State that is equal for all replicas: the outer optimizer's state, and exchanged means that are not merged
+    yet."""
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
@@ -89,7 +97,7 @@ class SharedState:
         velocities = [fragment.to_saved(fragment.velocity) for fragment in fragments if fragment.velocity is not None]
         flights = [self._save(merge) for merge in self.outer.pending if not any_failed(merge.status.result())]
         joined = {"anchor": _join(anchors), "velocity": _join(velocities)}
-        averaged_for = self.outer.job.built_optimizer.param_groups[0].get(AVERAGED_FOR, 1)
+        averaged_for = self.outer.attachments.optimizer.param_groups[0].get(AVERAGED_FOR, 1)
         return {**joined, "flights": flights, "equal": self.outer.equal, AVERAGED_FOR: averaged_for}
 
     @torch.no_grad()
@@ -101,7 +109,7 @@ class SharedState:
         self.outer.pending = [self._restore(saved) for saved in state_dict["flights"]]
         self.outer.equal = bool(state_dict.get("equal"))  # earlier versions exchanged no gradients
         if (moments := self.outer.moments) is not None:
-            for group in self.outer.job.built_optimizer.param_groups:  # earlier versions did not say
+            for group in self.outer.attachments.optimizer.param_groups:  # earlier versions did not save this key
                 group[AVERAGED_FOR] = state_dict.get(AVERAGED_FOR, moments.replicas)
 
     def _save(self, merge: PendingMerge) -> dict[str, Any]:
@@ -120,17 +128,18 @@ class SharedState:
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
             fragment.load(mean, named)
-        # Replicas of another number start from their mean: they sent what came of the exchange. The others' own weights
-        # are loaded later (RankState).
+        # If the number of replicas has changed, all start from the mean weights, which then count as the weights sent.
+        # Otherwise `RankState` loads the weights that each replica has sent.
         moves = self.outer.settings.late_merge == "move"
         sent = [fragment.anchor - mean for fragment, mean in zip(fragments, means, strict=True)] if moves else []
         device = means[0].device
         buffers = [buffer.to(device) for buffer in saved["buffers"]]
-        size, told = self.outer.job.world.ranks_over(DATA), saved["told"].clone()
-        told[:, ASKED] = 0  # votes to stop concerned the run that was saved
-        told = told if len(told) == size else told.new_zeros(size, told.shape[1])
+        size, rows = self.outer.attachments.world.ranks_over(DATA), saved["told"].clone()
+        rows[:, ASKED] = 0  # votes to stop were for the saved run only
+        rows = torch.nn.functional.pad(rows, (0, WEIGHT + 1 - rows.shape[1]))  # earlier versions had fewer columns
+        rows = rows if len(rows) == size else rows.new_zeros(size, rows.shape[1])
         return PendingMerge(
-            saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(told), sent
+            saved["fragments"], saved["due"], saved["plain"], means, buffers, WorkerTask.completed(rows), sent
         )
 
 
@@ -139,33 +148,36 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class RankState:
-    """State of one rank: its codecs' residuals, and the number of target tokens that it has reported."""
+    """State of one rank: residuals of the codecs, number of target tokens reported, and weights sent in pending
+    merges."""
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
         torus = outer.channel.route.inner is not None
-        self.locals = outer.job.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
+        self.locals = outer.attachments.world.ranks_over([LOCAL]) if outer.sharded or torus else 1
 
     def state_dict(self) -> dict[str, Any]:
         for merge in self.outer.pending:
-            merge.status.result()  # the codec changes its state until then
+            merge.status.result()  # wait, because the exchange changes the codec's state
         sent = [merge.sent for merge in self.outer.pending if not any_failed(merge.status.result())]
         codecs = {"codec": self.outer.codec.state_dict(), "gradients": self.outer.gradient_codec.state_dict()}
         return {"locals": self.locals, "told": self.outer.reported_tokens, "sent": sent, **codecs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        told = state_dict["told"]
-        self.outer.reported_tokens = self.outer.job.progress.tokens if told is None else told
+        reported, tokens = state_dict["told"], self.outer.attachments.progress.tokens
+        self.outer.reported_tokens = tokens if reported is None else reported
+        self.outer.tokens_before = tokens
         self.outer.codec.load_state_dict(state_dict["codec"])
         self.outer.gradient_codec.load_state_dict(state_dict.get("gradients", {}))
         for merge, sent in zip(self.outer.pending, state_dict.get("sent", ()), strict=False):
-            merge.sent = [one.to(merge.means[0].device, copy=True) for one in sent]
+            merge.sent = [tensor.to(merge.means[0].device, copy=True) for tensor in sent]
 
     def merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Merge the residuals of ranks that hold the same rows; they are lost if hosts had another number of ranks."""
+        """Merge the residuals of ranks that hold the same rows; residuals are lost if the number of ranks per host has
+        changed."""
         merged: dict[str, Any] = {"locals": self.locals, "told": None, "codec": {}, "gradients": {}, "sent": ()}
         if states[0]["locals"] != self.locals:
-            log.warning("comm: residuals are lost, because hosts have another number of ranks, which hold other rows")
+            log.warning("comm: residuals are lost, because the number of ranks per host has changed")
             return merged
         alike = states[rank % self.locals :: self.locals]
         for name, codec in (("codec", self.outer.codec), ("gradients", self.outer.gradient_codec)):

@@ -1,6 +1,6 @@
-"""When replicas are merged: a function of the run's progress, so there is nothing to save.
+"""Decides when replicas are merged. The schedule is a function of the run's progress, so it has no state to save.
 
-Merges are found with integers only, because all ranks must find the same steps whatever their processors.
+Merge steps are computed in integers, so that ranks with different processors agree on them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from itertools import count
 
 @dataclass(frozen=True)
 class MergeSchedule:
-    """Periods of steps, in each of which every fragment is sent once.
+    """Divides the run into periods of steps; every fragment is sent once per period.
 
     Args:
-        every: steps of the first period. final_every: of a period at the end of the run, at least `every`; lengths
-            between grow linearly with the progress. A run without a known end keeps the first length.
-        fragments: number of fragments, which are sent at equal distances.
+        every: number of steps in the first period.
+        final_every: number of steps in a period at the end of the run. Lengths grow linearly with the progress,
+            starting at `every`; with a value below `every`, or without a known end of the run, all periods have `every`
+            steps.
+        fragments: number of fragments, which are sent at equal intervals.
     """
 
     every: int
@@ -28,10 +30,11 @@ class MergeSchedule:
     fragments: int
 
     def due(self, before: float, after: float, total: int) -> list[int]:
-        """List the fragments that are sent after a step.
+        """List the fragments that are to be sent after a step.
 
         Args:
-            before, after: position of the run before and after the step, in steps. total: position of its end, or 0.
+            before, after: position of the run before and after the step, in steps.
+            total: position of the end of the run; 0 if it has no known end.
         """
         marks = [
             (first + length * (fragment + 1) // self.fragments, fragment)
@@ -41,12 +44,13 @@ class MergeSchedule:
         return list(dict.fromkeys(fragment for mark, fragment in marks if before < mark <= after))
 
     def _periods(self, before: float, after: float, total: int) -> Iterator[tuple[int, int]]:
-        """(first position, length) of every period between two positions."""
+        """Yield (first position, length) of every period that overlaps the interval between two positions."""
         starts = _growing_starts(self.every, self.final_every, total) if self.final_every > self.every else (0,)
         index = bisect_right(starts, before) - 1
         for first, stop in zip(starts[index:], starts[index + 1 :], strict=False):
             if first < after:
                 yield first, stop - first
+        # After the last start, periods no longer grow.
         length = self.final_every if len(starts) > 1 else self.every
         for number in count(max(0, int(before - starts[-1]) // length)):
             if (first := starts[-1] + number * length) >= after:
@@ -55,7 +59,7 @@ class MergeSchedule:
 
 
 def merges_per_step(every: int, final_every: int, total: int) -> float:
-    """Merges a step, on average over a run of `total` steps, 0 where its end is not known."""
+    """Number of merges per step, averaged over a run of `total` steps (0: no known end)."""
     if total and final_every > every:
         return math.log(final_every / every) / (final_every - every)
     return 1 / every
@@ -63,7 +67,7 @@ def merges_per_step(every: int, final_every: int, total: int) -> float:
 
 @cache
 def _growing_starts(every: int, final_every: int, total: int) -> tuple[int, ...]:
-    """Where periods begin, up to the first one at or after `total`."""
+    """First steps of all periods, up to the first period at or after `total`."""
     starts = [0]
     while starts[-1] < total:
         starts.append(starts[-1] + every + (final_every - every) * starts[-1] // total)

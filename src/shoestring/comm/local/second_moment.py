@@ -1,60 +1,61 @@
-"""Adam's second moment of the replicas' mean gradient, which each replica estimates from its own gradients.
+"""Estimates Adam's second moment of the replicas' mean gradient; each replica uses only its own gradients.
 
-Adam divides by the root of v, a mean of squared gradients over about 1 / (1 - beta2) steps. One of N replicas has the
-gradient g of an N-th of the batch. Its noise has N times the variance of the mean gradient's, so v is too large; and
-where a replica's gradient is large for once, as of a token that it alone has read, it divides by that what only it
-could tell the others. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's first moment m
-stands for the mean of g:
+Adam divides by the root of v, a mean of squared gradients over about 1 / (1 - beta2) steps. Each of N replicas computes
+the gradient g of 1 / N of the batch. The noise of g has N times the variance of the mean gradient's noise, so v is too
+large. Also, if only one replica reads a rare token, g is large there in one step, and v shrinks the only step in which
+the token can be learned. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's first
+moment m replaces the mean of g:
 
     v <- beta v + (1 - beta) (g^2 / N + (1 - 1/N) m^2)
 
-If m were exact, that would be the mean square of the mean gradient. A gradient that one replica alone has, and once,
-moves the mean of the replicas as far as it would in one batch of all. Nothing is exchanged for it.
+If m were exact, v would be the mean square of the mean gradient. A gradient that occurs once on one replica then moves
+the mean of the replicas as far as it would in one joint batch. Replicas exchange nothing for this.
 
-g is what the optimizer squares: with weight decay as a penalty (L2), not decoupled, the decayed weight is added to it.
-Where gradients are averaged already, g itself is the mean, and v averages over as many steps: Adam takes v / (1 -
-beta^t) for the mean, which is right only if beta was the same in all t steps.
+g is the tensor that the optimizer squares: with L2 weight decay (not decoupled), it includes the decay term. If
+gradients have been averaged already, g is the mean gradient, and v averages g^2 with the same beta, because Adam's bias
+correction v / (1 - beta^t) is right only if beta is the same in all t steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from shoestring._torch import foreach_add, foreach_addcmul_
 from shoestring.comm.exchange.replicas import local_shard
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 
 AVERAGED_FOR = "averaged_for"
-"""Where an optimizer's group has the number of replicas by whose beta its v is an average so far."""
+"""Key in an optimizer's parameter group: the N whose beta = 1 - (1 - beta2) / N has been used for v so far."""
 
 
 class SecondMoments:
-    """Around the steps of one job's optimizer, where it keeps `exp_avg` and `exp_avg_sq` as torch's Adam does, in fp32.
+    """Adjusts Adam's second moment v around each step of one job's optimizer.
 
-    Others with `betas` and `eps` average longer, and no more; what has neither is left alone.
+    The optimizer's state must have `exp_avg` and `exp_avg_sq` in fp32 or fp64, as in torch's Adam. Other optimizers
+    with `betas` and `eps` only average over more steps; an optimizer without `betas` and `eps` is not changed.
 
     Args:
-        replicas: N.
+        replicas: the number N of replicas.
     """
 
-    def __init__(self, job: Job, replicas: int) -> None:
-        self.job, self.replicas = job, replicas
-        self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []  # the program's, of each group, in a step
+    def __init__(self, attachments: Attachments, replicas: int) -> None:
+        self.attachments, self.replicas = attachments, replicas
+        self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []  # the configured betas, saved during a step
 
     @torch.no_grad()
     def before_step(self, *, averaged: bool = False) -> None:
-        """Change v so that it will be the estimate once the optimizer has added its share of g^2; not in a parameter's
-        first step, which has no state yet.
+        """Change v in advance so that v is the estimate after the optimizer's step, which adds (1 - beta) g^2.
+
+        In a parameter's first step nothing is changed, because there is no state yet.
 
         Args:
-            averaged: whether gradients are the mean already, of which v is then the plain average.
+            averaged: whether gradients are already means over replicas; v is then the plain average of their squares.
         """
-        self.after_step()  # of a step that an error broke off
-        optimizer, others = self.job.built_optimizer, 1 - 1 / self.replicas
-        overflowed = bool(getattr(optimizer, "found_inf", False))  # of a fused one, which skips such a step by itself
+        self.after_step()  # in case an error ended the previous step early
+        optimizer, others = self.attachments.optimizer, 1 - 1 / self.replicas
+        overflowed = bool(getattr(optimizer, "found_inf", False))  # a fused optimizer skips such a step
         for group in optimizer.param_groups:
             if "eps" not in group or len(group.get("betas", ())) != 2:
                 continue
@@ -63,40 +64,38 @@ class SecondMoments:
             group["betas"] = first, beta = first, _longer(second, self.replicas)
             former = _longer(second, group.get(AVERAGED_FOR, 1))
             group[AVERAGED_FOR] = self.replicas
-            if former != beta:
-                _rescale([optimizer.state.get(each, {}) for each in group["params"]], former, beta)
-            stepped = [each for each in group["params"] if each.grad is not None]
-            adams = [each for each in stepped if _precise(optimizer.state.get(each, {}))]
+            # The states of Adam in a precision in which v does not become negative when nearly all of g^2 is
+            # subtracted.
+            states = {
+                parameter: state
+                for parameter in group["params"]
+                if (state := optimizer.state.get(parameter, {})).keys() >= {"exp_avg", "exp_avg_sq"}
+                and state["exp_avg_sq"].dtype in (torch.float32, torch.float64)
+            }
+            if former != beta:  # so that bias correction with the new beta gives the same mean
+                for state in states.values():
+                    if steps := float(state.get("step", 0)):
+                        state["exp_avg_sq"].mul_((1 - beta**steps) / (1 - former**steps))
+            adams = [parameter for parameter in states if parameter.grad is not None]
             if adams and not (overflowed or averaged):
-                states = [optimizer.state[each] for each in adams]
-                v, m = ([local_shard(state[key]) for state in states] for key in ("exp_avg_sq", "exp_avg"))
-                g = [local_shard(each.grad) for each in adams]
+                v, m = (
+                    [local_shard(states[parameter][key]) for parameter in adams] for key in ("exp_avg_sq", "exp_avg")
+                )
+                g = [local_shard(parameter.grad) for parameter in adams]
                 if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
                     decay = -group["weight_decay"] if group.get("maximize") else group["weight_decay"]
-                    g = foreach_add(g, [local_shard(each) for each in adams], alpha=decay)
+                    g = foreach_add(g, [local_shard(parameter) for parameter in adams], alpha=decay)
                 share = float(others * (1 - beta) / beta)
                 foreach_addcmul_(v, m, m, share)
                 foreach_addcmul_(v, g, g, -share)
 
     def after_step(self) -> None:
-        """Give the program its betas back."""
+        """Restore the configured betas of the parameter groups."""
         for group, betas in self._betas:
             group["betas"] = betas
         self._betas.clear()
 
 
 def _longer(beta: float, replicas: int) -> float:
-    """The beta of an average over so many times as many steps."""
+    """The beta of an average over `replicas` times as many steps."""
     return 1 - (1 - beta) / replicas
-
-
-def _rescale(states: Iterable[dict[str, Any]], former: float, beta: float) -> None:
-    """Let Adam find the same mean in an average by beta as it found in v, which is one by a former beta."""
-    for state in filter(_precise, states):
-        if steps := float(state.get("step", 0)):
-            state["exp_avg_sq"].mul_((1 - beta**steps) / (1 - former**steps))
-
-
-def _precise(state: dict[str, Any]) -> bool:
-    """Whether it is Adam's, and v, from which nearly all of g^2 is taken before it is added, cannot end below zero."""
-    return "exp_avg" in state and "exp_avg_sq" in state and state["exp_avg_sq"].dtype in (torch.float32, torch.float64)

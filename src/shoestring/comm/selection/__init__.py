@@ -1,1 +1,1 @@
-"""Which layers are compressed, and which are sent this step."""
+"""Selects the layers that are compressed, and the layers that are sent in a step."""

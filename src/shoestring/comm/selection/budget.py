@@ -1,10 +1,11 @@
-"""Sends some layers each step, within a budget: the others keep their gradients as residuals.
+"""Sends only some layers in each step, within a budget of bytes; the other layers keep their gradients as residuals.
 
-Which layers are sent is a function of numbers that an earlier exchange made equal on all ranks. So what is sent can be
-summed, and choosing needs no exchange of its own: three numbers a layer travel as a mean in the first stage.
+All ranks choose the same layers, based on numbers that an earlier exchange has made equal on all ranks. So the layers
+can be summed, and the choice needs no separate exchange: three numbers per layer are averaged in the first stage of
+each exchange.
 
-A layer that waits gets a gradient of zero, and later its whole residual at once. The optimizer sees this: momentum and
-Adam's averages decay meanwhile, and weight decay continues.
+A layer that waits gets a gradient of zero, and later its whole residual at once. This affects the optimizer: while the
+gradient is zero, momentum and Adam's averages decay, and weight decay continues.
 """
 
 from __future__ import annotations
@@ -27,53 +28,59 @@ from shoestring.comm.codecs.traffic import ring_bytes
 from shoestring.comm.codecs.wrapper import Wrapper, average, run_together
 from shoestring.core.errors import ConfigError
 
-SUMMARY = 3  # fp32 numbers that each layer sends with every exchange
+SUMMARY = 3  # number of fp32 values averaged per layer in every exchange
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What a selector may know: fp64 arrays (layers,), one entry a layer, in the natural order of their names.
+    """The data from which a selector chooses: fp64 arrays (layers,), one entry per layer, in the natural order of the
+    layers' names.
 
-    Where all ranks choose alike, it is equal on all of them, and norms are means over the ranks of each rank's own.
+    For selectors whose choice is the same on all ranks, the data are equal on all ranks, and each norm is the mean of
+    the ranks' norms.
     """
 
     step: int
-    budget: float  # bytes that may leave a rank in a step
-    allowance: float  # bytes that may leave it now
+    budget: float  # bytes that a rank may send per step
+    allowance: float  # bytes that a rank may send in this step
     entries: np.ndarray
-    price: np.ndarray  # bytes that leave a rank if the layer is sent
+    price: np.ndarray  # bytes that a rank sends if the layer is sent
     gradient: np.ndarray  # ‖g‖², averaged over steps
-    accumulated: np.ndarray  # ‖M‖ of the newest exchange, where M = g + the residual before it
-    gain: np.ndarray  # ⟨g, M before⟩: first-order change of the loss by sending that M, or by having sent it
-    waited: np.ndarray  # exchanges since the layer was sent
+    accumulated: np.ndarray  # ‖M‖ at the newest exchange, where M = g + residual
+    gain: np.ndarray  # ⟨g, previous M⟩: first-order loss reduction by sending the previous M
+    waited: np.ndarray  # number of exchanges since the layer was last sent
 
     @property
     def unsent(self) -> np.ndarray:
-        """‖e‖ of the residual."""
+        """Norm ‖e‖ of the residual."""
         return np.where(self.waited > 0, self.accumulated, 0.0)
 
 
 Notes = dict[str, Tensor]
+"""State that a selector passes from one choice to the next."""
 
 
 class Selector(ABC):
-    """Selects layers from its arguments alone, by arithmetic that rounds alike everywhere, so that ranks may agree."""
+    """Selects layers. The choice depends only on the arguments, by arithmetic that rounds the same on all processors,
+    so that ranks can make the same choice."""
 
     learns: ClassVar[bool] = False
-    """Whether it needs `Layers.gain`, for which the delivered averages are kept for one step."""
+    """Whether the selector needs `Layers.gain`, for which delivered averages are stored for one step."""
 
     @abstractmethod
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
-        """Choose layers to send, whose prices are together within the allowance, and notes for the next choice.
+        """Choose layers to send, with a total price within the allowance; returns the layers, and notes for the next
+        choice.
 
         Args:
-            notes: what the choice before returned; empty at first. They must not be changed, because an exchange may
-                be given up.
+            notes: notes that the previous choice returned; empty at first. They must not be modified, because the
+                exchange may be given up.
         """
 
 
 class Uniform(Selector):
-    """Sends every layer equally often: those sent least often first, in random order; none is passed over."""
+    """Sends every layer equally often: first the layers sent least often, ties in random order. If a layer does not
+    fit, no later layer is sent."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -89,10 +96,10 @@ class Uniform(Selector):
 
 
 def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> list[int]:
-    """Take layers in this order as long as they fit, and pass over those that do not.
+    """Choose layers in the given order if they fit into the allowance, and skip those that do not fit.
 
-    A layer that costs more than `patience` is not passed over: nothing after it is sent, so that the allowance grows
-    until it fits.
+    A layer whose price is above `patience` is not skipped: no later layer is sent, so that the allowance grows until
+    the layer fits.
     """
     chosen, left = [], layers.allowance
     for layer in order:
@@ -106,7 +113,8 @@ def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> 
 
 @dataclass
 class _StepChoice:
-    """One step's choice. It becomes state with the last answers, because an exchange may be given up before."""
+    """The layers chosen in one step. The choice is stored in the state only after the last answers, because an exchange
+    may be given up."""
 
     step: int
     known: frozenset[str]
@@ -118,17 +126,17 @@ class _StepChoice:
 
 
 class BudgetedCodec(Wrapper):
-    """The codec that `make` makes, for the layers that `selector` chooses.
+    """Applies the codec that `make` creates to the layers that `selector` chooses.
 
-    State: "unsent", the fp32 residuals of layers that wait; "seen", what `Layers` holds; "delivered", where the
-    selector learns; "notes", the selector's; and under "inner" the inner codec's own state.
+    State: "unsent", the fp32 residuals of layers not sent; "seen", the data of `Layers`; "delivered", the newest
+    averages, if the selector learns; "notes" of the selector; and "inner", the state of the inner codec.
 
     Args:
-        make: makes the codec; it also makes codecs that measure each layer's price by an exchange of zeros.
-        budget: bytes that leave a rank in a step, over all its exchanges. Unused bytes are carried over up to the
-            largest layer's price, so any n steps together send at most n budgets and one such price. A codec that sends
-            more in its first steps exceeds it there; one that alternates keeps it on average.
-        warmup: steps that send everything, whatever the budget is. A new layer is always sent.
+        make: creates the codec, and further codecs that measure each layer's price by an exchange of zeros.
+        budget: bytes that a rank may send per step, in all exchanges together. Unused bytes are carried over, up to the
+            price of the largest layer, so any n steps together send at most n budgets plus this price. A codec that
+            sends more in its first steps exceeds the budget there; a codec that alternates keeps the budget on average.
+        warmup: number of steps that send all layers regardless of the budget. A new layer is always sent.
         memory: decay of the average of ‖g‖² over steps.
     """
 
@@ -141,14 +149,14 @@ class BudgetedCodec(Wrapper):
         self.make, self.selector = make, selector
         self.budget, self.warmup, self.memory = budget, warmup, memory
         self._choice: _StepChoice | None = None
-        self._lock = threading.Lock()  # several threads may exchange parts of one step
+        self._lock = threading.Lock()  # several threads may exchange cohorts of one step
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
-        grads = {name: grad for name, grad in grads.items() if grad.numel()}  # what has no price cannot be weighed
+        grads = {name: grad for name, grad in grads.items() if grad.numel()}  # an empty layer has no price
         if not grads:
             return
         with self._lock:
-            if self._choice is None or self._choice.step != context.step:
+            if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all
                 self._choice = self._choose(context)
         choice, M = self._choice, self._add_residuals(grads)
         summary = self._summarise(grads, M)
@@ -159,7 +167,7 @@ class BudgetedCodec(Wrapper):
         self._deliver(grads, chosen)
 
     def _add_residuals(self, grads: Grads) -> Grads:
-        """M = g + e; the gradient itself where there is no residual."""
+        """M = g + e for each layer; the gradient itself, not a copy, if there is no residual."""
         unsent = self.state.get("unsent", {})
         sums = {name: unsent[name].clone() for name in grads if name in unsent}
         if sums:
@@ -167,7 +175,7 @@ class BudgetedCodec(Wrapper):
         return grads | sums
 
     def _summarise(self, grads: Grads, M: Grads) -> Tensor:
-        """(3 x layers,): ‖g‖, ‖M‖, and ⟨g, M before⟩ for selectors that learn."""
+        """Summarise each layer by ‖g‖, ‖M‖ and, for selectors that learn (else 0), ⟨g, previous M⟩: (3 x layers,)."""
         before = (self.state.get("unsent", {}) | self.state.get("delivered", {})) if self.selector.learns else {}
         zero = torch.zeros((), device=next(iter(grads.values())).device)
         gains = [
@@ -192,12 +200,14 @@ class BudgetedCodec(Wrapper):
                 unsent.pop(name, None)
                 waited = 0.0
             else:
+                # If M is the gradient itself, it is copied, because the gradient will be overwritten.
                 unsent[name] = M[name] if M[name] is not grad else grad.to(torch.float32, copy=True)
                 waited += 1
             row = [float(grad.numel()), price, gradient, accumulated, gain, waited]
             seen[name] = torch.tensor(row, dtype=torch.float64)
 
     def _deliver(self, grads: Grads, chosen: Grads) -> None:
+        """Write the averages of chosen layers into their gradients, and zeros into all other gradients."""
         if chosen:
             foreach_copy_([grads[name] for name in chosen], list(chosen.values()))
         if waiting := [grad for name, grad in grads.items() if name not in chosen]:
@@ -211,6 +221,7 @@ class BudgetedCodec(Wrapper):
     # -- the choice --------------------------------------------------------------------------------------------------
 
     def _choose(self, context: ExchangeContext) -> _StepChoice:
+        """Let the selector choose this step's layers; in the warm-up, choose all layers."""
         seen, notes = self.state.get("seen", {}), self.state.get("notes", {})
         if context.step < self.warmup or not seen:
             return _StepChoice(context.step, frozenset(), frozenset(), notes)
@@ -227,27 +238,27 @@ class BudgetedCodec(Wrapper):
         return _StepChoice(context.step, frozenset(names), chosen_names, own | {"carried": carried})
 
     def find_overhead(self, layers: int, ranks: int) -> float:
-        """Bytes of numbers about layers that leave a rank in a step.
+        """Bytes that a rank sends per step for the summaries of layers.
 
         Raises:
-            ConfigError: they take the whole budget.
+            ConfigError: the summaries use up the whole budget.
         """
         overhead = ring_bytes("all-reduce", 4 * SUMMARY * layers, ranks)
         if overhead >= self.budget:
             raise ConfigError(
-                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of numbers about "
+                f"a budget of {self.budget:.0f} bytes a step is less than the {overhead:.0f} bytes of norms of "
                 f"{layers} layers",
-                hint="raise `budget_kb`",
+                hint="raise `transport.kb_per_step`",
             )
         return overhead
 
-    # -- its own state beside the inner codec's ----------------------------------------------------------------------
+    # -- own state and the inner codec's state ----------------------------------------------------------------------
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
         self.get_state("unsent", name, average).add_(average)
 
     def norm(self, kind: str) -> float:
-        """The 2-norm of one kind of state; of "residual", of the residuals here and in the inner codec."""
+        """The 2-norm of one kind of state; "residual" covers the residuals of unsent layers and of the inner codec."""
         own = Codec.norm(self, "unsent" if kind == "residual" else kind)
         return (own**2 + super().norm(kind) ** 2) ** 0.5
 
@@ -260,14 +271,16 @@ class BudgetedCodec(Wrapper):
         self._choice = None
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """As for any codec, but prices depend on the number of ranks, so the first step sends and measures all."""
+        """See `Codec.merge_states`. Prices depend on the number of ranks, so they are dropped, and the first step sends
+        and measures all layers."""
         dropped = ("inner", "seen")
         own = [{kind: by_name for kind, by_name in state.items() if kind not in dropped} for state in states]
         return Codec.merge_states(self, own) | {"inner": super().merge_states([state["inner"] for state in states])}
 
 
 def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int) -> float:
-    """Bytes that leave each of `ranks` ranks round a ring when this layer alone is sent: the mean of two late steps."""
+    """Bytes that each of `ranks` ranks sends, by ring collectives, if only this layer is sent; the mean of two steps
+    after any warm-up."""
     codec, sent = make(), 0.0
     for step in (LATE, LATE + 1):
         zeros = {name: torch.zeros_like(grad)}
@@ -276,5 +289,5 @@ def measure_price(make: CodecFactory, name: str, grad: Tensor, ranks: int) -> fl
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort `blocks.2` before `blocks.10`."""
+    """Sort key that puts `blocks.2` before `blocks.10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,7 +1,7 @@
-"""A small network that learns, while the model trains, which layers are worth their bytes.
+"""A selector: a small network that learns, while the model trains, which layers are worth their bytes.
 
 The idea is from "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024): layers that contribute more to
-learning are sent first. No more of it is public, so the objective and the training are our own.
+learning are sent first. Nothing more of the paper is public, so the objective and the training are our own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ Weights = dict[str, np.ndarray]
 
 
 class Hypernetwork(Selector):
-    """Maps each layer's features to the probability p of sending it, with one hidden layer.
+    """A network with one hidden layer that maps a layer's features to the probability p of sending the layer.
 
-    It maximises J = Σ p (v - λ b) by gradient ascent. b is the layer's share of all bytes. v is the share of the loss
-    reduction, to first order, that sending it gives: ⟨g, M⟩, with g of the next step, whose noise is not in M. It is
-    known for layers that were sent and for those that were not, so no layer must be sent just to learn its value. λ is
-    the price of a byte: it rises while Σ p b exceeds the budget, and falls otherwise.
+    The network is trained by gradient ascent on J = Σ p (v - λ b), summed over layers. Here b is the layer's share of
+    all bytes, and v the layer's share of the loss reduction by sending, to first order ⟨g, M⟩ with the gradient g of
+    the next step, whose noise is independent of M. The value v is known for sent and for unsent layers, so no layer
+    must be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the budget, and falls
+    otherwise.
 
-    All numbers are fp64 and computed by + - x / and √ alone, in a fixed order. IEEE processors round these alike, so
-    ranks with different processors choose alike. Hence x / (1 + |x|) instead of tanh, and a piecewise linear logarithm.
+    All numbers are fp64 and computed only by + - x / and √, in a fixed order. IEEE processors round these operations
+    identically, so ranks with different processors make the same choice. That is why the code uses x / (1 + |x|)
+    instead of tanh, and a piecewise linear logarithm.
 
     Args:
         hidden: number of hidden units.
         rate: length of a training step along the gradient.
-        repeats: training steps after each exchange.
-        longest: most steps that a layer waits, as far as the budget allows, because its value is only an estimate.
-        progress: steps after which training counts as half done.
+        repeats: number of training steps after each exchange.
+        longest: number of steps after which an unsent layer gets priority, because its estimated value may be wrong.
+        progress: number of steps after which training counts as half done.
     """
 
     learns: ClassVar[bool] = True
@@ -58,11 +60,13 @@ class Hypernetwork(Selector):
             net |= self._learn(net, layers)
         p = probability(forward(net, X)[1])
         spent = float((p * layers.price).sum()) / layers.budget
+        # The price changes slowly and within bounds, so that a single step has little influence.
         net["price"] = np.maximum(net["price"] * min(max(0.9 + 0.1 * spent, 0.8), 1.25), 1e-6)
         earlier = net["recent"][-1:] if net["recent"].shape[1:] == X.shape else X[None]
         net["recent"] = np.concatenate([earlier, X[None]])
         draws = np.random.default_rng((self.seed, layers.step)).random(len(p))
-        # First layers that have waited too long or that bytes are saved up for, then those drawn, then the likeliest.
+        # Order: layers that have waited too long or for which bytes are being saved; then layers drawn at random with
+        # probability p; then the others by falling p.
         urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
         order = np.lexsort((-p, draws >= p, ~urgent))
         chosen = choose_fitting(order, layers, patience=layers.budget)
@@ -71,6 +75,7 @@ class Hypernetwork(Selector):
         return chosen, {key: torch.from_numpy(np.array(value)) for key, value in net.items()}
 
     def _start(self) -> Weights:
+        """Initial notes: random weights, the same on all ranks, and an empty history."""
         draw = np.random.default_rng(self.seed).random
         return {
             "W": draw((7, self.hidden)) - 0.5,
@@ -81,7 +86,8 @@ class Hypernetwork(Selector):
         }
 
     def _features(self, layers: Layers) -> np.ndarray:
-        """Features (layers, 7): size, gradient, residual and waiting time, each standardised; depth, progress, 1."""
+        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; depth,
+        progress, 1."""
         squares = np.maximum(layers.gradient, 1e-60)
         compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
         depth = np.arange(len(squares)) / len(squares) - 0.5
@@ -89,7 +95,8 @@ class Hypernetwork(Selector):
         return np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
 
     def _learn(self, net: Weights, layers: Layers) -> Weights:
-        """Make a few steps of gradient ascent on J for the choice before the last, whose v the last exchange gave."""
+        """Take a few steps of gradient ascent on J for the choice before the last one; the last exchange has measured
+        its v."""
         v = layers.gain
         worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
         X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}
@@ -104,33 +111,33 @@ class Hypernetwork(Selector):
 
 
 def forward(net: Weights, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden units (layers, hidden) and the output (layers, 1)."""
+    """Run the network: returns hidden units (layers, hidden) and outputs (layers, 1)."""
     H = softsign(product(X, net["W"]))
     return H, product(H, net["w"])
 
 
 def probability(z: np.ndarray) -> np.ndarray:
-    """(layers,) in (0, 1), of slope (1 + z²)^-1.5 / 2."""
+    """Map outputs z (layers, 1) to probabilities (layers,); the slope is (1 + z²)^-1.5 / 2."""
     return (0.5 + 0.5 * z / np.sqrt(1 + z**2))[:, 0]
 
 
 def softsign(x: np.ndarray) -> np.ndarray:
-    """x / (1 + |x|), whose slope is (1 - |y|)²."""
+    """y = x / (1 + |x|), with slope (1 - |y|)²."""
     return x / (1 + np.abs(x))
 
 
 def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """A B without BLAS, whose order of summation differs between processors."""
+    """The matrix product A B without BLAS, because BLAS adds in a different order on different processors."""
     return (A[:, :, None] * B[None]).sum(1)
 
 
 def standardise(x: np.ndarray) -> np.ndarray:
-    """Shift and scale to mean 0 and variance 1; 0 where all are alike."""
+    """Shift and scale to mean 0 and variance 1; all zeros if all values are equal."""
     centred = x - x.mean()
     return centred / np.sqrt((centred**2).mean() + 1e-6)
 
 
 def log2(x: np.ndarray) -> np.ndarray:
-    """The logarithm, exact at powers of two and linear between them."""
+    """An approximate base-2 logarithm: exact at powers of two, and linear between them."""
     mantissa, exponent = np.frexp(x)
     return exponent + 2 * mantissa - 2

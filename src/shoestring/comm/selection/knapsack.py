@@ -1,4 +1,5 @@
-"""Selects the layers with the largest residuals for their bytes, or those that lower the loss the most for them."""
+"""Selectors that solve a knapsack problem: they maximise the residuals sent, or the loss reduction, within a budget of
+bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ import torch
 
 from shoestring.comm.selection.budget import Layers, Notes, Selector, choose_fitting
 
-EXACTLY = 14  # largest number of layers for which all sets are compared
+EXACTLY = 14  # maximum number of layers for which all subsets are compared
 
 
 class Knapsack(Selector):
     """Maximises the sum of u = ‖e + g‖² (1 + steps waited) over the layers sent, within the allowed bytes.
 
-    g is not known yet, so ‖e + g‖² is estimated by ‖e‖² + the average of ‖g‖². An average of earlier ‖e + g‖² would
-    send a layer again that has just been sent.
+    g is not known yet, so ‖e + g‖² is estimated by ‖e‖² + the average of ‖g‖². With an average of earlier ‖e + g‖², a
+    layer that has just been sent would be sent again.
 
-    It is exact for few layers. For more it takes the better of the greedy choice by u per byte and the single most
-    valuable layer, which reaches at least half of the optimum (Dantzig 1957). A layer that costs more than a whole
-    budget makes the others wait once it comes first.
+    The choice is exact for few layers. For more layers, the greedy choice by u per byte is compared with the single
+    most valuable layer, and the better one is taken; this reaches at least half of the optimum (Dantzig 1957). If a
+    layer that costs more than a whole budget ranks first, no layer is sent until it fits.
     """
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
@@ -30,15 +31,16 @@ class Knapsack(Selector):
 
 
 class GainKnapsack(Selector):
-    """Maximises what sending the layers lowers the loss by, to first order, within the allowed bytes.
+    """Maximises the loss reduction, to first order, by sending layers within the allowed bytes.
 
-    That is ⟨g, M⟩ with g of the next step: known a step later, for layers that were sent and for those that were not.
-    Over the number of gradients in M it is averaged over steps, each layer by itself. What is to be sent has one
-    gradient more than the steps that it has waited. Before anything is known, ‖g‖² is taken for it.
+    The loss reduction of a layer is ⟨g, M⟩ with g from the next step; it is known one step later for sent and unsent
+    layers. For each layer, ⟨g, M⟩ divided by the number of gradients in M is averaged over steps. The M of a layer that
+    has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead.
 
     Args:
         memory: decay of the average.
-        least: share of the mean over the layers that a byte of each is worth at least, so that none waits for ever.
+        least: lower bound of a layer's value per byte, as a fraction of the mean over layers, so that every layer is
+            sent eventually.
     """
 
     learns: ClassVar[bool] = True
@@ -47,11 +49,11 @@ class GainKnapsack(Selector):
         self.memory, self.least = memory, least
 
     def choose(self, layers: Layers, notes: Notes) -> tuple[Sequence[int], Notes]:
-        held = 1 + layers.waited  # gradients in what this choice may send
+        held = 1 + layers.waited  # number of gradients in each layer's M
         known = {name: note.cpu().numpy() for name, note in notes.items()}
         rate, earlier = layers.gradient, held
         if known and len(known["rate"]) == len(held):
-            before, earlier = known["held"]  # those of the choice that `gain` is of, and of the one after it
+            before, earlier = known["held"]  # at the choice that `gain` is for, and at the next one
             rate = self.memory * known["rate"] + (1 - self.memory) * layers.gain / before
         least = self.least * (np.abs(rate) / layers.price).mean() * layers.price
         u = np.maximum(rate, least) * held
@@ -64,7 +66,7 @@ class GainKnapsack(Selector):
 def choose_best(u: np.ndarray, layers: Layers) -> list[int]:
     """Choose the layers with the largest sum of u whose prices fit the allowance."""
     order = np.argsort(-u / layers.price, kind="stable")
-    if layers.budget < layers.price[order[0]] > layers.allowance:
+    if layers.budget < layers.price[order[0]] > layers.allowance:  # save bytes until this layer fits
         return []
     if len(u) <= EXACTLY:
         return choose_exactly(u, layers.price, layers.allowance)
@@ -75,7 +77,7 @@ def choose_best(u: np.ndarray, layers: Layers) -> list[int]:
 
 
 def choose_exactly(u: np.ndarray, price: np.ndarray, allowance: float) -> list[int]:
-    """Compare all 2^n sets of layers: set i holds layer l where bit l of i is set."""
+    """Choose the best of all 2^n subsets of layers; subset i contains layer l if bit l of i is set."""
     value, cost = np.zeros(1), np.zeros(1)
     for layer_value, layer_price in zip(u, price, strict=True):
         value, cost = np.concatenate([value, value + layer_value]), np.concatenate([cost, cost + layer_price])

@@ -1,17 +1,20 @@
-"""Each rank chooses its own layers, by a small network of its own; what no rank has chosen does not travel.
+"""Each rank chooses its own layers, by its own small network; layers that no rank has chosen are not sent.
 
-The form is that of "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024), of which the abstract is
-public: only layers that a hypernetwork on each node chooses are transmitted. How they travel is our own:
+The idea is from "Layer-Wised Sparsification Based on Hypernetwork" (Wu, Ye, ICANN 2024), where a hypernetwork on each
+node chooses the layers to transmit. Only the abstract is public, so the protocol is our own design:
 
-1. Each rank adds its residual to its gradient, M = g + e. Its network maps what it knows of its layers to a mask.
-2. The masks are gathered, a bit a layer. Where they differ by more than the budget carries, those layers wait that the
-   fewest ranks have chosen.
-3. A reduce-scatter, as an all-to-all: every layer is cut into as many shards as there are ranks, and a rank sends those
-   of the layers that it has chosen, each to the rank that sums it.
-4. An all-gather of the sums of all layers that any rank has chosen.
+1. Each rank adds its residual to its gradient, M = g + e. The rank's network maps data about the rank's layers to a
+mask.
+2. The masks are all-gathered, one bit per layer. If the union of the masks exceeds the budget, the layers chosen by the
+   fewest ranks are not sent.
+3. A reduce-scatter, implemented as an all-to-all: every layer is divided into one shard per rank, and a rank sends the
+   shards of the layers that it has chosen, each to the rank that sums this shard.
+4. An all-gather distributes the sums of all layers that any rank has chosen.
 
-With P entries a shard of what one rank has chosen, at most, and U of what any has, (ranks - 1) (P + U) entries leave
-each rank: as many as in a ring where all choose alike, and up to (ranks + 1) / 2 times as many where none do.
+Let P be the number of entries per shard in the layers that one rank has chosen (the maximum over ranks), and U the same
+number for the layers that at least one rank has chosen. Then each rank sends (ranks - 1) (P + U) entries: as many as a
+ring all-reduce if all ranks choose the same layers, and up to (ranks + 1) / 2 times as many if no two ranks choose the
+same.
 """
 
 from __future__ import annotations
@@ -34,62 +37,64 @@ from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.core.errors import ConfigError
 
 MEMORY = 0.9  # decay of the average of ‖g‖² over steps
-HEADER = 64  # bytes to each other rank beside masks and entries, at most: a norm, and rows filled up to 16 bytes
+HEADER = 64  # maximum bytes to each other rank beside masks and entries: a norm, and padding of rows to 16 bytes
 
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Entries of a layer that are chosen together: all, or a part of a layer that costs more than half a budget."""
+    """Entries of a layer that are chosen together: all entries, or a part of a layer that costs more than half the
+    budget."""
 
     name: str
     start: int
     stop: int
-    shard: int  # entries that one rank sums
+    shard: int  # number of entries that each rank sums
 
     def __str__(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
 
     def of(self, flats: Grads) -> Tensor:
-        """The entries, of flat tensors by name."""
+        """A view of this piece's entries, given flat tensors by layer name."""
         return flats[self.name][self.start : self.stop]
 
     def shards(self, flats: Grads, ranks: int) -> Tensor:
-        """The entries as (ranks, shard), padded with zeros."""
+        """This piece's entries as (ranks, shard), padded with zeros."""
         entries = self.of(flats)
         return F.pad(entries, (0, ranks * self.shard - len(entries))).view(ranks, -1)
 
 
 @dataclass(frozen=True)
 class Union:
-    """The pieces that travel, and those of them that each rank sends."""
+    """The pieces that are sent by any rank, and the pieces that each rank sends."""
 
     pieces: list[LayerPiece]
     sent: list[list[LayerPiece]]
 
     @property
     def longest(self) -> int:
-        """P."""
+        """P: number of entries per shard that one rank sends; the maximum over ranks."""
         return max(sum(piece.shard for piece in own) for own in self.sent)
 
     @property
     def total(self) -> int:
-        """U."""
+        """U: number of entries per shard that at least one rank sends."""
         return sum(piece.shard for piece in self.pieces)
 
 
 class PerNodeCodec(Codec):
-    """The mean over the ranks of the layers that each has chosen; a rank keeps its others as a residual.
+    """Averages over ranks the layers that each rank has chosen; a rank adds the gradients of its other layers to its
+    residual.
 
-    State: "residual"; "delivered", what this rank sent; "seen", what it knows of its pieces; "notes", its selector's;
-    and "carried", the bytes that were left. All but the last are this rank's own.
+    State: "residual"; "delivered", the entries that this rank sent; "seen", data about this rank's pieces; "notes" of
+    the selector; and "carried", the unused bytes. Only "carried" is equal on all ranks.
 
     Args:
-        budget: bytes that may leave a rank in a step. Unused ones are carried over up to the price of the largest
-            piece, so any n steps together send at most n budgets and one such price.
-        selector: chooses by this rank's numbers. All ranks' networks start and draw alike, so that they differ by what
-            they see, and have seen, alone.
-        dtype: data type of the entries on the wire. The residual takes what it rounds away.
-        warmup: steps that send everything, whatever the budget is.
+        budget: bytes that a rank may send per step. Unused bytes are carried over, up to the price of the largest
+            piece, so any n steps together send at most n budgets plus this price.
+        selector: chooses pieces from this rank's data. The networks of all ranks start with the same weights and draw
+            the same random numbers; they differ only through their training data.
+        dtype: data type of the entries on the wire. Rounding errors are added to the residual.
+        warmup: number of steps that send all layers regardless of the budget.
     """
 
     stages = 3
@@ -116,7 +121,8 @@ class PerNodeCodec(Codec):
         if union.total:
             rows = torch.cat([norm.new_empty(ranks, 0), *(piece.shards(M, ranks) for piece in own)], dim=1)
             rows = F.pad(rows, (0, union.longest - rows.shape[1])).to(self.dtype)
-            (received,) = yield [AllToAll(rows.view(torch.uint8))]  # floating answers would have to be equal on all
+            # Sent as bytes, because floating-point answers must be equal on all ranks (see `Codec.code`).
+            (received,) = yield [AllToAll(rows.view(torch.uint8))]
             mean = _sum(received.view(self.dtype), union) / ranks
             rounded = mean.to(self.dtype)
             (gathered,) = yield [AllGather(rounded)]
@@ -131,13 +137,13 @@ class PerNodeCodec(Codec):
             entries = piece.of(flats)
             entries.copy_(averages[piece].reshape(-1)[: len(entries)]) if piece in averages else entries.zero_()
         seen["waited"] = np.array([0.0 if str(p) in delivered else 1 + seen["waited"][i] for i, p in enumerate(pieces)])
-        self.state["residual"] |= {name: each.view(grads[name].shape) for name, each in M.items()}
+        self.state["residual"] |= {name: tensor.view(grads[name].shape) for name, tensor in M.items()}
         self.state |= {"delivered": delivered, "notes": notes}
-        self.state["seen"] = {name: torch.from_numpy(each) for name, each in seen.items()}
+        self.state["seen"] = {name: torch.from_numpy(values) for name, values in seen.items()}
         self.state["carried"] = {"bytes": torch.tensor(carried, dtype=torch.float64)}
 
     def _divide(self, flats: Grads, ranks: int) -> list[LayerPiece]:
-        """Layers whole, or in equal pieces that cost at most half a budget each."""
+        """Divide layers into equal pieces that cost at most half a budget each."""
         largest = max(1, int(self.budget / max(1, 4 * self._price(ranks)))) * ranks
         pieces = []
         for name, flat in flats.items():
@@ -148,16 +154,17 @@ class PerNodeCodec(Codec):
         return pieces
 
     def _look(self, pieces: Sequence[LayerPiece], flats: Grads, M: Grads) -> tuple[Tensor, dict[str, np.ndarray]]:
-        """The norm of all M, (1,); and `Layers`' arrays of this rank, with the gain of the choice before as "next"."""
-        residual = {name: each.view(-1) for name, each in self.state["residual"].items()}
+        """Compute the norm of all of this rank's M, (1,), and this rank's arrays for `Layers`; "next" is the gain of
+        the previous choice, which the next choice will use."""
+        residual = {name: tensor.view(-1) for name, tensor in self.state["residual"].items()}
         delivered = self.state.get("delivered", {})
         gradients = [piece.of(flats).float() for piece in pieces]
         before = [delivered[str(piece)] if str(piece) in delivered else piece.of(residual) for piece in pieces]
-        gains = [torch.dot(gradient, earlier) for gradient, earlier in zip(gradients, before, strict=True)]
-        norms = [foreach_norm(tensors) for tensors in (gradients, [piece.of(M) for piece in pieces])]
+        gains = [torch.dot(gradient, earlier.float()) for gradient, earlier in zip(gradients, before, strict=True)]
+        norms = [foreach_norm(tensors) for tensors in (gradients, [piece.of(M).float() for piece in pieces])]
         columns = torch.stack([torch.stack(column) for column in (*norms, gains)])
         gradient, accumulated, gain = columns.nan_to_num(0, 0, 0).double().cpu().numpy()
-        seen = {name: each.cpu().numpy() for name, each in self.state.get("seen", {}).items()}
+        seen = {name: values.cpu().numpy() for name, values in self.state.get("seen", {}).items()}
         if not seen or len(seen["waited"]) != len(pieces):
             seen = {"gradient": gradient**2, "waited": np.zeros(len(pieces)), "next": np.zeros(len(pieces))}
         average = MEMORY * seen["gradient"] + (1 - MEMORY) * gradient**2
@@ -167,7 +174,7 @@ class PerNodeCodec(Codec):
     def _choose(
         self, pieces: Sequence[LayerPiece], seen: dict[str, np.ndarray], context: ExchangeContext
     ) -> tuple[np.ndarray, Notes]:
-        """This rank's mask (pieces,), and its selector's notes."""
+        """Choose this rank's pieces; returns a mask (pieces,), and the selector's notes."""
         mask, notes = np.ones(len(pieces), np.uint8), self.state.get("notes", {})
         if self._sends_all(context):
             return mask, notes
@@ -181,34 +188,35 @@ class PerNodeCodec(Codec):
         return mask, notes
 
     def _sends_all(self, context: ExchangeContext) -> bool:
+        """Whether this step sends all layers, without choosing."""
         return context.step < self.warmup or context.size == 1
 
     def _price(self, ranks: int) -> int:
-        """Bytes that leave a rank for an entry of P, or of U."""
+        """Bytes that a rank sends for each entry of P or of U."""
         return (ranks - 1) * self.dtype.itemsize
 
     def _allowance(self, pieces: int, ranks: int) -> float:
-        """Bytes of entries that may leave a rank now: at least the price of a piece."""
+        """Bytes of entries that a rank may send in this step; at least the price of a piece."""
         carried = self.state.get("carried", {"bytes": torch.zeros(())})
         return float(carried["bytes"]) + self.budget - self.find_overhead(pieces, ranks)
 
     def find_overhead(self, pieces: int, ranks: int) -> int:
-        """Bytes beside the entries that leave a rank in a step.
+        """Bytes of masks and headers that a rank sends per step.
 
         Raises:
-            ConfigError: they take more than half the budget.
+            ConfigError: masks and headers take more than half the budget.
         """
         overhead = (ranks - 1) * (HEADER + packed_bytes(pieces, 1))
         if 2 * overhead > self.budget:
             raise ConfigError(
                 f"a budget of {self.budget:.0f} bytes a step is less than twice the {overhead} bytes of masks of "
                 f"{pieces} pieces of layers",
-                hint="raise `budget_kb`",
+                hint="raise `transport.kb_per_step`",
             )
         return overhead
 
     def _admit(self, masks: np.ndarray, pieces: Sequence[LayerPiece], context: ExchangeContext) -> tuple[Union, float]:
-        """The pieces that travel, and the bytes that are carried over: equal on all ranks."""
+        """Decide which pieces are sent, and how many bytes are carried over; the results are equal on all ranks."""
         if self._sends_all(context):
             return admit(masks, pieces, math.inf, np.zeros(len(pieces))), 0.0
         allowance, price = self._allowance(len(pieces), context.size), self._price(context.size)
@@ -218,15 +226,17 @@ class PerNodeCodec(Codec):
         return union, min(left, 2.0 * price * max(piece.shard for piece in pieces))
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The residuals alone: pieces and prices depend on the number of ranks, so the networks start anew."""
+        """Merge the residuals only. Pieces and prices depend on the number of ranks, so the networks start
+        untrained."""
         return super().merge_states([{"residual": state.get("residual", {})} for state in states])
 
 
 def admit(masks: np.ndarray, pieces: Sequence[LayerPiece], entries: float, draws: np.ndarray) -> Union:
-    """Take pieces that most ranks have chosen first, while P + U is within `entries`; the draws decide among equals.
+    """Admit pieces in order of the number of ranks that chose them, while P + U stays within `entries`; `draws` break
+    ties.
 
     Args:
-        masks: (ranks, pieces), Boolean.
+        masks: which pieces each rank has chosen; (ranks, pieces), bool.
     """
     votes, own, total, taken = masks.sum(0), np.zeros(len(masks), int), 0, []
     for number in np.lexsort((draws, -votes)):
@@ -240,13 +250,13 @@ def admit(masks: np.ndarray, pieces: Sequence[LayerPiece], entries: float, draws
 
 
 def _cut(rows: Tensor, pieces: Sequence[LayerPiece]) -> dict[LayerPiece, Tensor]:
-    """Views of the last dimension of rows by the piece whose shards lie there."""
+    """Split the last dimension of rows into views, one for each piece, by the pieces' shard sizes."""
     sizes = [piece.shard for piece in pieces]
     return dict(zip(pieces, rows[..., : sum(sizes)].split(sizes, dim=-1), strict=True))
 
 
 def _sum(rows: Tensor, union: Union) -> Tensor:
-    """The sums of this rank's shard, (U,) in fp32, of what the ranks have sent it, (ranks, P), in their order."""
+    """Sum the received shards (ranks, P) in the order of the ranks: (U,) in fp32."""
     total = rows.new_zeros(union.total, dtype=torch.float32)
     sums = _cut(total, union.pieces)
     for row, sent in zip(rows.float(), union.sent, strict=True):

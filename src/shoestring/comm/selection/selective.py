@@ -1,4 +1,5 @@
-"""Selective compression (HiPress, Bai et al., SOSP 2021): a codec for some gradients, the others uncompressed."""
+"""Selective compression (HiPress, Bai et al., SOSP 2021): a codec compresses some gradients; the others are sent
+uncompressed."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from shoestring.comm.codecs.wrapper import Wrapper, run_together
 
 
 class SelectiveCodec(Wrapper):
-    """`inner` for most parameters, dense for those in `uncompressed`; both travel in the same collectives.
+    """Uses the codec `inner` for most parameters, and no compression for those in `uncompressed`. The same collectives
+    send both groups.
 
     Args:
-        uncompressed: parameter names, or patterns of names as in a shell.
+        uncompressed: parameter names, or shell-style patterns of names.
     """
 
     def __init__(self, inner: Codec, uncompressed: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""Settings of the features of `comm`, free of torch."""
+"""Settings of the features of `comm`. These modules do not import torch."""

@@ -1,4 +1,4 @@
-"""Exchanges written as calls in a run file: "powersgd(rank=4)"."""
+"""Reads exchanges that a run file writes as calls, such as "powersgd(rank=4)"."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from shoestring.comm.settings import per_step
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import Seam
+from shoestring.renames import renamed
 from shoestring.settings import structure
 
 
 def parse_exchange(call: str, where: str = "comm.auto.allow", short: Iterable[str] = ()) -> Exchange:
-    """Build the settings that `call` writes, such as "bf16" or "powersgd(rank=4)".
+    """Build the settings of an exchange from a call such as "bf16" or "powersgd(rank=4)".
 
     Args:
-        where: the setting, and short: other names that it may have; for messages.
+        where: name of the setting, for messages.
+        short: short names that the setting accepts too, for messages.
 
     Raises:
         ConfigError: there is no such codec, setting or value.
@@ -38,17 +40,18 @@ def parse_exchange(call: str, where: str = "comm.auto.allow", short: Iterable[st
 
 
 def parse_call(call: str, where: str = "comm.auto.allow", short: Iterable[str] = ()) -> tuple[str, dict[str, object]]:
-    """Read "powersgd(rank=4)" as ("powersgd", {"rank": 4}).
+    """Parse "powersgd(rank=4)" into ("powersgd", {"rank": 4}).
 
     Raises:
-        ConfigError: it is neither a name nor a call with literals.
+        ConfigError: `call` is neither a name nor a call with literal keyword arguments.
     """
     try:
         tree = ast.parse(call.strip(), mode="eval").body
         if isinstance(tree, ast.Name):
             return tree.id, {}
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-            return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+            settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
+            return tree.func.id, renamed(f"comm.{tree.func.id}", settings, f"`{where}`")
     except (SyntaxError, ValueError):
         pass
     names = ", ".join(f'"{name}"' for name in dict.fromkeys((*short, "bf16")))

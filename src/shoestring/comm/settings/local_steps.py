@@ -1,22 +1,24 @@
-"""Settings of replicas that train on their own and are merged every few steps."""
+"""Settings of local steps: replicas train independently and are merged every few steps."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from shoestring import figures
 from shoestring.comm.settings.base import check_types, refuse_sparse
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, Feature, Reduction, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Inexact, Reduction, Seam
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from shoestring.comm.codecs.codec import Codec
     from shoestring.comm.settings.per_step import Exchange
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
 
@@ -28,16 +30,16 @@ PLAIN = {
     "8bit": "quantize(bits=8, rounding='nearest', feedback=True)",
     "4bit": "quantize(bits=4, rounding='nearest', feedback=True)",
 }
-"""Short names of encodings of every entry."""
+"""Maps short names of encodings to codecs; these encodings send every entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Feature):
-    """Settings that all ways of merging replicas every few steps share.
+    """Base class of the settings of local steps, where replicas are merged every few steps.
 
-    The last of `job.progress.total` steps merges all weights, whatever its number. A training loop of your own that
-    does not set this total ends with equal replicas only on a multiple of `every`, and with `fragments` or `delay` on
-    no step at all.
+    The last of `job.progress.total` steps always merges all weights. If your own training loop does not set this total,
+    replicas are equal at the end only if the number of steps is a multiple of `every`, and never with `fragments` or
+    `delay`.
     """
 
     every: int = 100
@@ -48,30 +50,31 @@ class LocalSteps(Feature):
     `every`. A larger value sends less while the loss falls slowly, and lets the replicas drift further apart then. In a
     run without a known end the number stays `every`."""
     start: int = 0
-    """Number of steps at the beginning that average gradients, as DDP does, and not weights (post-local SGD). More of
-    these steps learn more while the loss falls fast, and each of them sends as much as a merge."""
+    """Number of steps at the beginning that average gradients, as DDP does, instead of weights (post-local SGD). Such
+    steps learn more while the loss falls fast, and each of them sends as many bytes as a merge."""
     fragments: int = 1
-    """Number of groups of layers that are merged one after the other (streaming). More groups spread the bytes more
+    """Number of groups of layers, which are merged one after the other (streaming). More groups spread the bytes more
     evenly over time."""
     layout: Literal["strided", "sequential"] = "strided"
-    """Assignment of layers to fragments: "strided" deals them out in turn, "sequential" groups neighbouring layers."""
+    """Assignment of layers to fragments: "strided" assigns layers in turn, "sequential" groups neighbouring layers."""
     delay: int = 0
-    """Number of steps that training continues while an exchange is on the wire, before its result is merged. A larger
-    value overlaps slower exchanges, and merges older weights."""
+    """Number of steps that training continues during an exchange, before the result is merged. A larger value overlaps
+    slower exchanges with training, and merges older weights."""
     late_merge: Literal["move", "mix"] = "move"
-    """Merge of what was sent `delay` steps ago: "move" moves a replica by what the merge changes about the weights that
-    it had sent, and keeps all steps made since; "mix" mixes its parameters with the merged ones, as Streaming DiLoCo
-    does, and loses a part of those steps."""
-    alpha: float = 0.5
-    """Weight of a replica's own parameters where `late_merge` is "mix", between 0 and 1. A larger value keeps more of
-    the steps made during the exchange, and lets the replicas agree less."""
+    """Method by which a replica adopts merged weights `delay` steps after it sent its own weights: "move" adds the
+    difference between merged and sent weights, which keeps all steps made since; "mix" averages the replica's weights
+    with the merged weights, as Streaming DiLoCo does, which loses a part of these steps."""
+    own_weight: float = 0.5
+    """Weight of a replica's own parameters if `late_merge` is "mix", between 0 and 1. A larger value keeps more of the
+    steps made during the exchange, and leaves the replicas further apart."""
     second_moment: Literal["own", "global"] = "own"
     """Second moment that each replica's Adam divides by: "own" is computed from the replica's gradients, and "global"
-    estimates the second moment of all replicas' mean gradient, with which a step learns more where periods are short.
-    Neither sends anything, and other optimizers than Adam are not changed."""
+    estimates the second moment of all replicas' mean gradient, with which a step learns more if `every` is small.
+    Neither setting sends data, and optimizers other than Adam are not changed."""
     replica: Literal["auto", "host", "rank"] = "auto"
-    """Unit that trains on its own: a host with all its ranks, or every rank. "auto" takes hosts where there are
-    several."""
+    """Unit that forms a replica: a host with all its ranks, or each rank. "auto" means hosts if there are several
+    hosts, or if another feature shards or replicates the model inside a host, so that such a run can continue on one
+    host; else ranks."""
 
     seams: ClassVar = (Seam.SHARD, Seam.STEP)
 
@@ -80,7 +83,8 @@ class LocalSteps(Feature):
         """Make a new codec for the exchanges between replicas."""
 
     def make_gradient_codec(self) -> Codec:
-        """Make a new codec for the gradients of the first `start` steps: 4 bits, which lose next to nothing."""
+        """Make a new codec for the gradients of the first `start` steps: 4 bits per entry, with almost no effect on the
+        loss."""
         from shoestring.comm.codecs.quantize import QuantizeCodec
 
         return QuantizeCodec(4, rounding="nearest", feedback=True)
@@ -95,6 +99,10 @@ class LocalSteps(Feature):
         return (HOSTS,) if self.replica == "host" else DATA
 
     @property
+    def inexact(self) -> Inexact:
+        return "fragments" if self.fragments > 1 or self.delay else "replicas"
+
+    @property
     def leaves_one_replica_alone(self) -> bool:
         """Whether a single replica trains exactly as it would without the feature."""
         return False
@@ -102,29 +110,44 @@ class LocalSteps(Feature):
     def resolve(self, world: World) -> Self:
         if self.replica != "auto":
             return self
-        return replace(self, replica="host" if world.ranks_over([HOSTS]) > 1 else "rank")
+        return replace(self, replica="host") if world.ranks_over([HOSTS]) > 1 else self
 
-    def check(self, job: Job) -> None:
-        check_types(self, job)
+    def beside(self, features: Sequence[Feature]) -> Self:
+        if self.replica != "auto":
+            return self
+        spreads = [feature for feature in features if feature is not self and Seam.SHARD in feature.seams]
+        inside = any(LOCAL in feature.over and HOSTS not in feature.over for feature in spreads)
+        return replace(self, replica="host" if inside else "rank")
+
+    def check(self, attachments: Attachments) -> None:
+        check_types(self, attachments)
         self._check_numbers()
-        if set(self.over) & set(job.replicas):
+        self.check_scaler(attachments.scaler, attachments.world)  # the loss scaler of the user's training loop
+        if set(self.over) & set(attachments.replicas):
             raise ConfigError(
                 f"`{self.name}` cannot use a model in DDP, which averages the gradients of all ranks at every step",
                 hint='pass the bare model, with parallel.DDP(hosts="leave") where hosts have several ranks',
             )
-        if job.engine == "zero":
+        if attachments.divided == "optimizer":
             raise ConfigError(
-                f"`{self.name}` merges parameters, and `memory.zero` lets the optimizer step shards of them",
+                f"`{self.name}` merges parameters, and with `memory.zero` the optimizer updates shards of them",
                 hint='inside hosts use parallel.FSDP(hosts="leave") or parallel.DDP(hosts="leave")',
             )
-        if (wire := self._find_exchange(job)) is not None:
+        # If a replica is a host with DDP inside, the exchange stays within the replica.
+        inside = self.replica == "host" and attachments.averages_in_backward
+        exchanges = [feature for feature in attachments.features if Seam.WIRE in feature.seams]
+        if exchanges and not inside:
             raise ConfigError(
-                f"`{wire.name}` exchanges gradients at every step, and `{self.name}` is meant to avoid that",
-                hint=f"remove [{wire.name}] or [{self.name}]",
+                f"`{exchanges[0].name}` exchanges gradients at every step, and `{self.name}` is meant to avoid that",
+                hint=f"remove [{exchanges[0].name}] or [{self.name}]",
             )
+        self._check_fragments(attachments)
+        self._check_scaled(any(feature.scales_loss for feature in attachments.features), attachments.world)
+
+    def _check_fragments(self, attachments: Attachments) -> None:
         from shoestring.comm.local.fragments import group_parameters
 
-        if self.fragments > (most := len(group_parameters(job.module))):
+        if self.fragments > (most := len(group_parameters(attachments.module))):
             raise ConfigError(
                 f"`{self.name}.fragments` must be at most {most}, the groups of this model, got {self.fragments}"
             )
@@ -140,37 +163,43 @@ class LocalSteps(Feature):
         require("start", self.start >= 0, "not be negative")
         require("fragments", 1 <= self.fragments <= self.every, f"lie between 1 and `every` ({self.every})")
         require("delay", 0 <= self.delay < self.every, f"lie between 0 and `every` - 1 ({self.every - 1})")
-        require("alpha", 0 <= self.alpha <= 1, "lie between 0 and 1")
-        mixes = self.late_merge == "mix" or self.alpha == type(self).alpha
-        require("alpha", mixes, 'be left out without late_merge = "mix"')
+        require("own_weight", 0 <= self.own_weight <= 1, "lie between 0 and 1")
+        mixes = self.late_merge == "mix" or self.own_weight == type(self).own_weight
+        require("own_weight", mixes, 'be left out without late_merge = "mix"')
         lr, momentum, _ = self.outer
         if not (lr > 0 and 0 <= momentum < 1):
             raise ConfigError(f"`{self.name}` needs an outer_lr above 0 and an outer_momentum in [0, 1)")
 
     def check_scaler(self, scaler: GradScaler, world: World) -> None:
-        """Raise ConfigError for a loss scaler: replicas that skip different steps no longer merge at the same ones."""
-        if scaler.is_enabled() and world.ranks_over(self.over) > 1:
+        """Raise ConfigError for a loss scaler: replicas that skip different steps would no longer merge at the same
+        steps."""
+        self._check_scaled(scaler.is_enabled(), world)
+
+    def _check_scaled(self, scaled: bool, world: World) -> None:
+        if scaled and world.ranks_over(self.over) > 1:
             raise ConfigError(
-                f"`{self.name}` cannot use a loss scaler, which lets one replica alone skip a step",
+                f"`{self.name}` cannot use a loss scaler, which may let a single replica skip a step",
                 hint='train in bf16, which needs none: precision.autocast.dtype = "bf16"',
             )
 
-    def _find_exchange(self, job: Job) -> Feature | None:
-        """The feature that exchanges gradients between replicas; inside a replica under DDP an exchange is allowed."""
-        inside = self.replica == "host" and job.engine == "ddp"
-        return next((feature for feature in job.features if Seam.WIRE in feature.seams and not inside), None)
-
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.comm.exchange.replicas import broadcast_weights
-        from shoestring.comm.local.outer_state import install
+        from shoestring.comm.local.outer_state import average_former_replicas, install
 
         if seam is Seam.SHARD:
-            broadcast_weights([*job.module.parameters(), *job.module.buffers()], job.world.group(self.over))
-        elif job.world.ranks_over(self.over) > 1 or not self.leaves_one_replica_alone:
-            install(job, self)
+            self._check_fragments(attachments)  # checked again, because adapters may have frozen layers
+            for axis in self.over:
+                attachments.own(f"SHARD over {axis}", Seam.SHARD)
+            broadcast_weights(
+                [*attachments.module.parameters(), *attachments.module.buffers()], attachments.world.group(self.over)
+            )
+        elif attachments.world.ranks_over(self.over) > 1 or not self.leaves_one_replica_alone:
+            install(attachments, self)
+        else:
+            average_former_replicas(attachments)
 
-    def explain(self, job: Job) -> str:
-        replicas = job.world.ranks_over(self.over)
+    def explain(self, attachments: Attachments) -> str:
+        replicas = attachments.world.ranks_over(self.over)
         starting = f", gradients averaged in the first {self.start} steps" if self.start else ""
         growing = f" to {self.final_every}" if self.final_every > self.every else ""
         streamed = f", in {self.fragments} fragments" if self.fragments > 1 else ""
@@ -183,36 +212,36 @@ class LocalSteps(Feature):
         if not facts.get("outer_syncs"):
             return None
         steps, syncs = facts["outer_steps"], facts["outer_syncs"]
-        megabytes, exposed = facts["outer_bytes"] / syncs / 1e6, facts["outer_exposed"] / syncs
+        nbytes, exposed = facts["outer_bytes"] / syncs, facts["outer_exposed"] / syncs
         return Reduction(
             unit="MB sent a rank and step",
             used=facts["outer_bytes"] / steps / 1e6,
             without=facts["outer_without"] / 1e6,
             measured=True,
             cost=(
-                f"replicas differ between merges; {syncs:.0f} merges, each of {megabytes:.3g} MB and "
-                f"{exposed:.3g} s of exposed communication"
+                f"replicas differ between merges; {syncs:.0f} merges, each of {figures.size(nbytes)} and "
+                f"{figures.seconds(exposed)} of exposed communication"
             ),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(LocalSteps):
-    """Local steps whose exchanges are encoded by any codec."""
+    """Base class of local steps whose exchanges may use any codec."""
 
     codec: str = "fp32"
-    """Encoding of what replicas send each other: "fp32", "bf16", "8bit", "4bit", or a codec of exchanges at every step,
-    written as a call: "powersgd(rank=4)", "sign". Fewer bits send less; what 8 and 4 bits, signs, low rank and sparse
-    entries lose is added to the next exchange (error feedback)."""
+    """Encoding of the data that replicas send each other: "fp32", "bf16", "8bit", "4bit", or a codec of exchanges at
+    every step, written as a call: "powersgd(rank=4)", "sign". Fewer bits send less. The errors of 8 and 4 bits, signs,
+    low rank and sparse entries are added to the next exchange (error feedback)."""
 
     @property
     def leaves_one_replica_alone(self) -> bool:
         return self.codec == "fp32" and self.outer[:2] == (1.0, 0.0)
 
-    def check(self, job: Job) -> None:
-        super().check(job)
-        refuse_sparse(self.name, job.model)
-        self._find_codec().check(job)
+    def check(self, attachments: Attachments) -> None:
+        super().check(attachments)
+        refuse_sparse(self.name, attachments.model)
+        self._find_codec().check(attachments)
 
     def make_codec(self) -> Codec:
         return self._find_codec().make_codec()
@@ -226,22 +255,22 @@ class Averaging(LocalSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Averaging):
-    """Replicas train on their own, and their weights are averaged every few steps (Stich 2019)."""
+    """Replicas train independently, and their weights are averaged every few steps (Stich 2019)."""
 
     every: int = 8
     """Number of steps that each replica trains on its own between two averages of the same weights. A larger value
     sends less, and lets the replicas drift further apart."""
     second_moment: Literal["own", "global"] = "global"
     """Second moment that each replica's Adam divides by: "own" is computed from the replica's gradients, and "global"
-    estimates the second moment of all replicas' mean gradient, with which a step learns more where periods are short.
-    Neither sends anything, and other optimizers than Adam are not changed."""
+    estimates the second moment of all replicas' mean gradient, with which a step learns more if `every` is small.
+    Neither setting sends data, and optimizers other than Adam are not changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Averaging):
-    """Replicas train on their own, and an outer optimizer with Nesterov momentum steps along their mean change.
+    """Replicas train independently, and an outer optimizer with Nesterov momentum applies their mean change.
 
-    Douillard et al. 2023 (arXiv 2311.08105); with `fragments` and `delay`, Streaming DiLoCo (arXiv 2501.18512).
+    Douillard et al., 2023 (arXiv 2311.08105); with `fragments` and `delay`, Streaming DiLoCo (arXiv 2501.18512).
     """
 
     outer_lr: float = 0.7
@@ -260,7 +289,7 @@ class DiLoCo(Averaging):
 class SparseLoCo(LocalSteps):
     """Local steps whose exchanges send only the top k entries of each chunk, at 2 bits, with error feedback.
 
-    Sarfi et al. 2025 (arXiv 2508.15706). By default one of 64 entries is sent, in 10.5 bits: 195 times less than all
+    Sarfi et al., 2025 (arXiv 2508.15706). By default 1 in 64 entries is sent, with 10.5 bits: 195 times less than all
     entries in fp32.
     """
 
@@ -270,9 +299,9 @@ class SparseLoCo(LocalSteps):
     k: int = 64
     """Number of entries sent of each chunk of 4,096 entries. A larger value is more accurate and sends more bytes, in
     proportion."""
-    beta: float = 0.95
-    """Decay of the residual at every exchange, between 0 and 1. With 1 every change is sent sooner or later; a smaller
-    value forgets older ones."""
+    residual_decay: float = 0.95
+    """Decay of the residual at every exchange, between 0 and 1. With 1 every change is sent eventually; a smaller value
+    forgets older changes."""
     outer_lr: float = 1.0
     """Learning rate of the outer optimizer. Without momentum, 1 moves the weights by the mean change that was sent."""
     outer_momentum: float = 0.0
@@ -283,14 +312,14 @@ class SparseLoCo(LocalSteps):
     def outer(self) -> tuple[float, float, bool]:
         return self.outer_lr, self.outer_momentum, True
 
-    def check(self, job: Job) -> None:
-        super().check(job)
+    def check(self, attachments: Attachments) -> None:
+        super().check(attachments)
         if not 1 <= self.k <= 4096:
             raise ConfigError(f"`{self.name}.k` must lie between 1 and 4096, got {self.k}")
-        if not 0 <= self.beta <= 1:
-            raise ConfigError(f"`{self.name}.beta` must lie in [0, 1], got {self.beta}")
+        if not 0 <= self.residual_decay <= 1:
+            raise ConfigError(f"`{self.name}.residual_decay` must lie in [0, 1], got {self.residual_decay}")
 
     def make_codec(self) -> Codec:
         from shoestring.comm.codecs.sparseloco import SparseLoCoCodec
 
-        return SparseLoCoCodec(self.k, self.beta)
+        return SparseLoCoCodec(self.k, self.residual_decay)

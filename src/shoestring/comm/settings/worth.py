@@ -1,8 +1,9 @@
-"""How many steps of DDP a step of a method is worth: what the loss falls by, not what the step takes.
+"""Number of DDP steps that a step of each method is worth, measured by how far the loss falls, not by how long a step
+takes.
 
 The values were measured with GPTs of 0.6 million parameters, trained from scratch for 100 to 600 steps by four replicas
-with AdamW, at learning rates tuned for each. They depend on the model, the batch and the length of the run. So they are
-a start, and `comm.auto.worth` is for values of one's own.
+with AdamW, at learning rates tuned for each method. They depend on the model, the batch and the length of the run. They
+are only defaults, and `comm.auto.worth` overrides them.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Q
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
 OWN = ((1, 0.85), (4, 0.77), (8, 0.7), (16, 0.61), (32, 0.46), (128, 0.3))
-"""(steps between two averages and twice the steps that each is late, worth); the ends are extrapolated."""
+"""(period, worth) if each replica's Adam divides by its own second moment; the first and last entries are extrapolated.
+
+The period is the number of steps between two averages, plus twice the delay of each average in steps."""
 GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
-"""The same where replicas estimate the second moment of their mean gradient; the last one is extrapolated."""
+"""(period, worth) if replicas estimate the second moment of their mean gradient; the last entry is extrapolated."""
 SIGNS = 0.85
-"""With that, averages of signs were worth no more, however short the period; otherwise signs cost nothing."""
+"""Maximum worth of averaging signs with this estimate, even in short periods. Without the estimate, signs are worth as
+much as fp32."""
 GRADIENT_SIGNS = ((64, 0.48), (512, 0.28))
-"""(entries a scale, worth) of signs of gradients at every step; the ends are extrapolated."""
+"""(entries per scale, worth) of exchanging signs of gradients at every step; the first and last entries are
+extrapolated."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
-    """Steps of DDP that a step is worth in a run of `total` steps, 0 where that is open; None if nothing is known."""
+    """Estimate how many DDP steps a step is worth in a run of `total` steps (0: no known end); None if unknown."""
     if isinstance(method, Dense | BF16) or (isinstance(method, Quantize) and (method.feedback or method.bits == 8)):
         return 1.0
     if isinstance(method, PowerSGD):
         return LOW_RANK
     if isinstance(method, Sign):
-        return _interpolate(GRADIENT_SIGNS, method.bucket)
+        return _interpolate(GRADIENT_SIGNS, method.group_size)
     if isinstance(method, LocalSGD) and method.codec in (*PLAIN, "sign"):
         starting = min(1.0, method.start / total) if total else 0.0
         period = 1 / merges_per_step(method.every, method.final_every, total)
@@ -46,7 +51,7 @@ def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
 
 
 def _interpolate(measured: Sequence[tuple[float, float]], period: float) -> float:
-    """Interpolated in the logarithm of the period, or of the entries; the ends are what is beyond them."""
+    """Interpolate in the logarithm of the period, or of the number of entries; constant beyond both ends."""
     period = min(max(period, measured[0][0]), measured[-1][0])
     (shorter, more), (longer, less) = next(pair for pair in pairwise(measured) if period <= pair[1][0])
     return more + (less - more) * math.log(period / shorter) / math.log(longer / shorter)

@@ -1,4 +1,4 @@
-"""What proposes tokens for a model to verify."""
+"""Drafters, which propose tokens for a model to verify."""
 
 from __future__ import annotations
 
@@ -23,52 +23,53 @@ def open_drafter(
     room: int | None = None,
     passes: Passes = "auto",
 ) -> Drafter | None:
-    """The drafter that the settings name, on the device of the model; None where nothing is to be drafted.
+    """Create the drafter that the settings name, on the device of the model; None if nothing is to be drafted.
 
     Args:
-        model: that verifies, with its tokenizer.
-        slots: texts that are generated at the same time.
-        room: tokens of each text that are kept in memory, if fewer than the drafter's context.
-        passes: how those of a smaller model run.
+        model: the model that verifies.
+        tokenizer: tokenizer of the model that verifies; None if there is none to compare with the drafter's.
+        slots: number of texts that are generated at the same time.
+        room: number of tokens per text that the drafter's cache can hold, if smaller than the drafter's context.
+        passes: how the forward passes of a smaller model that drafts run; see `Decoding.passes`.
 
     Raises:
         ConfigError: the drafter is a model with another vocabulary.
-        CheckpointError: there is no such model.
+        CheckpointError: the model that the settings name as the drafter does not exist.
     """
     from shoestring.decode.drafters.lookup import PromptLookup
 
-    if not speculation.drafter:
+    if not speculation.draft:
         return None
-    if speculation.drafter == LOOKUP:
+    if speculation.draft == LOOKUP:
         return PromptLookup()
-    if speculation.drafter == SKIP:
+    if speculation.draft == SKIP:
         from shoestring.decode.drafters.skipping import SkippingDrafter
 
         return SkippingDrafter(speculation)
     from shoestring.decode.compiled import choose_passes
     from shoestring.decode.drafters.model import ModelDrafter
 
-    smaller = _smaller(speculation, model, tokenizer)
+    smaller = _load_smaller(speculation, model, tokenizer)
     alike = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
     if alike is not None:
-        smaller = smaller.to(alike.device, alike.dtype if speculation.drafter_dtype == "model" else None)
+        smaller = smaller.to(alike.device, alike.dtype if speculation.draft_dtype == "model" else None)
     return ModelDrafter(choose_passes(smaller, None, passes), slots, speculation, room)
 
 
-def _smaller(speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None) -> nn.Module:
-    """The smaller model that the settings name."""
+def _load_smaller(speculation: Speculation, model: nn.Module, tokenizer: Tokenizer | None) -> nn.Module:
+    """Load the smaller model that the settings name, and check that it has the model's vocabulary."""
     from shoestring.models.loading import load_model
 
-    smaller, own = load_model(speculation.drafter)
+    smaller, own = load_model(speculation.draft)
     ours, theirs = _vocabulary(model), _vocabulary(smaller)
     hint = "give a drafter that was trained with the model's tokenizer"
     if ours != theirs:
         raise ConfigError(
-            f"the drafter `{speculation.drafter}` has a vocabulary of {theirs} tokens, the model one of {ours}",
+            f"the drafter `{speculation.draft}` has a vocabulary of {theirs} tokens, but the model has {ours}",
             hint=hint,
         )
     if tokenizer is not None and own is not None and tokenizer.engine.get_vocab() != own.engine.get_vocab():
-        raise ConfigError(f"the tokenizer of the drafter `{speculation.drafter}` differs from the model's", hint=hint)
+        raise ConfigError(f"the tokenizer of the drafter `{speculation.draft}` differs from the model's", hint=hint)
     return smaller
 
 

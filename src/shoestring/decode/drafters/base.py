@@ -1,9 +1,9 @@
-"""What the engine asks of a drafter."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -15,33 +15,42 @@ if TYPE_CHECKING:
 
 
 class DraftTokens(NamedTuple):
-    """Tokens proposed to follow a text, in order, at most as many as were asked for."""
+    """A draft: tokens proposed to follow a text, at most as many as were requested."""
 
     tokens: list[int]
     q: Tensor | None = None
-    """The distributions (γ, V) that they were drawn from; None when each was certain, or where verification does not
-    ask for them."""
+    """The distributions (γ, V) that the tokens were drawn from; None if each token was chosen with certainty, or if
+    verification does not need the distributions."""
 
 
 class Drafter(ABC):
-    """Proposes tokens. What it proposes has no influence on the distribution of the text, only on its cost.
+    """Proposes tokens that may continue a text. The proposals influence only the speed of generation, never the
+    distribution of the text.
 
-    A row's `history` is all verified, and grows in place. A drafter that keeps state keeps it by `row.slot`, and finds
-    out itself what has changed: tokens that were rejected, a new row in the slot, a new `row.begin`.
+    A row's `history` holds verified tokens only, and grows in place. A drafter with state stores it by `row.slot`, and
+    must itself notice rejected tokens, a new row in the slot, and a new `row.begin`.
     """
 
     def attach(self, model: Adapter, cache: KVCache) -> None:  # noqa: B027  # most drafters have no use for it
-        """Called once, by the engine that verifies, with its model and the cache of its texts.
+        """Connect the drafter with the model and the cache of an engine, which calls this once.
 
-        A drafter may draft in that cache, behind the texts: a pass overwrites what lies behind a row's length. It must
-        leave the lengths as they were.
+        A drafter may write to the engine's cache behind the end of each text, because the next pass overwrites these
+        positions; but the drafter must restore the lengths of the rows.
         """
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
-        """How good a draft each row would get, before anything is drafted: a small number that stands for drafts that
-        are about as often accepted, whose acceptance is then measured together; below 0 there is none to offer."""
+        """The grade of each row's draft, before anything is drafted; a grade below 0 means that there is no draft to
+        offer.
+
+        Grades are small integers. Acceptance is measured for each grade, so drafts of one grade should be accepted
+        about equally often.
+        """
         return [0] * len(rows)
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that restores the present state of the drafter, called before a failed round is repeated."""
+        return lambda: None
 
     @abstractmethod
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """At most `counts` tokens for each row."""
+        """Draft at most `counts` tokens for each row."""

@@ -1,6 +1,8 @@
-"""Prompt lookup: what followed when the newest tokens stood in the text before (Saxena, 2023).
+"""Prompt lookup: finds an earlier occurrence of the text's newest tokens, and drafts the tokens that followed it there
+(Saxena, 2023).
 
-Costs no model, and pays where the text repeats its prompt or itself: summaries, edits of code, answers with quotations.
+Prompt lookup needs no model, and is effective where a text repeats its prompt or itself: summaries, edits of code,
+answers with quotations.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ if TYPE_CHECKING:
     from shoestring.decode.request import Row
 
 LONGEST = 5
-"""Tokens of the longest passage that is searched for; longer ones rarely tell more."""
+"""Length of the longest n-gram that is looked up; longer ones rarely predict better."""
 
 
 class _Index:
-    """Where each n-gram of a text was last followed by another token. Grows with the text."""
+    """Maps each n-gram of a growing text to the position after the n-gram's newest occurrence."""
 
     def __init__(self, history: Sequence[int]) -> None:
         self.history = history
         self.after: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST)]
-        self.indexed = 1  # tokens of which it is known what they follow
+        self.indexed = 1  # number of tokens whose preceding n-grams are in the index
 
     def update(self) -> None:
-        """Take in the tokens that are new."""
+        """Add the n-grams that precede each new token of the text."""
         for end in range(self.indexed, len(self.history)):
             passage = tuple(self.history[max(0, end - LONGEST) : end])
             for length in range(1, len(passage) + 1):
@@ -34,7 +36,8 @@ class _Index:
         self.indexed = max(self.indexed, len(self.history))
 
     def longest(self) -> tuple[int, int]:
-        """The tokens of the longest passage at the end that occurred before, and where the newest one continued."""
+        """Length of the longest n-gram at the end of the text that also occurred earlier, and the position after that
+        occurrence; (0, 0) if there is none."""
         newest = tuple(self.history[-LONGEST:])
         for length in range(len(newest), 0, -1):
             place = self.after[length - 1].get(newest[-length:])
@@ -44,20 +47,23 @@ class _Index:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed the newest occurrence of the longest passage that the text ends with.
+    """Finds the longest n-gram at the end of the text that also occurred earlier, and drafts the tokens that followed
+    it.
 
-    The index grows by the new tokens alone; no step searches the text.
+    Each step only adds the new tokens to an index; the text is not searched.
     """
 
     def __init__(self) -> None:
         self.indices: dict[int, _Index] = {}
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
-        """The length of the passage, which tells much about acceptance; -1 where none occurred before."""
+        """The length of each row's repeated n-gram minus 1, which predicts acceptance well; -1 if no n-gram is
+        repeated."""
         return [self._find(row)[0] - 1 for row in rows]
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """A continuation that reaches the end of the text continues with itself, as repetitions do."""
+        """Draft the tokens that followed the earlier occurrence; if they reach the end of the text, they are repeated
+        from their start."""
         drafts = []
         for row, count in zip(rows, counts, strict=True):
             length, place = self._find(row)

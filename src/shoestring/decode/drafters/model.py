@@ -1,8 +1,8 @@
-"""A smaller model as the drafter: it generates tokens one by one, and the large model verifies them at once."""
+"""A smaller model as the drafter: it generates tokens one by one, and the large model verifies them in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from shoestring.decode.request import Row
 
 CHUNK = 512
-"""Tokens that are read in one pass."""
+"""Number of tokens of a prompt that are read in one pass."""
 SHORT = 8
-"""Unread tokens that are read together with the first draft; logits of more would be computed for nothing."""
+"""Largest number of unread tokens that are left to the pass that drafts the first token. That pass computes logits for
+every token it reads, so longer texts are read before it."""
 
 
 @dataclass
 class _Held:
-    """What a row of the cache holds: `history[begin:verified]`, and then `drafted`."""
+    """The content of a row of the cache: `history[begin:verified]`, then `drafted`."""
 
     history: list[int] = field(default_factory=list)
     begin: int = 0
@@ -33,7 +34,8 @@ class _Held:
     drafted: list[int] = field(default_factory=list)
 
     def kept(self, history: list[int], begin: int) -> int:
-        """How many tokens of `history` from `begin` on it holds; a text that grew is compared where it did."""
+        """Number of leading tokens of `history[begin:]` that the cache row already holds. If the text is the same, only
+        the drafted tokens are compared."""
         if begin == self.begin and history is self.history:
             return self.verified - begin + common(self.drafted, history[self.verified :])
         if begin == self.begin:
@@ -42,9 +44,9 @@ class _Held:
 
 
 class ModelDrafter(StepwiseDrafter):
-    """Drafts by a model with a cache of its own, for all rows of a batch at once.
+    """Drafts with a smaller model that has its own cache, for all rows of a batch at once.
 
-    Rejected tokens are forgotten, and tokens that it has not read are read in one pass with the first draft.
+    Rejected tokens are dropped from the cache, and new tokens are read in the pass that drafts the first token.
     """
 
     def __init__(self, model: Adapter, slots: int, speculation: Speculation, room: int | None = None) -> None:
@@ -56,22 +58,31 @@ class ModelDrafter(StepwiseDrafter):
         self.held = [_Held() for _ in range(slots)]
         model.model.eval()
 
+    def snapshot(self) -> Callable[[], None]:
+        # A repeated round overwrites the cache at the same positions, so keys and values need not be copied.
+        held, lengths = list(self.held), list(self.cache.lengths)
+
+        def restore() -> None:
+            self.held[:], self.cache.lengths[:] = held, lengths
+
+        return restore
+
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """One pass for each token of the longest draft, over the rows that still want one."""
+        """Draft for all rows at once, with one pass per token of the longest draft."""
         drafts = super().draft(rows, [min(count, self.margin) for count in counts])
         for row, draft in zip(rows, drafts, strict=True):
-            if draft.tokens:  # the last token was not read
+            if draft.tokens:  # the model has drawn the last token, but not read it
                 self.held[row.slot].drafted = draft.tokens[:-1]
         return drafts
 
     def _unread(self, row: Row) -> list[int]:
-        """Forget what is not in the text, and read what is new but for the last tokens, which are returned."""
+        """Drop rejected tokens from the cache, and read new ones; returns the last few, which are left unread."""
         history, held = row.history, self.held[row.slot]
         begin = row.begin + window_start(len(history) - row.begin + self.margin, self.window)
-        kept = min(held.kept(history, begin), len(history) - begin - 1)
-        self.cache.lengths[row.slot] = kept
+        valid = min(held.kept(history, begin), len(history) - begin - 1)
+        self.cache.lengths[row.slot] = valid
         self.held[row.slot] = _Held(history, begin, len(history))
-        unread = history[begin + kept :]
+        unread = history[begin + valid :]
         while len(unread) > SHORT:
             piece, unread = unread[: min(CHUNK, len(unread) - 1)], unread[min(CHUNK, len(unread) - 1) :]
             place = slice(row.slot, row.slot + 1)

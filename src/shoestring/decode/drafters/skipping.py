@@ -1,8 +1,9 @@
-"""The model itself, without some of its sublayers, as the drafter: no second model, and no second cache.
+"""A drafter that is the model itself without some of its sublayers, so that neither a second model nor a second cache
+is needed.
 
-Drafts are read into the model's own cache, behind the text. The pass that verifies them reads the same positions with
-every sublayer, so it overwrites all that drafting wrote (Zhang et al., Draft & Verify, 2024). What is skipped is chosen
-from the text itself, as it changes the residual stream least for the bytes that it moves.
+Drafts are written into the model's own cache, behind the text. The pass that verifies a draft runs every sublayer at
+the same positions, and so overwrites everything that drafting wrote (Draft & Verify, Zhang et al., 2024). The drafter
+skips the sublayers that change the residual stream of the text least, relative to the bytes that they move.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
     from shoestring.decode.engine import Row
 
 SHARE = 0.4
-"""Share of the bytes moved for a token that drafting saves, unless a plan says what to skip."""
+"""Fraction of the bytes moved per token that a drafting pass avoids, unless the sublayers to skip are given."""
 LEAST, MOST = 32, 256
-"""Tokens of text from which the choice is learnt."""
+"""Smallest and largest number of tokens of a text from which the sublayers to skip are chosen."""
 
 
 class SkippingDrafter(StepwiseDrafter):
-    """Drafts by the model that verifies, for all rows of a batch at once.
+    """Drafts with the verifying model itself, without some of its sublayers, for all rows of a batch at once.
 
     Args:
-        ratios: of the sublayers to skip; by default they are learnt from the first text that is long enough, by one
-            pass over its newest tokens.
-        share: of the bytes moved for a token that drafting saves, where they are learnt.
+        ratios: the sublayers to skip, each with its factor r (see `Ratios`); by default they are chosen by one pass
+            over the newest tokens of the first text that is long enough.
+        share: fraction of the bytes moved per token that drafting avoids; used only if `ratios` is not given.
 
     Raises:
-        ConfigError: at `share`, the sublayers of the model are not known.
+        ConfigError: raised by `attach` if the sublayers of the model are not known.
     """
 
     def __init__(self, speculation: Speculation, *, ratios: Ratios | None = None, share: float = SHARE) -> None:
@@ -47,29 +48,27 @@ class SkippingDrafter(StepwiseDrafter):
         self.ratios, self.share = ratios, share
 
     def attach(self, model: Adapter, cache: KVCache) -> None:
-        """Draft in the engine's own cache."""
+        """Use the model and the cache of the engine itself for drafting."""
         check_skips(model)
         sublayers(model.model)
         self.model, self.cache = model, cache
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
-        """None is drafted before there is text to learn from."""
+        """Grade 0 for every row; -1 until some text is long enough to choose the sublayers from."""
         ready = self.ratios is not None or any(len(row.history) >= LEAST for row in rows)
         return [0 if ready else -1] * len(rows)
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         if self.ratios is None:
-            self.ratios = self._learn(max((row.history for row in rows), key=len))
+            history = max((row.history for row in rows), key=len)
+            newest = torch.tensor([history[-min(MOST, self.model.context) :]])
+            self.ratios = make_plan(self.model, [newest], self.share, context=len(history), measure=False).ratios
         lengths = list(self.cache.lengths)
         try:
             with skipping(self.model.model, self.ratios):
                 return super().draft(rows, counts)
         finally:
             self.cache.lengths[:] = lengths
-
-    def _learn(self, history: Sequence[int]) -> Ratios:
-        newest = torch.tensor([history[-min(MOST, self.model.context) :]])
-        return make_plan(self.model, [newest], self.share, context=len(history), measure=False).ratios
 
     def _unread(self, row: Row) -> list[int]:
         return row.history[-1:]

@@ -1,4 +1,4 @@
-"""Drafters that read one drafted token after the other, as plain decoding would."""
+"""Drafters that generate their drafts token by token, as plain decoding would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class StepwiseDrafter(Drafter):
-    """Samples from a model as the request does: where verification is invariant, by the random numbers of the text."""
+    """Samples drafts from a model with the request's sampling settings. If verification is invariant, the drafter uses
+    the random numbers that plain decoding would use."""
 
     model: Adapter
     cache: KVCache
@@ -31,10 +32,11 @@ class StepwiseDrafter(Drafter):
 
     @abstractmethod
     def _unread(self, row: Row) -> list[int]:
-        """The tokens at the end of a text that the cache does not hold."""
+        """The last tokens of a text, which are not in the cache yet and which the first drafting pass reads."""
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """One pass for each token of the longest draft, over the rows that still want one."""
+        """Draft with one pass per token of the longest draft; each pass covers the rows whose drafts are not
+        complete."""
         drafts: list[list[Drawn]] = [[] for _ in rows]
         asked = [index for index, count in enumerate(counts) if count]
         fresh = {index: self._unread(rows[index]) for index in asked}
@@ -45,10 +47,15 @@ class StepwiseDrafter(Drafter):
             for index, drawn in zip(asked, draw(positions), strict=True):
                 drafts[index].append(drawn)
                 fresh[index] = drawn.tokens
-        return [self._result(row, drawn) for row, drawn in zip(rows, drafts, strict=True)]
+        results = []
+        for steps in drafts:
+            chances = [step.chances for step in steps if step.chances is not None]
+            q = torch.cat(chances) if chances and not self.invariant else None
+            results.append(DraftTokens([token for step in steps for token in step.tokens], q))
+        return results
 
     def _read(self, fresh: dict[int, list[int]]) -> dict[int, Tensor]:
-        """The logits (1, V) that follow the fresh tokens of each slot."""
+        """Read the fresh tokens of each slot, and return the logits (1, V) after them."""
         first, end = min(fresh), max(fresh) + 1
         counts = [len(fresh.get(slot, ())) for slot in range(first, end)]
         tokens = torch.zeros(end - first, max(counts), dtype=torch.int64)
@@ -58,15 +65,11 @@ class StepwiseDrafter(Drafter):
         return {slot: logits[slot - first, len(own) - 1 : len(own)] for slot, own in fresh.items()}
 
     def _positions(self, row: Row, drawn: Sequence[Drawn], logits: Tensor) -> Positions:
-        text = [*row.history, *(token for each in drawn for token in each.tokens)] if drawn else row.history
+        """The next position of a row's draft, with its logits and the key of its random numbers."""
+        text = [*row.history, *(token for step in drawn for token in step.tokens)] if drawn else row.history
         seed, start = row.request.sampling.seed, len(row.history)
         if self.invariant:
             own = key(seed, Purpose.TEXT, len(text))
         else:
             own = key(seed, Purpose.DRAFT, len(text), start)
         return Positions(logits, text, row.request.sampling, [own])
-
-    def _result(self, row: Row, drawn: Sequence[Drawn]) -> DraftTokens:
-        tokens = [token for each in drawn for token in each.tokens]
-        chances = [each.chances for each in drawn if each.chances is not None]
-        return DraftTokens(tokens, torch.cat(chances) if chances and not self.invariant else None)

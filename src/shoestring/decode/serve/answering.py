@@ -1,12 +1,13 @@
-"""An answer, from the texts of a batch: whole, or as a stream of server-sent events."""
+"""Answers to requests, sent as one JSON document or as a stream of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shoestring.core.errors import NonFiniteError
-from shoestring.decode.request import TokenLogprob
+from shoestring.decode.request import Request, TokenLogprob
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import Batch, EngineThread, News
 from shoestring.decode.serve.errors import RequestError, overdue, stopping
@@ -23,66 +24,87 @@ from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.writing import Writing
 
+log = logging.getLogger("shoestring.serve")
+
 T = TypeVar("T")
 PARTING = 2.0
-"""Seconds to send the last words of a stream that is cut off."""
+"""Seconds in which the final error event of a stream must be sent."""
 
 
 @dataclass
 class _Text:
-    """One text on its way out."""
+    """The state of one text of an answer."""
 
     writing: Writing
     counted: int = 0
-    """Tokens, up to and with the one that completes a stop string."""
+    """Number of tokens, including the one that completes a stop string."""
     reused: int = 0
+    """Number of tokens of the prompt that were already in the cache."""
     begun: float = 0.0
+    """Time of the first token, by `time.monotonic`; 0 before the first token."""
     done: bool = False
     parts: list[str] = field(default_factory=list)
+    """Pieces of the text so far; used only if the answer is not streamed."""
     logprobs: Json | None = None
+    """Log-probabilities so far; used only if the answer is not streamed."""
     reason: str | None = None
+    """Why the text ended; None while it is generated."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """Some of a text, ready to be sent."""
+    """A piece of a text, ready to be sent."""
 
     index: int
+    """Index of the text in the answer."""
     text: str
     logprobs: Json | None
     reason: str | None
+    """Why the text ended; None before its last piece."""
     first: bool
+    """Whether this is the first piece of the text."""
     draft: Json | None = None
-    """The tokens that were drafted for it, how many of them were accepted, and how many characters those have."""
+    """Drafted tokens of the piece, the number of accepted ones, and the number of characters that the accepted ones
+    make up; None unless the client has asked for them."""
 
 
 class Answer:
-    """The answer to one request: `start` takes slots, and whoever calls it calls `close`, which frees them.
+    """The answer to one request. `start` queues the texts; `close` must be called afterwards, and frees their slots.
 
     Args:
-        began: when the request came, by `time.monotonic`.
+        began: time at which the request arrived, by `time.monotonic`.
+        namespace: cached keys and values of prompts are reused only by requests of the same namespace.
     """
 
     def __init__(
-        self, asked: Asked, form: AnswerForm, served: Served, worker: EngineThread, metrics: Metrics, began: float
+        self,
+        asked: Asked,
+        form: AnswerForm,
+        served: Served,
+        worker: EngineThread,
+        metrics: Metrics,
+        began: float,
+        namespace: str = "",
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = asked.requests(served)
+        self.requests = list(_requests(asked, served, namespace))
         stream = served.tokenizer.stream
-        self.texts = [_Text(Writing(stream(), asked.stops)) for _ in self.requests]
+        self.texts = [
+            _Text(Writing(stream(request.tokens, asked.skip_special_tokens), asked.stops)) for request in self.requests
+        ]
         self.batch: Batch | None = None
 
     def start(self) -> None:
-        """Have the texts generated."""
+        """Queue the texts for the engine."""
         self.batch = self.worker.submit(self.requests)
 
     def close(self) -> None:
-        """End what is unfinished."""
+        """Cancel the unfinished texts."""
         if self.batch is not None:
             self.worker.cancel(self.batch)
 
     async def said(self) -> AsyncIterator[Said]:
-        """The texts as they grow.
+        """Yield pieces of the texts as they grow.
 
         Raises:
             RequestError: a text cannot be finished.
@@ -91,15 +113,25 @@ class Answer:
         while not all(text.done for text in self.texts):
             news = await self.batch.news.get()
             if not self.texts[news.index].done:
-                yield self._take(news)
+                try:
+                    piece = self._take(news)
+                except RequestError:
+                    raise
+                except Exception as error:  # such as tokens that the tokenizer cannot decode
+                    log.exception("a text could not be written")
+                    self.metrics.endings.add(reason="failed")
+                    raise _failed(error) from error
+                yield piece
+                await asyncio.sleep(0)  # lets other tasks run if much progress has been reported at once
                 if self.texts[news.index].done and news.ending is None:
                     self.worker.cancel(self.batch, news.index)
 
     def _take(self, news: News) -> Said:
+        """Turn the progress of a text into a piece to send, and end the text at a stop string."""
         text, now = self.texts[news.index], time.monotonic()
         if news.ending in ("cancelled", "failed"):
             self.metrics.endings.add(reason=news.ending)
-            raise stopping() if news.ending == "cancelled" else _failed(news)
+            raise stopping() if news.ending == "cancelled" else _failed(news.error)
         first = not text.begun
         if first:
             text.begun, text.reused = now, news.reused
@@ -133,6 +165,7 @@ class Answer:
         return Said(news.index, "".join(pieces), logprobs, text.reason, first, draft)
 
     def _finish(self, text: _Text, reason: str | None, now: float) -> None:
+        """Mark a text as done, and count it in the metrics."""
         text.done, text.reason = True, reason
         self.metrics.endings.add(reason=str(reason))
         self.metrics.whole.observe(now - self.began)
@@ -143,33 +176,30 @@ class Answer:
         return self.asked.prompts[index // self.asked.count]
 
     def _echo(self, news: News) -> Said:
-        """The prompt, where it is to be repeated."""
+        """The first piece of a text: the prompt if it is to be echoed, else nothing."""
         if not self.asked.echo:
             return Said(news.index, "", None, None, True)
         prompt, logprobs = self._prompt(news.index), None
         if self.asked.logprobs is not None and isinstance(self.form, CompletionForm):
-            logprobs = self.form.prompt_logprobs(prompt.tokens, news.prompt_logprobs)
+            logprobs = self.form.prompt_logprobs(prompt, news.prompt_logprobs)
         return Said(news.index, prompt.text, logprobs, None, True)
 
     def usage(self) -> Json:
-        """Tokens; each prompt counts once."""
+        """Token counts of the answer; a prompt counts once, however many texts continue it."""
+        count = self.asked.count
+        groups = [self.texts[at : at + count] for at in range(0, len(self.texts), count)]  # the texts of each prompt
         return usage(
             sum(len(prompt.tokens) for prompt in self.asked.prompts),
             sum(text.counted for text in self.texts),
-            sum(max((text.reused for text in group), default=0) for group in self._groups()),
+            sum(max((text.reused for text in group), default=0) for group in groups),
         )
 
-    def _groups(self) -> list[list[_Text]]:
-        """The texts of each prompt."""
-        count = self.asked.count
-        return [self.texts[at : at + count] for at in range(0, len(self.texts), count)]
-
     async def whole(self) -> Json:
-        """The answer at once."""
-        async for said in self.said():
-            text = self.texts[said.index]
-            text.parts.append(said.text)
-            text.logprobs = joined(text.logprobs, said.logprobs)
+        """Wait until all texts have ended, and return the whole answer."""
+        async for piece in self.said():
+            text = self.texts[piece.index]
+            text.parts.append(piece.text)
+            text.logprobs = joined(text.logprobs, piece.logprobs)
         choices = [
             self.form.choice(index, "".join(text.parts), text.logprobs, text.reason)
             for index, text in enumerate(self.texts)
@@ -177,11 +207,11 @@ class Answer:
         return self.form.whole(choices, self.usage())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
-        async for said in self.said():
-            if said.first or said.text or said.logprobs or said.reason or said.draft:
-                part = self.form.part(said.index, said.text, said.logprobs, said.reason, said.first)
-                part |= {"draft": said.draft} if said.draft else {}
+        """Yield the answer as server-sent events."""
+        async for piece in self.said():
+            if piece.first or piece.text or piece.logprobs or piece.reason or piece.draft:
+                part = self.form.part(piece.index, piece.text, piece.logprobs, piece.reason, piece.first)
+                part |= {"draft": piece.draft} if piece.draft else {}
                 yield event(self.form.piece([part]))
         if self.asked.usage:
             yield event(self.form.piece([], self.usage()))
@@ -189,11 +219,12 @@ class Answer:
 
 
 class Stream(Response):
-    """An answer that is sent as it comes. An error in the middle becomes an event, and there is no [DONE] then.
+    """A response that sends an answer as it is generated. After an error, the last event of the stream is the error
+    instead of [DONE].
 
     Args:
-        answer: one that has started; it is closed in the end.
-        seconds: that all of it may take.
+        answer: a started answer; it is closed at the end.
+        seconds: time limit of the whole response.
     """
 
     def __init__(self, answer: Answer, seconds: float) -> None:
@@ -204,35 +235,44 @@ class Stream(Response):
         self.answer, self.seconds = answer, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_events() -> None:
+            async for data in self.answer.events():
+                await send(_body(data, more=True))
+            await send(_body(b""))
+
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_gone(receive, self._send(send), self.seconds)
+            await unless_gone(receive, send_events(), self.seconds)
         except ClientDisconnect:
             return
         except RequestError as refusal:
             last = event(refusal.content)
-            # A client that takes nothing in does not get this either; the connection is then closed as it is.
+            # A client that reads nothing will not read the error either; the connection is then closed without it.
             async with asyncio.timeout(PARTING):
                 await send(_body(last))
+        except Exception:
+            log.exception("an answer could not be streamed")
+            async with asyncio.timeout(PARTING):
+                await send(_body(event(_failed().content)))
         finally:
             self.answer.close()
 
-    async def _send(self, send: Send) -> None:
-        async for data in self.answer.events():
-            await send(_body(data, more=True))
-        await send(_body(b""))
-
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """What `work` returns, unless the client disconnects or it takes too long: it is then cancelled.
+    """Return the result of `work`, but cancel it if the client disconnects or the time is up.
 
     Raises:
-        ClientDisconnect: the client is gone.
-        RequestError: it took too long.
+        ClientDisconnect: the client has disconnected.
+        RequestError: the time is up.
     """
+
+    async def disconnection() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     tasks: tuple[asyncio.Task[T], asyncio.Task[None]] = (
         asyncio.create_task(work),
-        asyncio.create_task(_disconnection(receive)),
+        asyncio.create_task(disconnection()),
     )
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -247,13 +287,27 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnection(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _requests(asked: Asked, served: Served, namespace: str) -> Iterator[Request]:
+    """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
+
+    A text ends where the context is full; its `finish_reason` is then `length`.
+    """
+    most = served.max_tokens if asked.max_new is None else asked.max_new
+    for prompt in asked.prompts:
+        for number in range(asked.count):
+            yield Request(
+                tokens=prompt.tokens,
+                max_new=min(most, served.context - len(prompt.tokens)),
+                sampling=replace(asked.sampling, seed=(asked.sampling.seed + number) % 2**63),
+                stop=served.stop.union(asked.stop_token_ids),
+                logprobs=asked.logprobs,
+                prompt_logprobs=asked.echo and asked.logprobs is not None,
+                namespace=namespace,
+            )
 
 
 def event(content: Json) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -261,7 +315,8 @@ def _body(data: bytes, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def _failed(news: News) -> RequestError:
-    if isinstance(news.error, NonFiniteError):
-        return RequestError(500, str(news.error), code="not_finite", headers={"x-should-retry": "false"})
+def _failed(error: Exception | None = None) -> RequestError:
+    """Build the error that is sent to a client whose text has failed."""
+    if isinstance(error, NonFiniteError):
+        return RequestError(500, str(error), code="not_finite", headers={"x-should-retry": "false"})
     return RequestError(500, "the text could not be generated; the server's log says why", code="failed")

@@ -1,13 +1,12 @@
-"""The ASGI application: who may come in, what is at which path, and what is counted and logged of it."""
+"""The ASGI application: routes, access control, admission of requests, metrics and the access log."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -22,23 +21,25 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoestring.decode.serve import asking
 from shoestring.decode.serve.answering import Answer, Stream, unless_gone
+from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
 from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
+from shoestring.decode.serve.understanding import Kind, Understanding
 
 log = logging.getLogger("shoestring.serve")
 
 OPEN = ("/", "/page.js", "/page.css", "/health")
-"""Paths without an API key: the page, which holds nothing, and what a supervisor asks."""
-INLINE = 8192
-"""Bytes of a request up to which it is encoded at once; longer ones are encoded in another thread."""
+"""Paths that need no API key: the web page, which holds no secrets, and the health check for a supervisor."""
+BODIES = 16
+"""Limit on the request bodies in memory, as a number of bodies of the largest size; further ones are refused with
+status 429."""
 GONE = 499
-"""What the log says of a client that did not wait."""
+"""HTTP status that is logged if the client disconnected before the answer."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -51,18 +52,21 @@ PAGE = {
 
 
 class App:
-    """What a server knows: the model, the engine's thread and the limits. `asgi` is the application.
+    """The server's application, `asgi`, with the model, the engine's thread and the limits.
 
-    The thread starts with the application's lifespan and ends with it.
+    The engine's thread starts and ends with the application's lifespan.
     """
 
     def __init__(self, served: Served, worker: EngineThread, settings: Serving) -> None:
         self.served, self.worker, self.settings = served, worker, settings
+        self.understanding = Understanding(served, settings.preparation)
         self.metrics = Metrics()
+        self.held = 0
+        """Bytes of request bodies in memory."""
         self.stopping = False
-        """Nothing new is taken any more."""
+        """Whether the server is shutting down; it then refuses new requests."""
         self.connections = 0
-        """Open ones."""
+        """Number of open connections."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -73,12 +77,13 @@ class App:
             *(Route(path, self.page) for path in PAGE),
         ]
         middleware = [Middleware(_Gate, app=self)]
-        if settings.origins:
+        if settings.allow_origin:
             pages = Middleware(
                 CORSMiddleware,
-                allow_origins=list(settings.origins),
+                allow_origins=list(settings.allow_origin),
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type"],
+                allow_headers=["*"],  # client libraries send headers of their own, which give a page no further rights
+                expose_headers=["Retry-After", "X-Should-Retry"],
             )
             middleware.insert(0, pages)
         self.asgi = Starlette(
@@ -99,29 +104,26 @@ class App:
         try:
             yield
         finally:
+            await asyncio.to_thread(self.understanding.close)
             await self.worker.close()
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, asking.completion, CompletionForm(self.served))
+        return await self._answer(request, "completion", CompletionForm(self.served))
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, asking.chat, ChatForm(self.served))
+        return await self._answer(request, "chat", ChatForm(self.served))
 
-    async def _answer(
-        self, request: Request, understand: Callable[[Any, Served], asking.Asked], form: AnswerForm
-    ) -> Response:
+    async def _answer(self, request: Request, kind: Kind, form: AnswerForm) -> Response:
+        """Answer a request for texts with one JSON document or a stream."""
         began = time.monotonic()
-        self._check_open()
-        raw = await self._body(request)
-        if len(raw) > INLINE:
-            asked = await asyncio.to_thread(lambda: understand(_parsed(raw), self.served))
-        else:
-            asked = understand(_parsed(raw), self.served)
+        self._admit(1)
+        asked = await self._understand(request, kind, began)
         self._admit(len(asked.prompts) * asked.count)
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began)
-        answer.start()  # nothing is awaited since it was admitted
+        namespace = "" if self.settings.share_prefixes else str(request.scope["key"])
+        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace)
+        answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
         if asked.stream:
@@ -131,61 +133,82 @@ class App:
         finally:
             answer.close()
 
+    async def _understand(self, request: Request, kind: Kind, began: float) -> Asked:
+        """Receive the body of a request, and parse and check it."""
+        raw = bytearray()
+        try:
+            await self._receive(request, raw)
+            if self.understanding.inline(kind, raw):
+                return self.understanding.now(kind, raw)
+            seconds = self.settings.timeout - (time.monotonic() - began)
+            return await unless_gone(request.receive, self.understanding.later(kind, bytes(raw)), seconds)
+        finally:
+            self.held -= len(raw)
+
     def _check_open(self) -> None:
+        """Refuse requests while the server shuts down, or after the engine's thread has ended."""
         if self.stopping:
             raise stopping()
         if not self.worker.alive:
-            raise RequestError(503, "the engine does not run", code="engine_stopped")
+            raise RequestError(503, "the engine is not running", code="engine_stopped")
 
     def _admit(self, texts: int) -> None:
-        """Refuse what the queue has no room for."""
+        """Refuse a request whose texts do not fit into the queue."""
         self._check_open()
         slots = len(self.worker.engine.seated)
         if texts > slots + self.settings.queue:
-            raise invalid(f"{texts} texts are more than the {slots + self.settings.queue} that can wait at a time", "n")
+            raise invalid(
+                f"{texts} texts are too many: at most {slots + self.settings.queue} can be queued at a time",
+                "n",
+            )
         if self.worker.unfinished + texts > slots + self.settings.queue:
-            raise busy(f"{self.waiting} texts wait already; ask again later", seconds=5)
+            raise busy(f"{self.waiting} texts are already waiting; try again later", seconds=5)
 
     @property
     def waiting(self) -> int:
-        """Texts without a slot."""
+        """Number of texts that wait for a slot."""
         return max(0, self.worker.unfinished - len(self.worker.engine.seated))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _receive(self, request: Request, received: bytearray) -> None:
+        """Receive the body of a request, within the limits on its size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(
                 415, "the body is not declared as JSON; send the header `Content-Type: application/json`"
             )
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError(415, "the body is compressed; send it as it is")
-        limit, length, received = self.settings.body, 0, bytearray()
+            raise RequestError(415, "the body is compressed; send it uncompressed")
+        limit, length = self.settings.body, 0
         try:
             async with asyncio.timeout(self.settings.patience):
                 async for part in request.stream():
                     length += len(part)
                     if length <= limit:
+                        if self.held + len(part) > BODIES * limit:
+                            raise busy("too many long requests are waiting; try again later", seconds=5)
                         received += part
-                    elif length > 2 * limit:  # below, it is taken in, so that the client gets to read why it is refused
+                        self.held += len(part)
+                    elif length > 2 * limit:  # read this far, because a client reads a refusal only after sending
                         break
         except TimeoutError as error:
-            raise RequestError(408, "the body did not come in time", headers={"Connection": "close"}) from error
+            raise RequestError(408, "the body did not arrive in time", headers={"Connection": "close"}) from error
         if length > limit:
             raise RequestError(413, f"the body has more than {limit} bytes", headers={"Connection": "close"})
-        return bytes(received)
 
-    # -- what the server is --------------------------------------------------------------------------------------------
+    # -- about the server ----------------------------------------------------------------------------------------------
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
         if request.path_params["name"] != self.served.name:
-            raise RequestError(404, f"there is no such model; this is `{self.served.name}`", code="model_not_found")
+            raise RequestError(
+                404, f"there is no such model; this server has `{self.served.name}`", code="model_not_found"
+            )
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
-        """What OpenAI's API says of a model, and what the page wants to know."""
+        """The description of the model in the form of OpenAI's API, with further fields for the web page."""
         return {
             "id": self.served.name,
             "object": "model",
@@ -193,7 +216,7 @@ class App:
             "owned_by": "shoestring",
             "context": self.served.context,
             "max_tokens": self.served.max_tokens,
-            "chat": self.served.template is not None,
+            "chat": self.served.chat,
             "drafts": self.worker.engine.speculator is not None,
         }
 
@@ -207,14 +230,14 @@ class App:
         drafts, drafted, accepted = counts.drafts.drafts, sum(counts.drafts.drafted), sum(counts.drafts.accepted)
         counters = {
             "generated_tokens_total": ("Tokens generated.", counts.generated),
-            "prompt_tokens_total": ("Tokens of prompts that passed through the model.", counts.read),
-            "reused_prompt_tokens_total": ("Tokens of prompts that were in the cache.", counts.reused),
+            "prompt_tokens_total": ("Prompt tokens that the model has read.", counts.read),
+            "reused_prompt_tokens_total": ("Prompt tokens that were taken from the cache.", counts.reused),
             "decoding_passes_total": ("Passes of the model over all active texts.", counts.passes),
             "prompt_passes_total": ("Passes of the model over a part of a prompt.", counts.chunks),
             "drafts_total": ("Drafts that were verified.", drafts),
             "drafted_tokens_total": ("Tokens drafted.", drafted),
             "accepted_tokens_total": ("Drafted tokens that were accepted.", accepted),
-            "failed_passes_total": ("Passes of the model that raised an error.", self.worker.failures),
+            "failed_passes_total": ("Passes of the model that raised an error.", counts.failed),
         }
         gauges = {
             "connections": ("Open connections.", self.connections),
@@ -237,7 +260,7 @@ class App:
 
 
 class _Gate:
-    """Checks each request before anything is made of it, counts it, and logs it in one line without its content."""
+    """Middleware that checks, counts and logs every request; the log line does not show the content of the request."""
 
     def __init__(self, inner: ASGIApp, app: App) -> None:
         self.inner, self.app = inner, app
@@ -254,7 +277,7 @@ class _Gate:
                 message["headers"] = [*message["headers"], *_HEADERS]
             try:
                 await send(message)
-            except LocalProtocolError:  # uvicorn itself refused the rest of the request, and has closed the connection
+            except LocalProtocolError:  # uvicorn has refused the rest of the request and closed the connection
                 status = GONE
 
         try:
@@ -273,21 +296,25 @@ class _Gate:
             self._log(scope, status, time.monotonic() - began)
 
     def _check(self, request: Request) -> None:
-        """That it comes by a name of this machine, and with a key where one is needed."""
+        """Refuse a request that was sent to another host name, or that lacks a valid API key where one is needed."""
         settings = self.app.settings
         host = re.sub(r":\d*$", "", request.headers.get("host", ""))
         if settings.loopback and not is_loopback(host):
-            # A web page could have its own name lead here (DNS rebinding), and would then count as the same origin.
-            raise RequestError(403, "this server answers to names of this machine only, such as localhost")
+            # DNS rebinding: if a web page's host name resolves to this machine, the browser treats this server as the
+            # page's own origin.
+            raise RequestError(403, "this server only answers requests to names of this machine, such as localhost")
         if request.scope["path"] not in OPEN:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            if settings.api_keys and not (scheme.lower() == "bearer" and settings.admits(key.strip())):
+            number = settings.find_key(key.strip() if scheme.lower() == "bearer" else "")
+            request.scope["key"] = number
+            if number is None:
                 hint = {"WWW-Authenticate": "Bearer"}
                 raise RequestError(
                     401, "no valid API key was sent as a bearer token", code="invalid_api_key", headers=hint
                 )
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        """Write one line to the access log."""
         client, path = scope.get("client") or ("-", 0), scope.get("raw_path", b"").decode("ascii", "replace")
         answer: Answer | None = scope.get("answer")
         tokens = ""
@@ -302,13 +329,6 @@ _HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
-
-
-def _parsed(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        raise invalid(f"the body is not valid JSON: {str(error)[:200]}") from error
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -327,4 +347,4 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 
 async def _bug(_: Request, __: Exception) -> Response:
-    return RequestError(500, "the server has failed; its log says why", code="failed").response()
+    return RequestError(500, "the server has failed; see the server's log", code="failed").response()

@@ -1,25 +1,27 @@
-"""What a client asks for: the fields of a request, checked, and its prompts as tokens."""
+"""Parses and checks the fields of a request, and encodes its prompts; free of torch.
+
+Lengths and counts are compared with the size of the context before any text is rendered or encoded.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from shoestring.core.errors import ConfigError
-from shoestring.decode.request import Request
+from shoestring.core.errors import ConfigError, DataError
 from shoestring.decode.serve.errors import RequestError, invalid
-from shoestring.decode.serve.fields import Fields, is_text
+from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
-from shoestring.decode.settings import Sampling
+from shoestring.decode.settings import Sampling, SamplingRule
 
 STOPS, STOP_LENGTH = 16, 256
-"""The most stop strings, and their most characters."""
+"""Largest number of stop strings, and largest number of characters of one stop string."""
 TEXTS = 128
-"""The most texts of one prompt."""
+"""Largest number of prompts in a request, and largest number of texts for one prompt."""
 TOP = 20
-"""The most alternatives of a token that are listed."""
+"""Largest number of likeliest tokens that are listed at each position."""
 ROLES = ("system", "developer", "user", "assistant")
 
 _HARMLESS = (
@@ -31,111 +33,92 @@ _HARMLESS = (
     "parallel_tool_calls",
     "prediction",
 )
-"""Fields that change no text here."""
+"""Fields of OpenAI's API that are accepted and ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A text to continue."""
+    """A prompt, as tokens."""
 
     tokens: Sequence[int]
     text: str = ""
-    """What `echo` repeats."""
+    """The prompt as text; empty unless the answer repeats the prompt."""
+    added: int = 0
+    """Number of leading tokens that the tokenizer has put before the text; the answer does not repeat these."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out where the answer repeats the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a request asks for."""
+    """A parsed and checked request."""
 
     prompts: Sequence[Prompt]
     count: int
-    """Texts of each prompt."""
+    """Number of texts for each prompt."""
     max_new: int | None
-    """None is as many tokens as there is room for."""
+    """Largest number of tokens of a text; None allows as many as the context has room for."""
     sampling: Sampling
-    """Of the first text of each prompt; the seeds of the others follow its."""
+    """Sampling settings of the first text of each prompt; further texts of the prompt use the seeds that follow."""
     stops: Sequence[str]
+    """Stop strings."""
     logprobs: int | None
+    """Number of likeliest tokens whose log-probabilities are returned; None returns no log-probabilities."""
     chat: bool = False
+    """Whether the request is a chat."""
     echo: bool = False
+    """Whether the answer repeats the prompt."""
     stream: bool = False
+    """Whether the answer is streamed."""
     usage: bool = False
-    """A stream ends with the usage."""
+    """Whether the last event of a stream before [DONE] holds the token counts."""
     drafts: bool = False
-    """A stream tells which drafted tokens were accepted and rejected."""
-
-    def requests(self, served: Served) -> list[Request]:
-        """What the engine is asked for: all texts of the first prompt, then those of the second, …
-
-        A text that would be longer than the context has room for ends there, as its `finish_reason` says.
-
-        Raises:
-            RequestError: a prompt leaves no room.
-        """
-        found = []
-        for prompt in self.prompts:
-            room, most = served.context - len(prompt.tokens), self.max_new
-            if room < 0 or (room == 0 and most != 0):
-                raise invalid(
-                    f"the prompt has {len(prompt.tokens)} tokens, which leaves no room in the context of "
-                    f"{served.context}",
-                    "messages" if self.chat else "prompt",
-                    "context_length_exceeded",
-                )
-            wanted = min(served.max_tokens if most is None else most, room)
-            for number in range(self.count):
-                sampling = replace(self.sampling, seed=(self.sampling.seed + number) % 2**63)
-                found.append(
-                    Request(
-                        tokens=prompt.tokens,
-                        max_new=wanted,
-                        sampling=sampling,
-                        stop=served.stop,
-                        logprobs=self.logprobs,
-                        prompt_logprobs=self.echo and self.logprobs is not None,
-                    )
-                )
-        return found
+    """Whether a stream reports which drafted tokens were accepted and which were rejected."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    stop_token_ids: Sequence[int] = ()
+    """Ids of tokens that end the text, in addition to the tokens that end every text."""
 
 
 def completion(content: Any, served: Served) -> Asked:
-    """Of /v1/completions.
+    """Parse a request to /v1/completions.
 
     Raises:
         RequestError: a field is wrong, or not supported.
     """
-    fields = Fields(content)
+    fields = RequestFields(content)
     _common(fields, served)
     fields.only("suffix", [""], "text is generated behind the prompt only")
     count = fields.integer("n", 1, 1, TEXTS)
     fields.only("best_of", [1, count], "every text is returned")
-    logprobs = fields.integer("logprobs", -1, 0, TOP)
+    logprobs, echo = fields.integer("logprobs", -1, 0, TOP), fields.flag("echo")
     asked = Asked(
-        prompts=_prompts(fields, served),
+        prompts=_prompts(fields, served, echo),
         count=count,
         max_new=fields.integer("max_tokens", 16, 0, served.max_tokens),
-        sampling=_sampling(fields),
-        stops=fields.texts("stop", STOPS, STOP_LENGTH),
+        sampling=_sampling(fields, served.defaults.rule),
         logprobs=None if logprobs < 0 else logprobs,
-        echo=fields.flag("echo"),
+        echo=echo,
+        **_shown(fields, served),
         **_streaming(fields),
     )
     fields.finish()
-    return asked
+    return _fitting(asked, served)
 
 
 def chat(content: Any, served: Served) -> Asked:
-    """Of /v1/chat/completions.
+    """Parse a request to /v1/chat/completions.
 
     Raises:
         RequestError: a field is wrong or not supported, or the model has no chat template.
     """
-    if served.template is None:
+    if not served.chat:
         raise invalid(f"`{served.name}` has no chat template; use /v1/completions", "messages", "no_chat_template")
-    fields = Fields(content)
+    fields = RequestFields(content)
     _common(fields, served)
     for name in ("tools", "functions"):
         fields.only(name, [[]], "this server calls no tools")
+    fields.only("add_special_tokens", [False], "the chat template writes them")
     for name in ("tool_choice", "function_call"):
         fields.only(name, ["none", "auto"], "this server calls no tools")
     fields.only("response_format", [{"type": "text"}], "text is not constrained to a format")
@@ -151,22 +134,42 @@ def chat(content: Any, served: Served) -> Asked:
         prompts=[Prompt(tokens=_conversation(fields, served, arguments))],
         count=fields.integer("n", 1, 1, TEXTS),
         max_new=next((limit for limit in limits if limit > 0), None),
-        sampling=_sampling(fields),
-        stops=fields.texts("stop", STOPS, STOP_LENGTH),
+        sampling=_sampling(fields, served.defaults.rule),
         logprobs=top if listed else None,
         chat=True,
+        **_shown(fields, served),
         **_streaming(fields),
     )
     fields.finish()
+    return _fitting(asked, served)
+
+
+def _fitting(asked: Asked, served: Served) -> Asked:
+    """Return the request if each of its prompts leaves room for a token in the context; else raise a `RequestError`."""
+    for prompt in asked.prompts:
+        room = served.context - len(prompt.tokens)
+        if room < 0 or (room == 0 and asked.max_new != 0):
+            raise _too_long(served, f"{len(prompt.tokens)} tokens", asked.chat)
     return asked
 
 
-def _common(fields: Fields, served: Served) -> None:
-    """What both kinds have and nothing more is made of."""
+def _too_long(served: Served, length: str, chat: bool = False) -> RequestError:
+    return invalid(
+        f"the prompt has {length}, which leaves no room in the context of {served.context} tokens",
+        "messages" if chat else "prompt",
+        "context_length_exceeded",
+    )
+
+
+def _common(fields: RequestFields, served: Served) -> None:
+    """Check the fields that completions and chats share and that do not change the text."""
     name = fields.text("model")
     if name is not None and name != served.name:
         raise RequestError(
-            404, f"there is no model `{name[:100]}`; this is `{served.name}`", param="model", code="model_not_found"
+            404,
+            f"there is no model `{name[:100]}`; this server has `{served.name}`",
+            param="model",
+            code="model_not_found",
         )
     for penalty in ("frequency_penalty", "presence_penalty"):
         fields.only(penalty, [0, 0.0], "use `repetition_penalty`")
@@ -176,36 +179,55 @@ def _common(fields: Fields, served: Served) -> None:
     fields.ignore(*_HARMLESS)
 
 
-def _sampling(fields: Fields) -> Sampling:
-    temperature, top_p = fields.number("temperature", 1.0, 0.0, 100.0), fields.number("top_p", 1.0, 0.0, 1.0)
+def _sampling(fields: RequestFields, default: SamplingRule) -> Sampling:
+    temperature = fields.number("temperature", default.temperature, 0.0, 100.0)
+    top_p = fields.number("top_p", default.top_p, 0.0, 1.0)
     seed = fields.integer("seed", -1, -(2**63), 2**64)
-    return Sampling(
-        temperature=temperature,
-        top_k=max(fields.integer("top_k", 0, -1, 2**31), 0),
-        top_p=top_p or 1e-9,  # OpenAI allows 0, which leaves the likeliest token
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100.0),
-        seed=seed % 2**63 if fields.get("seed") is not None else secrets.randbits(63),
-    )
+    try:
+        return Sampling(
+            temperature=temperature,
+            top_k=max(fields.integer("top_k", default.top_k, -1, 2**31), 0),
+            top_p=top_p or 1e-9,  # OpenAI allows 0, which leaves only the likeliest token
+            min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
+            repetition_penalty=fields.number("repetition_penalty", default.repetition_penalty, 0.01, 100.0),
+            seed=seed % 2**63 if fields.get("seed") is not None else secrets.randbits(63),
+        )
+    except ConfigError as error:
+        raise invalid(str(error)) from error
 
 
-def _streaming(fields: Fields) -> dict[str, bool]:
+def _shown(fields: RequestFields, served: Served) -> dict[str, Any]:
+    """Parse the fields that say how a text ends and whether special tokens are shown."""
+    ends = fields.get("stop_token_ids") or []
+    if not isinstance(ends, list) or len(ends) > STOPS or not all(type(token) is int for token in ends):
+        raise fields.wrong("stop_token_ids", f"is not a list of up to {STOPS} tokens")
+    if not all(0 <= token < served.vocabulary for token in ends):
+        raise fields.wrong("stop_token_ids", f"has a token that is not from 0 to {served.vocabulary - 1}")
+    return {
+        "stops": fields.texts("stop", STOPS, STOP_LENGTH),
+        "stop_token_ids": ends,
+        "skip_special_tokens": fields.flag("skip_special_tokens", default=True),
+    }
+
+
+def _streaming(fields: RequestFields) -> dict[str, Any]:
     stream = fields.flag("stream")
     options = fields.get("stream_options")
     if options is not None and not stream:
         raise fields.wrong("stream_options", "needs `stream` to be true")
-    inner = Fields({} if options is None else options, "stream_options")
+    inner = RequestFields({} if options is None else options, "stream_options")
     usage = inner.flag("include_usage")
     inner.ignore("include_obfuscation")
     inner.finish()
     drafts = fields.flag("draft_tokens")
-    if drafts and (not stream or fields.get("stop")):  # drafted tokens could be those of a stop string
+    if drafts and (not stream or fields.get("stop")):  # drafted tokens could show a stop string
         raise fields.wrong("draft_tokens", "needs `stream` to be true, and no `stop`")
     return {"stream": stream, "usage": usage, "drafts": drafts}
 
 
-def _prompts(fields: Fields, served: Served) -> list[Prompt]:
-    """One text, several, the tokens of one, or those of several."""
+def _prompts(fields: RequestFields, served: Served, echo: bool) -> list[Prompt]:
+    """Parse `prompt`: one text, a list of texts, the token ids of one text, or a list of the token ids of several
+    texts."""
     value = fields.get("prompt")
     if value is None:
         value = ""
@@ -213,34 +235,66 @@ def _prompts(fields: Fields, served: Served) -> list[Prompt]:
         value = [value]
     if not isinstance(value, list) or not 0 < len(value) <= TEXTS:
         raise fields.wrong("prompt", f"is neither a text, nor tokens, nor a list of up to {TEXTS} of them")
-    return [_prompt(each, fields, served) for each in value]
+    return [_prompt(prompt, fields, served, echo) for prompt in value]
 
 
-def _prompt(value: Any, fields: Fields, served: Served) -> Prompt:
+def _prompt(value: Any, fields: RequestFields, served: Served, echo: bool) -> Prompt:
+    """Encode and check one prompt."""
+    if isinstance(value, str) and len(value) > served.characters:
+        raise _too_long(served, f"{len(value)} characters")
+    if isinstance(value, list) and len(value) > served.context:
+        raise _too_long(served, f"{len(value)} tokens")
     tokenizer = served.tokenizer
+    parse, add = fields.flag("parse_special", default=True), fields.flag("add_special_tokens", default=True)
     if is_text(value):
-        return Prompt(tokens=tokenizer.encode_prompt(value), text=value)
-    if not isinstance(value, list) or not value or not all(type(token) is int for token in value):
+        try:
+            tokens = tokenizer.encode_prompt(value, parse_special=parse, add_special_tokens=add)
+        except ConfigError as error:
+            raise fields.wrong("prompt", "has no tokens") from error
+        except DataError as error:
+            raise fields.wrong("prompt", "cannot be encoded by the model's tokenizer") from error
+    elif isinstance(value, list) and value and all(type(token) is int for token in value):
+        tokens = value
+    else:
         raise fields.wrong("prompt", "holds something that is neither a text nor tokens")
-    if not all(0 <= token < tokenizer.vocab_size for token in value):
-        raise fields.wrong("prompt", f"has a token that is not from 0 to {tokenizer.vocab_size - 1}")
-    return Prompt(tokens=value, text=tokenizer.decode(value))
+    if not all(0 <= token < served.vocabulary for token in tokens):
+        raise fields.wrong("prompt", f"has a token that is not from 0 to {served.vocabulary - 1}")
+    if not echo:
+        return Prompt(tokens=tokens)
+    if isinstance(value, str):
+        return Prompt(tokens=tokens, text=value, added=len(tokenizer.prefix) if add else 0, skip_special_tokens=False)
+    skip = fields.flag("skip_special_tokens", default=True)
+    return Prompt(tokens=tokens, text=tokenizer.decode(tokens, skip), skip_special_tokens=skip)
 
 
-def _conversation(fields: Fields, served: Served, arguments: Mapping[str, Any]) -> list[int]:
+def _conversation(fields: RequestFields, served: Served, arguments: Mapping[str, Any]) -> list[int]:
+    """Parse `messages`, and render them to tokens with the chat template."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.wrong("messages", "is not a list of at least one message")
-    found = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    assert served.template is not None
+    if len(messages) > served.context:
+        raise _too_long(served, f"{len(messages)} messages", chat=True)
+    conversation = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    if (length := sum(len(text) for message in conversation for text in message.values())) > served.characters:
+        raise _too_long(served, f"{length} characters", chat=True)
     try:
-        return served.template.encode(found, arguments) or [served.tokenizer.end_of_text]
+        template = served.template
+        assert template is not None
+        tokens = template.encode(conversation, arguments, served.characters) or list(served.tokenizer.ends)
+    except DataError as error:
+        raise RequestError(500, str(error), param="messages", code="chat_template") from error
     except ConfigError as error:
         raise fields.wrong("messages", f"is not accepted: {error}") from error
+    if not tokens:
+        raise fields.wrong("messages", "are rendered to no tokens by the chat template")
+    if max(tokens) >= served.vocabulary:
+        raise fields.wrong("messages", f"has token {max(tokens)}, but the model has {served.vocabulary} tokens")
+    return tokens
 
 
 def _message(content: Any, where: str) -> dict[str, str]:
-    fields = Fields(content, where)
+    """Parse and check one message of a chat."""
+    fields = RequestFields(content, where)
     role = fields.get("role")
     if role not in ROLES:
         raise fields.wrong("role", f"is not one of {', '.join(ROLES)}")
@@ -248,28 +302,28 @@ def _message(content: Any, where: str) -> dict[str, str]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise fields.wrong("content", "is neither a text nor a list of parts")
-    found = {
+    message = {
         "role": "system" if role == "developer" else role,
-        "content": "".join(_part(each, fields) for each in parts),
+        "content": "".join(_part(part, fields) for part in parts),
     }
     if (name := fields.text("name")) is not None:
-        found["name"] = name
+        message["name"] = name
     for other in ("tool_calls", "function_call", "audio"):
         fields.only(other, [[]], "text is all that a message holds")
     fields.ignore("refusal", "annotations")
     fields.finish()
-    return found
+    return message
 
 
-def _part(part: Any, fields: Fields) -> str:
+def _part(part: Any, fields: RequestFields) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not is_text(text):
         raise fields.wrong("content", "holds a part that is not text")
     return text
 
 
-def _template_arguments(fields: Fields) -> dict[str, Any]:
-    """Further variables of the chat template, such as `enable_thinking`."""
+def _template_arguments(fields: RequestFields) -> dict[str, Any]:
+    """Parse `chat_template_kwargs`: further variables of the chat template, such as `enable_thinking`."""
     values = fields.get("chat_template_kwargs")
     if values is None:
         return {}

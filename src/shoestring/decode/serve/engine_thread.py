@@ -1,4 +1,5 @@
-"""The thread that owns the engine. Requests and cancellations reach it through a queue, tokens go back to asyncio."""
+"""The thread that runs the engine: receives requests and cancellations through a queue, and sends tokens back to the
+event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import NonFiniteError
 from shoestring.decode.engine import Engine
 from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 
@@ -20,27 +21,30 @@ log = logging.getLogger("shoestring.serve")
 
 @dataclass(frozen=True)
 class News:
-    """What became of a text since the last news of it."""
+    """The progress of a text since it was last reported."""
 
     index: int
-    """Which text of its batch."""
+    """Index of the text in its batch."""
     tokens: list[int]
+    """New tokens."""
     logprobs: list[TokenLogprob]
-    """As many as `tokens`, where they are wanted."""
+    """Log-probability of each of `tokens`; empty unless requested."""
     ending: Ending | None = None
-    error: ShoestringError | None = None
+    """Why the text ended; None if it continues."""
+    error: Exception | None = None
+    """Error that made the text fail; None if it has not failed."""
     prompt_logprobs: Sequence[TokenLogprob] = ()
-    """With the first news, where they are wanted."""
+    """Log-probabilities of the prompt, if requested; only in the first report on the text."""
     reused: int = 0
-    """Tokens of the prompt that were in the cache."""
+    """Number of tokens of the prompt that were in the cache."""
     drafted: Sequence[int] = ()
-    """The tokens that were drafted for these."""
+    """Tokens that were drafted for the newest pass."""
     accepted: int = 0
-    """How many of them, from the first on, stayed."""
+    """Number of tokens in `drafted` that were accepted."""
 
 
 class Batch:
-    """The texts that one HTTP request asks for. Its attributes but `rows` belong to asyncio, `rows` to the engine."""
+    """The texts of one HTTP request. The engine's thread owns `rows`; the event loop owns the other attributes."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
@@ -49,52 +53,51 @@ class Batch:
 
 
 class EngineThread:
-    """An engine in a thread of its own. All methods are called by the thread of the event loop.
+    """Runs an engine in a thread of its own. All public methods must be called from the event loop's thread.
 
     Args:
-        engine: used by nobody else until `close`.
+        engine: the engine, which nothing else may use until `close`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.unfinished = 0
-        """Texts that are generated or wait."""
-        self.failures = 0
-        """Passes that have raised an error."""
+        """Number of texts that are being generated or waiting."""
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._places: dict[Row, tuple[Batch, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="shoestring-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin; news go to the running event loop."""
+        """Start the thread, which reports to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def close(self) -> None:
-        """End the thread after the pass that it is in; texts that are not finished get no more news."""
+        """End the thread after its current pass; nothing more is reported on unfinished texts."""
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join)
         self.engine.close()
 
     @property
     def alive(self) -> bool:
-        """Whether texts can be generated."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def submit(self, requests: Sequence[Request]) -> Batch:
-        """Take texts to generate."""
+        """Queue texts for generation."""
         batch = Batch(requests)
         self.unfinished += len(requests)
         self._orders.put(partial(self._seat, batch))
         return batch
 
     def cancel(self, batch: Batch, index: int | None = None) -> None:
-        """End what is unfinished of it, or one of its texts, which frees slots before the next pass."""
+        """Cancel the unfinished texts of a batch, or only the text `index`; the slots are freed before the next
+        pass."""
         self._orders.put(partial(self._cancel, batch, index))
 
     def cancel_all(self) -> None:
-        """End every text."""
+        """Cancel every text."""
         self._orders.put(lambda: self._cut(list(self._places)))
 
     # -- in the engine's thread ----------------------------------------------------------------------------------------
@@ -108,19 +111,25 @@ class EngineThread:
                 continue
             if order is None:
                 return
-            order()
+            try:
+                order()
+            except Exception:  # other requests must still be served
+                log.exception("the engine could not carry out an order")
 
     def _step(self) -> None:
         try:
             changed = self.engine.step()
-        except Exception:  # whatever a model raises, such as a lack of memory: its texts fail, the server goes on
-            log.exception("a pass of the model failed")
-            self.failures += 1
+        except Exception:  # the engine itself handles errors of single texts; the server survives all others
+            log.exception("a pass of the engine failed")
+            self.engine.counts.failed += 1
             changed = list(self._places)
             for row in changed:
                 self.engine.cancel(row)
                 row.ending = "failed"
-        # Texts that end before they have a slot are not among those that a pass has changed.
+        for row in changed:
+            if row.error is not None and not isinstance(row.error, NonFiniteError):
+                log.error("a pass of the model failed", exc_info=row.error)
+        # Texts that end before they get a slot are not in `changed`.
         ended = [row for row in self._places if row.ending is not None and row not in changed]
         self._report([*changed, *ended])
 
@@ -134,18 +143,20 @@ class EngineThread:
         self._cut([row for row in rows if row.ending is None])
 
     def _cut(self, running: Sequence[Row]) -> None:
+        """Cancel running texts, and report their end."""
         for row in running:
             self.engine.cancel(row)
         self._report(running)
 
     def _report(self, rows: Iterable[Row]) -> None:
+        """Send the progress of some texts to the event loop."""
         news = []
         for row in rows:
             batch, index = self._places[row]
-            # What a text was given last is told already where it is cut off.
+            # A text that is cut off has no new tokens: all of its tokens were reported before.
             fresh = [] if row.ending in ("cancelled", "failed") else row.fresh
             first = len(row) == len(fresh)
-            told = News(
+            progress = News(
                 index,
                 fresh,
                 row.logprobs[: len(fresh)],
@@ -156,17 +167,17 @@ class EngineThread:
                 row.drafted,
                 row.accepted,
             )
-            news.append((batch, told))
+            news.append((batch, progress))
             if row.ending is not None:
                 del self._places[row]
         if news and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._deliver, news)
 
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- in the event loop's thread ------------------------------------------------------------------------------------
 
     def _deliver(self, news: Sequence[tuple[Batch, News]]) -> None:
-        for batch, told in news:
-            if told.ending is not None:
+        for batch, progress in news:
+            if progress.ending is not None:
                 self.unfinished -= 1
-            batch.news.put_nowait(told)
+            batch.news.put_nowait(progress)

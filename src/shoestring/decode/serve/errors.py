@@ -1,4 +1,4 @@
-"""Answers other than success, in the form of OpenAI's API."""
+"""Error responses in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 
 class RequestError(Exception):
-    """A request that is not answered as asked.
+    """An error that is sent to the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong and what to do, for the client.
+        status: HTTP status.
+        message: text for people: what is wrong and what to do.
         param: the field of the request that is at fault.
-        code: a word for programs.
-        headers: of the response.
+        code: short identifier of the kind of error, for programs.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -30,38 +30,39 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
-        # What clients send may hold halves of surrogate pairs, which cannot be sent back.
+        # Message and field name may quote the client's text, in which a lone surrogate cannot be encoded.
         self.message, self.param = _sendable(message), None if param is None else _sendable(param)
 
     @property
     def content(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON of the response."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer."""
+        """The HTTP response."""
         return JSONResponse(self.content, self.status, dict(self.headers or {}))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
-    """What is asked for is wrong."""
+    """Build the error for an invalid request."""
     return RequestError(400, message, param=param, code=code)
 
 
 def busy(message: str, seconds: int) -> RequestError:
-    """Too much is asked for at the same time; the client may ask again after so many seconds."""
+    """Build the error for too many requests at the same time; the client may try again after `seconds`."""
     return RequestError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
 
 
 def stopping() -> RequestError:
-    """The server ends."""
+    """Build the error for a request that arrives, or is unfinished, while the server shuts down."""
     return RequestError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
 
 
 def overdue(seconds: float) -> RequestError:
-    """The request took too long; to ask again would take as long."""
+    """Build the error for a request that took too long. The client should not try again, because that would take as
+    long."""
     return RequestError(
         503, f"the text took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"}
     )

@@ -1,4 +1,4 @@
-"""Fields of a request's JSON object, each checked as it is read."""
+"""Reads the fields of a request's JSON object, and checks the type and range of each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shoestring.core.errors import nearest
 from shoestring.decode.serve.errors import RequestError, invalid
 
 
-class Fields:
-    """The fields of an object. `null` is as good as a field that is not there, as clients send it.
+class RequestFields:
+    """The fields of a JSON object in a request. `null` counts as a missing field, because clients send it for one.
 
-    Every method raises a `RequestError` of status 400 that names the field.
+    A wrong field raises a `RequestError` of status 400 that names the field.
 
     Args:
-        where: the path of the object in the request, for messages.
+        where: path of the object in the request, for messages.
     """
 
     def __init__(self, content: Any, where: str = "") -> None:
@@ -26,12 +26,12 @@ class Fields:
         self.known: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The value as it is; None where there is none."""
+        """The unchecked value of a field; None if the field is missing."""
         self.known.add(name)
         return self.content.get(name)
 
     def wrong(self, name: str, problem: str) -> RequestError:
-        """The refusal that says what is wrong with a field."""
+        """Build the error that says what is wrong with a field."""
         path = f"{self.where}.{name}" if self.where else name
         return invalid(f"`{path}` {problem}", path)
 
@@ -66,32 +66,33 @@ class Fields:
         return value
 
     def texts(self, name: str, count: int, length: int) -> list[str]:
-        """A text, or a list of them: at most `count` of 1 to `length` characters each."""
+        """Read a field that holds one text, or a list of at most `count` texts, of 1 to `length` characters each."""
         value = self.get(name)
         values = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(is_text(one) and 0 < len(one) <= length for one in values):
+        if not isinstance(values, list) or not all(is_text(text) and 0 < len(text) <= length for text in values):
             raise self.wrong(name, f"is neither a text nor a list of texts, of 1 to {length} characters each")
         if len(values) > count:
             raise self.wrong(name, f"has more than {count} texts")
         return values
 
     def only(self, name: str, values: Sequence[Any], reason: str) -> None:
-        """Refuse any value but those that change nothing."""
+        """Refuse every value of an unsupported field, except the `values` that have no effect."""
         value = self.get(name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in values):
+        # The types are compared as well, because in Python True == 1.
+        if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in values):
             raise self.wrong(name, f"is not supported: {reason}")
 
     def ignore(self, *names: str) -> None:
-        """Fields that change no text, whatever they are."""
+        """Accept these fields with any value."""
         self.known.update(names)
 
     def finish(self) -> None:
-        """Refuse fields that nothing has read: they might have changed the text."""
+        """Refuse unknown fields, because the client expects them to have an effect."""
         for name in self.content:
             if name not in self.known:
                 raise self.wrong(name[:60], f"is not known; {nearest(name[:60], self.known)}")
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string of characters only; JSON can spell halves of surrogate pairs, which are none."""
+    """Whether a value is a string without lone surrogates, which JSON can spell and UTF-8 cannot encode."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

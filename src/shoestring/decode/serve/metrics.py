@@ -1,4 +1,4 @@
-"""What the server counts, in the text format of Prometheus."""
+"""The server's metrics, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Tally:
-    """Counts by labels."""
+    """A counter with one count for each combination of labels."""
 
     def __init__(self) -> None:
         self.counts: Counter[Labels] = Counter()
@@ -23,10 +23,10 @@ class Tally:
 
 
 class Histogram:
-    """Values in buckets.
+    """A histogram of values.
 
     Args:
-        bounds: upper ends of the buckets, ascending.
+        bounds: upper bounds of the buckets, in ascending order.
     """
 
     def __init__(self, bounds: Iterable[float]) -> None:
@@ -39,7 +39,7 @@ class Histogram:
         self.sum += value
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """Suffix of the name, labels and value of each line."""
+        """Yield the lines of the histogram in Prometheus' format, each as suffix of the name, labels and value."""
         total = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.buckets, strict=True):
             total += count
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class Metrics:
-    """What happened to requests."""
+    """Metrics of requests and texts."""
 
     def __init__(self) -> None:
         self.requests = Tally()
@@ -59,11 +59,11 @@ class Metrics:
         self.whole = Histogram(WHOLE)
 
     def text(self, counters: Mapping[str, tuple[str, float]], gauges: Mapping[str, tuple[str, float]]) -> str:
-        """All lines.
+        """All metrics in the text format of Prometheus.
 
         Args:
-            counters: what others count: the help text and the value by name.
-            gauges: what is so at the moment.
+            counters: help text and value of further counters, by name.
+            gauges: help text and present value of each gauge, by name.
         """
         lines: list[str] = []
         for kind, table in (("counter", counters), ("gauge", gauges)):
@@ -71,7 +71,7 @@ class Metrics:
                 lines += _block(name, kind, help_text, [("", (), value)])
         for name, help_text, tally in (
             ("requests_total", "HTTP requests by path and status.", self.requests),
-            ("texts_total", "Texts by why they ended.", self.endings),
+            ("texts_total", "Texts by the reason for which they ended.", self.endings),
         ):
             lines += _block(name, "counter", help_text, [("", labels, n) for labels, n in sorted(tally.counts.items())])
         for name, help_text, histogram in (
@@ -84,6 +84,7 @@ class Metrics:
 
 
 def _block(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, Labels, float]]) -> list[str]:
+    """Build the lines of one metric."""
     name = f"shoestring_{name}"
     lines = [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
     for suffix, labels, value in samples:

@@ -1,67 +1,83 @@
-"""The model that a server serves, as far as requests need to know it."""
+"""What the parsing of requests needs to know of the served model: name, tokenizer, chat template and limits."""
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
-from shoestring.core.errors import DataError
-from shoestring.data.chat_template import ChatTemplate, chat_template
+from shoestring.data.chat_template import ChatTemplate, chat_template, template_source
 from shoestring.data.tokenizer import Tokenizer
+from shoestring.decode.settings import SamplingDefaults, SamplingRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model's name, its text and its limits."""
+    """The served model: its name, tokenizer, chat template and limits."""
 
     name: str
-    """By which clients ask for it."""
+    """Name that clients send in the field `model`."""
     tokenizer: Tokenizer
     context: int
-    """Tokens of a prompt and its text together."""
+    """Largest number of tokens of a prompt and the text generated for it together."""
     max_tokens: int
-    """The most tokens that one text may have."""
-    stop: frozenset[int]
-    """Tokens at which a text ends."""
-    template: ChatTemplate | None = None
-    """None where the model was not made for chat."""
+    """Largest number of tokens of a text."""
+    vocabulary: int
+    """Number of token ids that are valid for both the tokenizer and the model."""
+    stop: frozenset[int] = frozenset()
+    """Tokens that end a text."""
+    chat: bool = False
+    """Whether the model has a chat template."""
+    defaults: SamplingDefaults = field(default_factory=lambda: SamplingDefaults(SamplingRule(), {}))
+    """Sampling settings for requests that give none."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """When it was loaded, in seconds since 1970."""
+    """Time at which the model was loaded, in seconds since 1970."""
+
+    @property
+    def characters(self) -> int:
+        """Upper bound on the number of characters of a prompt that fits into the context."""
+        return self.context * self.tokenizer.longest
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The compiled chat template. Read this only in a process that can be killed, because compiling a template may
+        take forever.
+
+        Raises:
+            DataError: the template is not valid.
+        """
+        return chat_template(self.tokenizer)
 
 
-def describe(name: str, tokenizer: Tokenizer, context: int, folder: Path | None = None, max_tokens: int = 0) -> Served:
-    """What requests need to know of a model.
+def describe(
+    name: str,
+    tokenizer: Tokenizer,
+    context: int,
+    ends: Sequence[int] = (),
+    max_tokens: int = 0,
+    vocabulary: int | None = None,
+    defaults: SamplingDefaults | None = None,
+) -> Served:
+    """Collect what the parsing of requests needs to know of a model.
 
     Args:
-        context: tokens that the engine keeps of each text.
-        folder: of the model, whose generation_config.json may name more tokens that end a text.
-        max_tokens: of one text; 0 is what the context has room for.
+        context: largest number of tokens of a prompt and its text together.
+        ends: tokens that end a text, in addition to the tokenizer's end-of-text tokens.
+        max_tokens: largest number of tokens of a text; 0 allows as many as the context has room for.
+        vocabulary: number of token ids that the model has embeddings for; None if it is not known.
+        defaults: sampling settings for requests that give none; None samples from the unmodified distribution.
 
     Raises:
-        DataError: the chat template, or generation_config.json, is not valid.
+        DataError: the chat template is not valid.
     """
-    ends = {tokenizer.end_of_text, *_named_ends(folder)}
     return Served(
         name=name,
         tokenizer=tokenizer,
         context=context,
         max_tokens=min(max_tokens or context, context),
-        stop=frozenset(ends),
-        template=chat_template(tokenizer),
+        vocabulary=min(tokenizer.vocab_size, vocabulary or tokenizer.vocab_size),
+        stop=frozenset({*tokenizer.ends, *ends}),
+        chat=template_source(tokenizer) is not None,
+        defaults=defaults or SamplingDefaults(SamplingRule(), {}),
     )
-
-
-def _named_ends(folder: Path | None) -> list[int]:
-    """The ends of text that generation_config.json names."""
-    path = None if folder is None else folder / "generation_config.json"
-    if path is None or not path.is_file():
-        return []
-    try:
-        named: Any = json.loads(path.read_text("utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"`{path}` is not a JSON object: {error}") from error
-    named = named if isinstance(named, list) else [named]
-    return [token for token in named if isinstance(token, int)]

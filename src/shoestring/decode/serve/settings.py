@@ -1,57 +1,80 @@
-"""The settings of the server: where it listens, who may use it, and what a client may ask for; free of torch."""
+"""Settings of the server: its slots, its address, who may use it, and the limits on clients; free of torch."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Suppress
 
 from shoestring.core.errors import ConfigError
+from shoestring.storage import foreign
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Where the server listens, who may use it, and the limits on what is asked of it.
+    """Server of one model: its slots, its address, who may use it, and the limits on what clients may ask for.
 
     Raises:
-        ConfigError: a value out of range, or no API key where other machines can connect.
+        ConfigError: a value is out of range, or other machines can connect and no API key is set.
     """
 
+    slots: int = 4
+    """Number of texts that are generated at the same time; more take more memory and make each text slower."""
+    context: int = 0
+    """Largest number of tokens of a prompt and its text together; each slot reserves memory for as many. Defaults to
+    the model's own context, at most 8192."""
     host: str = "127.0.0.1"
-    """Address to listen on; any but a loopback address needs an API key."""
+    """Address to listen on; any but a loopback address needs --api-key-file."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
-    api_keys: tuple[str, ...] = ()
-    """Keys, one of which a client must send as a bearer token; without any, everybody who can connect may use it."""
-    origins: tuple[str, ...] = ()
-    """Origins of web pages, such as https://example.org, whose scripts may use the server (CORS); by default none."""
+    name: str = ""
+    """Name that clients send in the field `model`; defaults to the name of the model's folder."""
+    api_key_file: Path | None = None
+    """File with API keys, one per line; every client must send one of the keys. By default no key is needed."""
+    api_keys: Annotated[tuple[str, ...], Suppress] = ()
+    """Further API keys, in addition to the keys in the file. The command line has no flag for them, because `ps` shows
+    flags to everybody."""
+    share_prefixes: bool = False
+    """Share cached prompts among API keys. Fewer tokens have to be read, but `cached_tokens` and the time of an answer
+    tell a client whether its prompt begins like another client's."""
+    allow_origin: tuple[str, ...] = ()
+    """Origins of web pages, such as https://example.org, whose scripts may use the server (CORS); by default only the
+    server's own page may."""
     max_tokens: int = 0
-    """Largest number of tokens that a client may ask for in one text; 0 is what the context has room for."""
+    """Largest number of tokens that a client may ask for in one text; 0 allows as many as the context has room for."""
     queue: int = 256
-    """Largest number of texts that wait for a slot; further ones are refused with status 429."""
+    """Largest number of texts that wait for a slot; requests for more are refused with status 429."""
     clients: int = 512
     """Largest number of open connections; further ones are refused with status 503."""
     body: int = 4 << 20
     """Largest size of a request's body, in bytes; a larger one is refused with status 413."""
     timeout: float = 600.0
-    """Seconds that one request may take, waiting included."""
+    """Time limit of one request in seconds, including the wait for a slot."""
+    preparation: float = 10.0
+    """Seconds that rendering and encoding the prompts of one request may take. A request that takes longer, for example
+    because its chat template never ends, is refused with status 400."""
     patience: float = 20.0
-    """Seconds that a client may take to send a request, or to take in what was sent, before it is disconnected."""
+    """Seconds that a client may take to send a request, or to read what the server has sent, before it is
+    disconnected."""
     grace: float = 30.0
-    """Seconds that running texts have left to end once the server is told to stop."""
+    """Seconds that running texts have left to end once the server is told to stop, by SIGTERM or Ctrl+C."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}", hint="give a number from 0 to 65535")
         if self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}", hint="give 0 for what the context has room for")
-        for name in ("queue", "clients", "body", "timeout", "patience", "grace"):
+        for name in ("queue", "clients", "body", "timeout", "preparation", "patience", "grace"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="give a positive number")
-        if not self.loopback and not self.api_keys:
+        if not self.keys and not self.loopback:
             raise ConfigError(
-                f"on {self.host} other machines can connect, and no API key is asked for",
+                f"other machines can connect to {self.host}, and no API key is set",
                 hint="give --api-key-file, or listen on 127.0.0.1",
             )
 
@@ -60,14 +83,25 @@ class Serving:
         """Whether only this machine can connect."""
         return is_loopback(self.host)
 
-    def admits(self, key: str) -> bool:
-        """Whether it is one of the API keys; takes as long for a wrong one as for a right one."""
-        matches = [hmac.compare_digest(key.encode(errors="replace"), known.encode()) for known in self.api_keys]
-        return any(matches) or not self.api_keys
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """All API keys. A client must send one of the keys as a bearer token; if there are none, everybody who can
+        connect may use the server."""
+        return (*self.api_keys, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
+
+    def find_key(self, key: str) -> int | None:
+        """The index of an API key in `keys`; None if the key is unknown, and 0 for any key if no keys are set.
+
+        Checking a wrong key takes as long as checking a right one, so that the response time reveals nothing.
+        """
+        if not self.keys:
+            return 0
+        matches = [hmac.compare_digest(key.encode(errors="replace"), known.encode()) for known in self.keys]
+        return matches.index(True) if any(matches) else None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address leads to this machine alone."""
+    """Whether a host name or address is a loopback address, to which only this machine can connect."""
     host = host.lower()
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -78,13 +112,13 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The API keys in a file, one a line.
+    """Read API keys from a file with one key per line.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no key that a client could send.
+        ConfigError: the file cannot be read, has no keys, or has a key that is too short or not printable ASCII.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = foreign.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"cannot read the API keys in `{path}`: {reason}") from error

@@ -1,4 +1,4 @@
-"""From tokens to the text that is sent: characters once they are complete, and nothing of a stop string."""
+"""Turns tokens into the text that is sent, which has only whole characters and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -6,48 +6,55 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoestring.data.tokenizer import TextStream
+from shoestring.data.text_stream import TextStream
 from shoestring.decode.request import TokenLogprob
 
 
 class Shown(NamedTuple):
-    """A token that is sent, with its log-probability."""
+    """A token that is sent, with its log-probability and position."""
 
     entry: TokenLogprob
     start: int
-    """Characters of the text before it."""
+    """Number of characters that precede the token in the text."""
+    first: bool = False
+    """Whether the token is the first visible one of its text."""
 
 
 class TextPiece(NamedTuple):
-    """What can be sent now."""
+    """Text that can be sent now, and the tokens that it completes."""
 
     text: str
     tokens: list[Shown]
 
 
 class Writing:
-    """One text as it grows. Text that may be the beginning of a stop string is held back until that is decided.
+    """A growing text. Characters that may begin a stop string are held back until it is clear whether they do.
 
-    The stop string that ends first decides, so the text does not depend on how it is cut into tokens.
+    If several stop strings occur, the one that ends first ends the text, so the text does not depend on its
+    tokenization.
     """
 
     def __init__(self, stream: TextStream, stops: Sequence[str] = ()) -> None:
         self.stopped = False
-        """A stop string was found; the text ends before it."""
+        """Whether a stop string was found; the text ends before the stop string."""
         self._stream, self._stops = stream, stops
         self._held = ""
         self._sent = 0
         self._open: list[Shown] = []  # tokens whose characters are not complete
-        self._waiting: deque[tuple[int, Shown]] = deque()  # where their text ends, and complete tokens
+        self._waiting: deque[tuple[int, Shown]] = (
+            deque()
+        )  # complete tokens that are held back, each with the position of its end
 
     def add(self, token: int, entry: TokenLogprob | None = None) -> TextPiece:
-        """What can be sent with one more token; nothing is to be added once it has `stopped`."""
+        """Add a token, and return the text that can be sent now; must not be called once the text has `stopped`."""
         if entry is not None:
-            self._open.append(Shown(entry, self._sent + len(self._held)))
+            start = self._sent + len(self._held) + self._stream.held_back
+            self._open.append(Shown(entry, start, not self._stream.begun))
         return self._grow(self._stream.add(token))
 
     def end(self) -> TextPiece:
-        """The rest, with replacement characters where a character is incomplete; nothing after a stop string."""
+        """End the text, and return its remaining characters; an incomplete character becomes a replacement
+        character."""
         if self.stopped:
             return TextPiece("", [])
         last = self._grow(self._stream.rest(), complete=True)
@@ -57,6 +64,12 @@ class Writing:
         return TextPiece(last.text + rest.text, last.tokens + rest.tokens)
 
     def _grow(self, text: str, complete: bool = False) -> TextPiece:
+        if text and self._stream.replaced:
+            start, shown = self._sent + len(self._held), list[Shown]()
+            for token in self._open:
+                shown.append(token._replace(start=start))
+                start += self._stream.shows(token.entry.token)
+            self._open = shown
         self._held += text
         if text or complete:
             end = self._sent + len(self._held)
@@ -69,7 +82,7 @@ class Writing:
         return self._send(min(ends)[1])
 
     def _undecided(self) -> int:
-        """Characters at the end that may begin a stop string."""
+        """Number of characters at the end of the held text that may begin a stop string."""
         held = self._held
         return max(
             (

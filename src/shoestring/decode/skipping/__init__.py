@@ -1,7 +1,7 @@
-"""Sublayer skipping: which attention and feed-forward sublayers a model does without, at what cost in quality.
+"""Sublayer skipping: generation without some of a model's attention and feed-forward sublayers.
 
-importance.py   how much each sublayer changes the residual stream, over sample text or while text is generated
-cost.py         the bytes that each sublayer moves for one token at a length of context
-choice.py       which sublayers to skip: the least change for the bytes wanted
-baselines.py    published rules for the same question
+- `importance.py` measures how much each sublayer changes the residual stream, over sample text or during generation.
+- `cost.py` counts the bytes that each sublayer moves for one token at a given context length.
+- `choice.py` chooses the sublayers to skip: the least harmful ones that save the requested bytes.
+- `baselines.py` holds published rules for the same choice.
 """

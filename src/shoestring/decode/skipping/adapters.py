@@ -1,4 +1,4 @@
-"""Models that skip sublayers while they generate."""
+"""Adapters of models that skip sublayers while they generate."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.sublayers import skipping
 
 LEARNT = 32
-"""Tokens after which the first choice is made."""
+"""Number of tokens that are observed before the first choice of sublayers to skip."""
 WATCHED = 20
-"""Tokens of decoding after which further feed-forward sublayers are skipped, as in the paper."""
+"""Number of decoded tokens that are observed before further feed-forward sublayers are skipped, as in AdaSkip (He et
+al., 2025)."""
 
 
 class Skipping(Adapter):
-    """A model without some of its sublayers, in every pass: skipped attention takes no keys and values."""
+    """A model that skips the sublayers of a plan in every pass; skipped attention stores no keys and values."""
 
     def __init__(self, inner: Adapter, plan: SkipPlan) -> None:
         super().__init__(inner.model, inner.context)
@@ -35,15 +36,18 @@ class Skipping(Adapter):
 
 
 class OnlineSkipping(Adapter):
-    """A model that learns from the text itself what to skip of each token that it generates; prompts are read whole.
+    """A model that skips sublayers while it decodes, chosen by observing the text itself; prompts are read with every
+    sublayer.
 
-    The first choice saves `share` of the bytes, by what the sublayers did to the prompt (and to the first tokens, where
-    the prompt is short). Over the next tokens the others are watched, and the feed-forward sublayers that turn out to
-    cost no more for their bytes than what is skipped already are skipped, too. For one text: what was decoded lacks the
-    keys and values of skipped attention, so that the choice is not changed and the cache not used for another text.
+    The first choice avoids `share` of the bytes moved per token. The choice relies on how much each sublayer changed
+    the residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers
+    are observed over the next `WATCHED` tokens; feed-forward sublayers whose harm per byte is no larger than the
+    largest among the skipped ones are then skipped too. An adapter serves one text: decoded tokens lack the keys and
+    values of skipped attention, so neither the choice nor the cache can be used for another text.
 
     Args:
-        context: tokens of context at which bytes are counted.
+        share: fraction of the bytes moved per token that the first choice avoids.
+        context: context length at which bytes are counted.
 
     Raises:
         ConfigError: the share is out of range, or the sublayers of the model are not known.
@@ -75,7 +79,7 @@ class OnlineSkipping(Adapter):
                 return self.inner.logits(tokens, cache, place, last)
 
     def _choose(self) -> None:
-        """Take a choice that is due."""
+        """Make the first or the second choice, if it is due."""
         if self._observer is None:
             return
         if self._first is None and self._seen >= LEARNT:

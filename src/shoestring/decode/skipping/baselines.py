@@ -1,6 +1,8 @@
-"""Published rules for skipping, under the interface of ours, each made to save at least the bytes asked for.
+"""Published rules that choose what to skip, as functions of the type `choice.Rule`; each avoids at least the requested
+bytes.
 
-Rules that skip whole layers skip as few as reach the budget. As published, layers are left out without compensation.
+Rules that skip whole layers skip the fewest layers that meet the budget. As published, these rules do not rescale the
+residual stream in compensation (r = 1).
 """
 
 from __future__ import annotations
@@ -21,27 +23,28 @@ from shoestring.decode.skipping.choice import (
 
 
 def early_exit(statistics: Statistics, budget: float) -> Ratios:
-    """The last layers."""
+    """Early exit: skips the last layers."""
     return _layers(statistics, budget, reversed(range(len(statistics.blocks))))
 
 
 def skip_decode(statistics: Statistics, budget: float, progress: float = 0.5) -> Ratios:
-    """SkipDecode (Del Corro et al., 2023): layers from the second on, more of them the further the text is.
+    """SkipDecode (Del Corro et al., 2023): skips layers from the second on, more of them the longer the text is.
 
-    The number skipped rises linearly over the text, from one layer to the number that saves the budget on average.
+    The number of skipped layers rises linearly over the text, starting with one layer, so that the budget is met on
+    average.
 
     Args:
-        progress: the share of the text that is generated.
+        progress: fraction of the text that has been generated.
     """
     count = len(statistics.blocks)
-    mean = budget / (sum(each.bytes for each in statistics.candidates) / count)
+    mean = budget / (sum(candidate.bytes for candidate in statistics.candidates) / count)
     most = min(count - 1, max(1.0, 2 * mean - 1))
     skipped = math.ceil(1 + progress * (most - 1) - 1e-9) if budget > 0 else 0
     return _without(statistics, range(1, 1 + skipped))
 
 
 def unified_skipping(statistics: Statistics, budget: float) -> Ratios:
-    """Unified layer skipping (Liu et al., 2024): layers at equal distances, the same ones for every token."""
+    """Unified layer skipping (Liu et al., 2024): skips layers at equal distances, the same ones for every token."""
     count = len(statistics.blocks)
     check_reachable(statistics, budget)
     for skipped in range(1, count):
@@ -55,54 +58,58 @@ def unified_skipping(statistics: Statistics, budget: float) -> Ratios:
 
 
 def layer_drop(statistics: Statistics, budget: float) -> Ratios:
-    """Layers of the least block influence, 1 - cos(x, y) (Men et al., ShortGPT, 2024)."""
+    """ShortGPT (Men et al., 2024): skips the layers with the least block influence, 1 - cos(x, y), where x and y are
+    the layer's input and output."""
     order = sorted(range(len(statistics.blocks)), key=lambda layer: -statistics.blocks[layer])
     return _layers(statistics, budget, order)
 
 
 def released_adaskip(statistics: Statistics, budget: float) -> Ratios:
-    """AdaSkip as its authors released it: sublayers in the order of their similarity, however many bytes each is."""
+    """AdaSkip as its authors released it: skips the sublayers whose input and output are most similar, regardless of
+    their bytes."""
     return in_order_of_similarity(statistics, budget)
 
 
 def greedy_oracle(statistics: Statistics, budget: float) -> Ratios:
-    """One sublayer after another, each the one whose skipping raises the measured loss least for each byte saved.
+    """A greedy oracle: repeatedly skips the sublayer that raises the measured loss least per byte saved.
 
     Raises:
-        ConfigError: the statistics have no loss.
+        ConfigError: the statistics cannot measure losses.
     """
     losses = statistics.losses
     if losses is None:
-        raise ConfigError("the greedy oracle needs a loss to measure")
+        raise ConfigError("the greedy oracle needs statistics that measure losses")
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}
     now = fmean(losses(ratios))
     while (left := budget - saved_bytes(statistics, ratios)) > 0:
-        rest = [each for each in statistics.candidates if each.name not in ratios]
-        after = [fmean(losses({**ratios, each.name: each.ratio})) for each in rest]
-        # What a sublayer saves beyond the budget does not count for it.
-        value = [(loss - now) / min(left, each.bytes) for each, loss in zip(rest, after, strict=True)]
+        rest = [candidate for candidate in statistics.candidates if candidate.name not in ratios]
+        after = [fmean(losses({**ratios, candidate.name: candidate.ratio})) for candidate in rest]
+        # Bytes that a sublayer saves beyond the budget do not count.
+        value = [(loss - now) / min(left, candidate.bytes) for candidate, loss in zip(rest, after, strict=True)]
         index = value.index(min(value))
         ratios[rest[index].name], now = rest[index].ratio, after[index]
     return ratios
 
 
 def _layers(statistics: Statistics, budget: float, order: Iterable[int]) -> Ratios:
-    groups = ([each for each in statistics.candidates if each.layer == layer] for layer in order)
+    """Skip layers in the given order, with r = 1, until the budget is met."""
+    groups = ([candidate for candidate in statistics.candidates if candidate.layer == layer] for layer in order)
     return dict.fromkeys(_until(statistics, budget, groups), 1.0)
 
 
 def _without(statistics: Statistics, layers: Iterable[int]) -> Ratios:
+    """Skip all sublayers of the given layers, with r = 1."""
     left_out = set(layers)
-    return {each.name: 1.0 for each in statistics.candidates if each.layer in left_out}
+    return {candidate.name: 1.0 for candidate in statistics.candidates if candidate.layer in left_out}
 
 
 def _until(statistics: Statistics, budget: float, groups: Iterable[list[SkipCandidate]]) -> Ratios:
-    """As many of the groups, in their order, as save the budget."""
+    """Skip groups of sublayers in the given order until the budget is met."""
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}
     for group in groups:
         if saved_bytes(statistics, ratios) >= budget:
             break
-        ratios |= {each.name: each.ratio for each in group}
+        ratios |= {candidate.name: candidate.ratio for candidate in group}
     return ratios

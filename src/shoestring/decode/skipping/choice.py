@@ -1,4 +1,4 @@
-"""Which sublayers to skip: the least change of the stream for the bytes that are to be saved."""
+"""Chooses the sublayers to skip: the least harmful sublayers that save the requested bytes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
+from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.models.sublayers import KINDS, Kind
 
 Ratios = Mapping[str, float]
-"""r of each skipped sublayer: y = r · x."""
+"""Maps the name of each skipped sublayer to the factor r of its replacement, y = r · x."""
 
 GRID = 20_000
-"""Steps at most into which the bytes to save are divided, where the sublayers' bytes have no larger common divisor."""
+"""Resolution of the knapsack: the bytes to save are divided into at most this many units."""
 
 SURE = 2.0
-"""Standard errors by which a choice by measured losses has to be better than one by similarity."""
+"""Number of standard errors by which a choice by measured losses must be better than a choice by similarity to replace
+it."""
 
 EXCHANGES, TRIED = 3, 8
-"""Sublayers of a choice that are exchanged at most, and for each of them the exchanges whose loss is measured."""
+"""Largest number of exchanges in a choice, and number of candidates for each exchange whose loss is measured."""
 
 
 @dataclass(frozen=True)
@@ -31,41 +33,44 @@ class SkipCandidate:
     kind: Kind
     layer: int
     bytes: int
-    """What it moves for one token at the length of context in question."""
+    """Bytes that the sublayer moves for one token at the assumed context length."""
     similarity: float
+    """Mean of cos(x, y), where x and y are the residual stream before and after the sublayer."""
     ratio: float
+    """Norm of the residual stream after the sublayer divided by the norm before it, ‖y‖ / ‖x‖."""
     harm: float
-    """What skipping it is expected to cost; adds up over the sublayers that are skipped together."""
+    """Expected cost in quality of skipping the sublayer; the costs of sublayers that are skipped together add up."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a rule chooses by."""
+    """Measurements of a model's sublayers, from which a rule chooses what to skip."""
 
     candidates: Sequence[SkipCandidate]
-    """In the order in which they run."""
+    """The sublayers, in the order in which they run."""
     blocks: Sequence[float]
-    """cos(x, y) of whole blocks."""
+    """Mean of cos(x, y) of each block, where x and y are the residual stream before and after the block."""
     total: int
     """Bytes that the whole model moves for one token."""
     losses: Callable[[Ratios], Sequence[float]] | None = None
-    """The mean loss of each of several sample texts with these sublayers skipped, for rules that measure it."""
+    """Measures the mean loss of each sample text with some sublayers skipped; None if losses are not to be measured."""
 
 
 Rule = Callable[[Statistics, float], Ratios]
-"""From statistics and the bytes to save at least, to the sublayers to skip."""
+"""Chooses the sublayers to skip from statistics and the least number of bytes to save."""
 
 
 def saved_bytes(statistics: Statistics, ratios: Ratios) -> int:
-    """Bytes a token that skipping saves."""
+    """Number of bytes per token that need not be moved if these sublayers are skipped."""
     return sum(candidate.bytes for candidate in statistics.candidates if candidate.name in ratios)
 
 
 def least_harm(statistics: Statistics, budget: float) -> Ratios:
-    """The sublayers that save the bytes at the least harm in all: a knapsack, solved exactly by dynamic programming.
+    """Choose the sublayers that save `budget` bytes per token at the least total harm: a knapsack problem, solved by
+    dynamic programming.
 
     Raises:
-        ConfigError: all sublayers together do not save as much.
+        ConfigError: skipping all sublayers would save fewer bytes than the budget.
     """
     candidates = statistics.candidates
     check_reachable(statistics, budget)
@@ -73,44 +78,46 @@ def least_harm(statistics: Statistics, budget: float) -> Ratios:
         return {}
     unit = max(math.gcd(*(candidate.bytes for candidate in candidates)), int(budget) // GRID, 1)
     need = math.ceil(budget / unit)
-    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # by the units saved: the least harm, and which as bits
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # units saved -> least harm, and the chosen sublayers as bits
     for index, candidate in enumerate(candidates):
         for saved, (harm, chosen) in list(best.items()):
             reached = min(need, saved + candidate.bytes // unit)  # rounded down, so that the budget is met
-            found = (harm + candidate.harm, chosen | 1 << index)
-            if reached > saved and (reached not in best or found[0] < best[reached][0]):
-                best[reached] = found
-    if need not in best:  # the rounding of bytes alone
+            state = (harm + candidate.harm, chosen | 1 << index)
+            if reached > saved and (reached not in best or state[0] < best[reached][0]):
+                best[reached] = state
+    if need not in best:  # all sublayers together reach the budget only without the rounding
         return {candidate.name: candidate.ratio for candidate in candidates}
     chosen = best[need][1]
     return {candidate.name: candidate.ratio for index, candidate in enumerate(candidates) if chosen >> index & 1}
 
 
 def check_reachable(statistics: Statistics, budget: float) -> None:
-    """Raises: ConfigError, all sublayers together do not save as many bytes."""
+    """Raise ConfigError if skipping all sublayers would save fewer bytes than the budget."""
     most = sum(candidate.bytes for candidate in statistics.candidates)
     if budget > most:
         raise ConfigError(
-            f"skipping cannot save {budget / statistics.total:.0%} of the bytes: all sublayers together are "
-            f"{most / statistics.total:.0%}",
+            f"skipping cannot save {figures.percent(budget / statistics.total)} of the bytes moved per token: all "
+            f"sublayers together move {figures.percent(most / statistics.total)}",
             hint="give a smaller share",
         )
 
 
 def least_loss(statistics: Statistics, budget: float) -> Ratios:
-    """Like `least_harm`, by losses on sample text where the statistics can measure them, else by similarity.
+    """Choose sublayers like `least_harm`, but by losses measured on sample text if the statistics can measure them.
 
-    The harm of a sublayer is the loss that skipping it alone adds, and then, once more, what it adds to or takes from
-    the choice made so: sublayers that do each other's work are told apart. Both are noisy on little text and therefore
-    averaged with what similarity suggests; and a choice made so is taken only where its loss is lower than that of the
-    choice by similarity by more than SURE standard errors of the difference. Of each, the better of r = ‖y‖ / ‖x‖ and
-    r = 1 is taken. In the end single sublayers are exchanged for others as long as that lowers the loss as surely: 2 to
-    5 passes over the text for each sublayer, and a few.
+    The first choice takes as the harm of a sublayer the loss that skipping it alone adds. The second choice takes the
+    change of the loss when the sublayer is added to, or removed from, the first choice; this accounts for sublayers
+    that can stand in for each other. The losses of the first and the second choice are noisy on little text, and
+    therefore averaged with the harm that similarity suggests. A choice by losses is taken only if its loss is lower
+    than the loss of the choice by similarity, by more than SURE standard errors of the difference. Each choice uses r =
+    ‖y‖ / ‖x‖ or r = 1, whichever gives the lower loss. Finally, single sublayers are exchanged for others as long as an
+    exchange lowers the loss by more than the same margin. The whole search takes 2 to 5 passes over the text for each
+    sublayer, and a few more.
     """
     losses, similar = statistics.losses, least_harm(statistics, budget)
     if losses is None or not similar:
         return similar
-    ratios = {each.name: each.ratio for each in statistics.candidates}
+    ratios = {candidate.name: candidate.ratio for candidate in statistics.candidates}
 
     def loss(choice: Ratios) -> float:
         return fmean(losses(choice))
@@ -118,9 +125,9 @@ def least_loss(statistics: Statistics, budget: float) -> Ratios:
     def better(names: Ratios) -> Ratios:
         return min(({name: ratios[name] for name in names}, dict.fromkeys(names, 1.0)), key=loss)
 
-    plain = replace(statistics, candidates=[replace(each, ratio=1.0) for each in statistics.candidates])
+    plain = replace(statistics, candidates=[replace(candidate, ratio=1.0) for candidate in statistics.candidates])
     base = loss({})
-    alone = _measured(plain, {each.name: loss({each.name: 1.0}) - base for each in plain.candidates})
+    alone = _measured(plain, {candidate.name: loss({candidate.name: 1.0}) - base for candidate in plain.candidates})
     first = least_harm(alone, budget)
     similar = min(better(similar), better(in_order_of_similarity(statistics, budget)), key=loss)
     second = least_harm(_measured(alone, _added(plain, first, loss)), budget)
@@ -135,47 +142,49 @@ def least_loss(statistics: Statistics, budget: float) -> Ratios:
 
 
 def in_order_of_similarity(statistics: Statistics, budget: float) -> Ratios:
-    """The most similar sublayers, however many bytes each is, until the bytes are saved."""
+    """Skip sublayers in descending order of similarity, regardless of their bytes, until the budget is met."""
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}
-    for each in sorted(statistics.candidates, key=lambda each: -each.similarity):
+    for candidate in sorted(statistics.candidates, key=lambda candidate: -candidate.similarity):
         if saved_bytes(statistics, ratios) >= budget:
             break
-        ratios[each.name] = each.ratio
+        ratios[candidate.name] = candidate.ratio
     return ratios
 
 
 def _added(statistics: Statistics, choice: Ratios, loss: Callable[[Ratios], float]) -> dict[str, float]:
-    """What each sublayer adds to the loss of a choice that holds it, or would add to one that does not."""
+    """The loss that skipping each sublayer adds: to the rest of the choice if the choice includes it, else to the whole
+    choice."""
     base = loss(choice)
     return {
-        each.name: base - loss({name: ratio for name, ratio in choice.items() if name != each.name})
-        if each.name in choice
-        else loss({**choice, each.name: each.ratio}) - base
-        for each in statistics.candidates
+        candidate.name: base - loss({name: ratio for name, ratio in choice.items() if name != candidate.name})
+        if candidate.name in choice
+        else loss({**choice, candidate.name: candidate.ratio}) - base
+        for candidate in statistics.candidates
     }
 
 
 def _exchanged(statistics: Statistics, choice: Ratios, budget: float, loss: Callable[[Ratios], float]) -> Ratios | None:
-    """The choice with one sublayer exchanged for another, or left out where the bytes allow it, of the lowest loss."""
+    """The best choice after exchanging one sublayer for another, or dropping one if the budget allows it; None if
+    neither is possible."""
     added, saved = _added(statistics, choice, loss), saved_bytes(statistics, choice)
-    skipped = [each for each in statistics.candidates if each.name in choice]
-    others = [each for each in statistics.candidates if each.name not in choice]
+    skipped = [candidate for candidate in statistics.candidates if candidate.name in choice]
+    others = [candidate for candidate in statistics.candidates if candidate.name not in choice]
     gains = {
         (out.name, into): added[out.name] - (added[into.name] if into else 0.0)
         for out in skipped
         for into in (None, *others)
         if saved - out.bytes + (into.bytes if into else 0) >= budget
     }
-    found = []
+    trials = []
     for out, into in sorted(gains, key=lambda pair: -gains[pair])[:TRIED]:
-        kept = {name: ratio for name, ratio in choice.items() if name != out}
-        found.append(kept | ({into.name: into.ratio} if into else {}))
-    return min(found, key=loss, default=None)
+        remaining = {name: ratio for name, ratio in choice.items() if name != out}
+        trials.append(remaining | ({into.name: into.ratio} if into else {}))
+    return min(trials, key=loss, default=None)
 
 
 def _is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether the mean of paired losses is lower beyond doubt."""
+    """Whether the mean of `losses` is significantly lower than the mean of the paired `others`."""
     differences = [other - loss for loss, other in zip(losses, others, strict=True)]
     if len(differences) < 2:
         return differences[0] > 0
@@ -183,25 +192,29 @@ def _is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _measured(statistics: Statistics, losses: Mapping[str, float]) -> Statistics:
-    """The harm of each sublayer averaged with a loss of its own; harm is scaled so that both are equal in all."""
+    """Scale each sublayer's harm to the magnitude of the losses, and average it with the loss measured for the
+    sublayer."""
     candidates = []
     for kind in KINDS:
-        own = [each for each in statistics.candidates if each.kind == kind]
-        # The median is not moved by the few sublayers without which nothing works.
-        scale = [max(losses[each.name], 0.0) / each.harm for each in own if each.harm > 0]
+        own = [candidate for candidate in statistics.candidates if candidate.kind == kind]
+        # The median is robust against the few sublayers that a model cannot work without.
+        scale = [max(losses[candidate.name], 0.0) / candidate.harm for candidate in own if candidate.harm > 0]
         slope = median(scale) if scale else 1.0
-        candidates += [replace(each, harm=(slope * each.harm + max(losses[each.name], 0.0)) / 2) for each in own]
-    order = {each.name: index for index, each in enumerate(statistics.candidates)}
-    return replace(statistics, candidates=sorted(candidates, key=lambda each: order[each.name]))
+        candidates += [
+            replace(candidate, harm=(slope * candidate.harm + max(losses[candidate.name], 0.0)) / 2)
+            for candidate in own
+        ]
+    order = {candidate.name: index for index, candidate in enumerate(statistics.candidates)}
+    return replace(statistics, candidates=sorted(candidates, key=lambda candidate: order[candidate.name]))
 
 
 def price(statistics: Statistics, ratios: Ratios) -> float:
-    """The most harm for a byte saved among sublayers that are skipped; 0 where none is."""
-    skipped = (each for each in statistics.candidates if each.name in ratios)
-    return max((each.harm / each.bytes for each in skipped), default=0.0)
+    """The largest harm per byte saved among the skipped sublayers; 0 if none is skipped."""
+    skipped = (candidate for candidate in statistics.candidates if candidate.name in ratios)
+    return max((candidate.harm / candidate.bytes for candidate in skipped), default=0.0)
 
 
 def within_price(statistics: Statistics, most: float, kind: Kind = "feed-forward") -> Ratios:
-    """The sublayers of a kind whose harm for a byte is at most so much."""
-    candidates = (each for each in statistics.candidates if each.kind == kind)
-    return {each.name: each.ratio for each in candidates if each.harm / each.bytes <= most}
+    """Select the sublayers of one kind whose harm per byte saved is at most `most`."""
+    candidates = (candidate for candidate in statistics.candidates if candidate.kind == kind)
+    return {candidate.name: candidate.ratio for candidate in candidates if candidate.harm / candidate.bytes <= most}

@@ -1,7 +1,7 @@
-"""The bytes that a pass over one token moves: weights, and the keys and values of the context.
+"""Counts the bytes that a pass over one token moves: weights, and the keys and values of the context.
 
-A decoder of one text is bound by memory bandwidth, so these are also its time. An attention sublayer gets dearer with
-the context, a feed-forward sublayer does not; so which of them to skip depends on the context.
+Decoding a single text is bandwidth-bound, so its time is in proportion to these bytes. An attention sublayer moves more
+with a longer context, a feed-forward sublayer does not, so the choice between them depends on the context.
 """
 
 from __future__ import annotations
@@ -11,42 +11,46 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoestring.decode.adapter import Adapter, adapt
+from shoestring.decode.adapter import Adapter, Pretrained, adapt
 from shoestring.models.gpt import GPT
 from shoestring.models.sublayers import sublayers
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sublayer moves."""
+    """The bytes that a sublayer moves for one token."""
 
     weights: int
-    """Bytes of its weights, and of its norms'."""
+    """Bytes of the weights of the sublayer and of its norms."""
     position: int = 0
-    """Bytes of the keys and values of one position of the context."""
+    """Bytes of the keys and values of one position of the context; 0 in a feed-forward sublayer."""
     window: int | None = None
-    """The most positions that it attends to, where the model has a sliding window."""
+    """Largest number of positions that the sublayer attends to, if it has a sliding window; None if it attends to
+    all."""
 
     def at(self, context: int) -> int:
-        """Bytes moved for one token after `context` others."""
+        """Bytes moved for one token that follows `context` earlier ones."""
         return self.weights + self.position * (context if self.window is None else min(context, self.window))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model moves for one token."""
+    """The bytes that a model moves for one token."""
 
     sublayers: dict[str, Cost]
     rest: int
-    """Bytes of all other weights that a token needs: the output layer and norms, not the embedding's look-up."""
+    """Bytes of all other weights that a token needs: output layer and norms, but not embeddings that are only looked
+    up."""
 
     def total(self, context: int) -> int:
+        """Bytes moved for one token that follows `context` earlier ones."""
         return self.rest + sum(cost.at(context) for cost in self.sublayers.values())
 
 
 @torch.no_grad()
 def count_bytes(model: nn.Module | Adapter) -> Costs:
-    """What each sublayer of a model moves, as its weights are stored; lets the model read one token.
+    """Count the bytes that each sublayer of a model moves per token, in the data types of its weights. The model reads
+    one token for the count.
 
     Raises:
         ConfigError: the sublayers of the model are not known; see `shoestring.models.sublayers`.
@@ -54,9 +58,9 @@ def count_bytes(model: nn.Module | Adapter) -> Costs:
     adapter = model if isinstance(model, Adapter) else adapt(model)
     known, cache = sublayers(adapter.model), adapter.new_cache(1, 1)
     adapter.read(torch.zeros(1, 1, dtype=torch.int64), cache)
-    window = getattr(adapter, "window", None)
-    kinds: list[str] = getattr(adapter, "kinds", [])
-    found, inside = {}, set[int]()
+    passes = adapter.passes if isinstance(adapter, Pretrained) else None
+    window, kinds = (passes.window, passes.kinds) if passes else (None, [])
+    costs, inside = {}, set[int]()
     for name, sublayer in known.items():
         tensors = [
             tensor
@@ -69,12 +73,13 @@ def count_bytes(model: nn.Module | Adapter) -> Costs:
         if sublayer.kind == "attention":
             position = sum(held[0, :, 0].nbytes for held in cache.layers.get(sublayer.layer, ()))
         slides = window and (not kinds or kinds[sublayer.layer] == "sliding_attention")
-        found[name] = Cost(sum(tensor.nbytes for tensor in tensors), position, window if slides else None)
-    return Costs(found, sum(each.nbytes for each in _others(adapter.model) if id(each) not in inside))
+        costs[name] = Cost(sum(tensor.nbytes for tensor in tensors), position, window if slides else None)
+    return Costs(costs, sum(tensor.nbytes for tensor in _others(adapter.model) if id(tensor) not in inside))
 
 
 def _others(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of a model that products read, each once: not what embeddings only look up."""
+    """The weights of a model, each listed once, without embedding tables that are only looked up. A table that is tied
+    to the output layer is listed, because each token reads all of it."""
     tied = isinstance(model, GPT) and model.head is None
     used = {
         id(parameter)

@@ -1,6 +1,6 @@
-"""How much each sublayer changes the residual stream: cos(x, y) of what it reads and what it leaves, and ‖y‖ / ‖x‖.
+"""Measures how much each sublayer changes the residual stream from x to y: cos(x, y) and ‖y‖ / ‖x‖.
 
-A sublayer whose input and output point the same way can be skipped at little loss (He et al., AdaSkip, AAAI 2025).
+A sublayer whose x and y point the same way can be skipped at little loss (He et al., AdaSkip, AAAI 2025).
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from shoestring.models.sublayers import read, sublayers
 
 @dataclass(frozen=True)
 class Change:
-    """What a sublayer does to the stream, on average over tokens."""
+    """The change of the residual stream by a sublayer or a block, averaged over tokens."""
 
     similarity: float
-    """Mean of cos(x, y)."""
+    """Mean of cos(x, y), where x and y are the residual stream before and after the sublayer or block."""
     ratio: float
-    """‖y‖ / ‖x‖, the norms over all tokens together."""
+    """Ratio of the norms ‖y‖ / ‖x‖, each taken over all tokens together."""
 
 
 class Observer:
-    """Within its context, every pass of a model adds to running means, which stay on the device.
+    """A context manager that observes how every pass of a model changes the residual stream; its running sums stay on
+    the device.
 
     Args:
-        leave_out: names of sublayers that are skipped meanwhile, of which nothing can be learnt.
+        leave_out: names of sublayers that are not observed, because they are skipped.
     """
 
     def __init__(self, model: nn.Module, *, leave_out: Collection[str] = ()) -> None:
         self.model = model
         self.names = [name for name in sublayers(model) if name not in leave_out]
         self.real: Tensor | None = None
-        """Which of the tokens of a pass count, (B, T); by default all."""
+        """Mask (B, T) of the tokens of a pass that are counted; None counts all."""
         self.blocks = repeated(model)
         device = next(model.parameters()).device
-        # Sums of cos(x, y), x², y², and tokens: a row for each sublayer, then one for each block.
+        # Columns: the sums of cos(x, y), of x² and of y², and the number of tokens. Rows: one for each sublayer, then
+        # one for each block.
         self._sums = torch.zeros(len(self.names) + len(self.blocks), 4, device=device)
         self._handles: list[Any] = []
         self._open: tuple[int, Tensor] | None = None
@@ -65,11 +67,12 @@ class Observer:
         self._open = None
 
     def changes(self) -> Mapping[str, Change]:
-        """What each sublayer does, by name; waits for the device, once. Empty before the first token."""
+        """The change that each sublayer makes, by the sublayer's name; empty before the first token. The call waits for
+        the device once."""
         return dict(zip(self.names, self._means(), strict=False))
 
     def block_changes(self) -> list[Change]:
-        """What each block does; empty before the first token."""
+        """The change that each block makes; empty before the first token."""
         return self._means()[len(self.names) :]
 
     def _means(self) -> list[Change]:
@@ -77,6 +80,9 @@ class Observer:
         return [Change(cosine / n, (after / before) ** 0.5) for cosine, before, after, n in rows if n]
 
     def _reader(self, index: int | None) -> Callable[..., None]:
+        """Make a hook that records the residual stream before a sublayer, which is also the stream after the previous
+        sublayer."""
+
         def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = read(arguments, named)
             self._close(x)
@@ -85,6 +91,9 @@ class Observer:
         return hook
 
     def _end(self, index: int) -> Callable[..., None]:
+        """Make a hook that records the output of a block, which is also the residual stream after the block's last
+        sublayer."""
+
         def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any) -> None:
             y = returned[0] if isinstance(returned, tuple) else returned
             self._close(y)
@@ -93,15 +102,15 @@ class Observer:
         return hook
 
     def _close(self, y: Tensor) -> None:
-        """The stream after the sublayer that was read last is y."""
+        """Record `y`, the residual stream after the sublayer that ran last."""
         if self._open is not None:
             (index, x), self._open = self._open, None
             self._add(index, x, y)
 
     @torch.no_grad()
     def _add(self, index: int, x: Tensor, y: Tensor) -> None:
-        """Count the tokens of (B, T, C) before and after."""
+        """Add the tokens of x and y, (B, T, C), to the sums of row `index`."""
         x, y = x.float(), y.float()
         rows = (F.cosine_similarity(x, y, dim=-1), x.square().sum(-1), y.square().sum(-1), torch.ones_like(x[..., 0]))
-        new = torch.stack(rows, -1)  # B T 4
+        new = torch.stack(rows, -1)  # shape (B, T, 4)
         self._sums[index] += (new if self.real is None else new * self.real[..., None]).sum((0, 1))

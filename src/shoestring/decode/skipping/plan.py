@@ -1,4 +1,4 @@
-"""A choice of sublayers to skip: made from sample text, kept in a file, applied to every pass or to decoding alone."""
+"""Plans of sublayers to skip: made from sample text, saved to files, applied to every pass or to decoding alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from shoestring.decode.skipping.choice import Ratios, Rule, SkipCandidate, Stati
 from shoestring.decode.skipping.cost import Costs, count_bytes
 from shoestring.decode.skipping.importance import Observer
 from shoestring.models.sublayers import skipping, sublayers
+from shoestring.storage import foreign
+from shoestring.storage.fields import Fields
 from shoestring.storage.whole import write_atomic
 
 FORMAT = 1
@@ -25,36 +27,47 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """Sublayers to skip, and what that was expected to save."""
+    """The sublayers to skip, with the expected savings."""
 
     ratios: Ratios
-    """r of each: y = r · x."""
+    """Factor r of each skipped sublayer: y = r · x."""
     context: int
-    """Tokens of context that bytes were counted at."""
+    """Context length at which bytes were counted."""
     saved: float
-    """The share of the bytes moved for a token at that context that is saved."""
+    """Fraction of the bytes moved per token that skipping avoids at a context of length `context`."""
     loss_before: float | None = None
-    """On the sample text with every sublayer, in nats a token; None where it was not measured."""
+    """Loss on the sample text with every sublayer, in nats a token; None if it was not measured."""
     loss_after: float | None = None
-    """The same without those that are skipped."""
+    """Loss on the sample text without the skipped sublayers, in nats a token; None if it was not measured."""
 
     def save(self, path: Path) -> None:
+        """Write the plan to a JSON file."""
         write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=2).encode() + b"\n")
 
     @staticmethod
     def load(path: Path) -> SkipPlan:
-        """Raises: ConfigError, the file is missing or no plan."""
+        """Load a plan from a file.
+
+        Raises:
+            ConfigError: the file is missing, or is not a plan.
+        """
+        hint = "write one with `shoestring skip MODEL --out FILE`"
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            assert table.pop("format") == FORMAT
-            plan = SkipPlan(**table)
-            assert all(isinstance(ratio, float | int) for ratio in plan.ratios.values())
-        except (OSError, ValueError, AssertionError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"`{path}` is no skip plan: {error or 'not its format'}",
-                hint="write one with `shoestring skip MODEL --out FILE`",
-            ) from error
-        return plan
+            table = foreign.read_json_object(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"`{path}` is no skip plan: {reason}", hint=hint) from error
+        fields = Fields(table, f"`{path}` is no skip plan", ConfigError, hint)
+        if fields.count("format") != FORMAT or set(fields) != {"format", *SkipPlan.__dataclass_fields__}:
+            raise ConfigError(f"`{path}` is no skip plan: its format is unknown", hint=hint)
+        ratios = fields.entries("ratios")
+        return SkipPlan(
+            ratios={name: ratios.number(name) for name in ratios},
+            context=fields.count("context"),
+            saved=fields.number("saved"),
+            loss_before=fields.number("loss_before", None),
+            loss_after=fields.number("loss_after", None),
+        )
 
 
 def make_plan(
@@ -66,14 +79,14 @@ def make_plan(
     measure: bool = True,
     rule: Rule = least_loss,
 ) -> SkipPlan:
-    """The sublayers without which a share of the bytes moved for a token is saved, chosen from sample text.
+    """Choose from sample text which sublayers to skip, so that a fraction of the bytes moved per token is avoided.
 
     Args:
         batches: token ids (B, T), int64, on the model's device.
-        share: of the bytes, from 0 to below 1.
-        context: tokens of context at which bytes are counted.
-        measure: choose by the loss on the text, in two passes over it for each sublayer; otherwise by what sublayers
-            do to the stream alone, in one pass.
+        share: fraction of the bytes to save, from 0 to below 1. context: context length at which bytes are counted.
+        measure: choose by the loss on the text, in two or more passes over it for each sublayer; otherwise by the
+            change of the residual stream alone, in one pass.
+        rule: function that makes the choice.
 
     Raises:
         ConfigError: the share is out of range, or the sublayers of the model are not known.
@@ -82,8 +95,14 @@ def make_plan(
     adapter = model if isinstance(model, Adapter) else adapt(model)
 
     def losses(ratios: Ratios) -> list[float]:
+        """Mean cross-entropy of each text, in nats per token, over all of its tokens but the first."""
+        means = []
         with skipping(adapter.model, ratios), torch.inference_mode():
-            return torch.cat([_losses(adapter, batch) for batch in batches]).tolist()
+            for batch in batches:
+                logits = adapter.read(batch[:, :-1], adapter.new_cache(len(batch), batch.shape[1]))
+                targets = batch[:, 1:].to(logits.device)
+                means.append(F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1))
+            return torch.cat(means).tolist()
 
     observer = Observer(adapter.model)
     with observer:
@@ -94,27 +113,24 @@ def make_plan(
     return SkipPlan(ratios, context, saved, before if measure else None, fmean(losses(ratios)) if measure else None)
 
 
-def _losses(adapter: Adapter, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of every token but the first of each text, (B,), in nats."""
-    logits = adapter.read(batch[:, :-1], adapter.new_cache(len(batch), batch.shape[1]))
-    targets = batch[:, 1:].to(logits.device)
-    return F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(1)
-
-
 def check_share(share: float) -> None:
-    """Raises: ConfigError, no share of bytes to save."""
+    """Raise ConfigError if a share of bytes to save is out of range."""
     if not 0 <= share < 1:
         raise ConfigError(f"skipping cannot save a share of {share} of the bytes", hint="give a share such as 0.2")
 
 
 def check_skips(model: Adapter) -> None:
-    """Raises: ConfigError, passes of the model are captured, and would go on with every sublayer."""
+    """Raise ConfigError if the model cannot skip sublayers, because its passes are captured or its cache needs every
+    sublayer."""
     if model.captured:
         raise ConfigError("a compiled model cannot skip sublayers", hint="give --passes plain")
+    if not model.skips:
+        name = type(model.model).__name__
+        raise ConfigError(f"{name} cannot skip sublayers, because each of them must update the model's cache")
 
 
 def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
-    """What rules choose by, of what was observed."""
+    """Turn the sums of an observer into the statistics from which rules choose."""
     known, changes = sublayers(observer.model), observer.changes()
     candidates = [
         SkipCandidate(
@@ -128,4 +144,4 @@ def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
         )
         for name, change in changes.items()
     ]
-    return Statistics(candidates, [each.similarity for each in observer.block_changes()], costs.total(context))
+    return Statistics(candidates, [change.similarity for change in observer.block_changes()], costs.total(context))

@@ -1,1 +1,1 @@
-"""Adapters of low rank beside the frozen layers of a model."""
+"""Low-rank adapters (LoRA, DoRA) for the frozen layers of a model."""

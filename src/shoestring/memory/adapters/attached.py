@@ -1,22 +1,22 @@
-"""How adapters hang in a job: the model frozen, its layers patched, and what must survive."""
+"""Attaches low-rank adapters to a job: freezes the model, patches its layers, and registers the adapters' state."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import CheckpointError
-from shoestring.core.job import Job
-from shoestring.memory.adapters.layers import choose, parameters_of, trained_modules
+from shoestring.memory.adapters.layers import choose, layers_to_round, parameters_of, trained_modules
 from shoestring.memory.zero.placement import is_half
 from shoestring.models import adapter_folder, quantized
 from shoestring.models.adapters import Adapted, LowRank, fresh, matrix, row_norms, take_off
-from shoestring.models.blocks import is_in_block, is_transposed
+from shoestring.models.blocks import is_transposed
 from shoestring.models.nf4 import NF4Linear
 from shoestring.models.rounding import wide
 
@@ -26,43 +26,61 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoestring")
 
 
-def attach(job: Job, settings: LoRA, *, copies: bool) -> None:
-    """Freeze the job's model, round the weights of its blocks where that is asked for, and put adapters beside its
-    layers until the job is closed.
+def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
+    """Freeze the job's model, round its weights as `base_bits` says, and add adapters until the job is closed.
 
     Args:
-        copies: whether the optimizer steps copies in float32 of weights that have 16 bits.
+        copies: whether the optimizer updates float32 copies of 16-bit weights.
     """
-    model = job.module
-    adapters, modules = _chosen(model, settings)
+    model = attachments.module
+    adapters, modules = _choose_adapters(model, settings)
     whole = parameters_of(model, modules)
-    adapters = {name: _placed(each, model.get_submodule(name), job.world.device) for name, each in adapters.items()}
+    adapters = {
+        name: adapter.to(attachments.world.device, wide(matrix(model.get_submodule(name)).dtype))
+        for name, adapter in adapters.items()
+    }
     fingerprint = adapter_folder.fingerprint_of(model, adapters)
     trained = sum(model.get_parameter(names[0]).numel() for names in whole.values())
     frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
-    turned = [name for name, layer in model.named_modules() if is_transposed(layer)]
+    modes = {name: model.get_submodule(name).training for name in adapters}
+    transposed = [name for name, layer in model.named_modules() if is_transposed(layer)]
     if settings.base_bits == 16:
-        for parameter in model.parameters():  # buffers stay: angles of positions would lose too much
+        for parameter in model.parameters():  # not buffers: rotary angles need precision
             parameter.data = parameter.data.to(torch.bfloat16)
-    rounded = _round(model, settings, whole, job.world.device) if settings.base_bits in (8, 4) else {}
-    model.to(job.world.device)
-    _freeze(job, whole)
+    rounded = _round(model, settings, whole, attachments.world.device)
+    model.to(attachments.world.device)
+    _freeze(attachments, whole)
     if not copies:
         _warn_of_lost_steps(model, settings.name, whole)
     for name, adapter in adapters.items():
         layer = model.get_submodule(name)
-        job.exits.callback(take_off, layer)
-        job.patch(layer, Adapted(layer, layer.forward, adapter, settings.dropout))
-    record = AdapterRecord({name: each.scale for name, each in adapters.items()}, rounded, turned, fingerprint, modules)
-    job.keep(settings.name, record)
-    trained += sum(tensor.numel() for each in adapters.values() for tensor in each.tensors)
-    job.trace.facts |= {"adapted_layers": len(adapters), "adapter_parameters": trained, "frozen_parameters": frozen}
+        vars(layer).pop("train", None)  # undo the evaluation mode set by freezing: dropout needs the layer's mode
+        layer.training = modes[name]
+        attachments.exits.callback(take_off, layer)
+        attachments.patch(layer, Adapted(layer, layer.forward, adapter, settings.dropout))
+    record = AdapterRecord(
+        {name: adapter.scale for name, adapter in adapters.items()}, rounded, transposed, fingerprint, modules
+    )
+    attachments.keep(settings.name, record, merged=True)
+    trained += sum(tensor.numel() for adapter in adapters.values() for tensor in adapter.tensors)
+    attachments.trace.facts |= {
+        "adapted_layers": len(adapters),
+        "adapter_parameters": trained,
+        "frozen_parameters": frozen,
+    }
+    attachments.trace.facts |= {"rounded_parameters": quantized.rounded_parameters(model)}
 
 
 class AdapterRecord:
-    """What is kept beside the adapters' own tensors: their scales, the rows of layers that were rounded, the names of
-    those that hold their weight transposed, a hash of the weights that adapters belong to, and the names of modules
-    whose own weights are trained."""
+    """The description of adapters in a checkpoint; the adapters' tensors are stored separately.
+
+    Args:
+        scales: scales of the adapters, by layer.
+        rows: number of rows of each layer that was rounded.
+        transposed: names of the layers that store their weight transposed.
+        fingerprint: hash of the weights that the adapters belong to.
+        modules: names of the modules whose own weights are trained.
+    """
 
     def __init__(
         self,
@@ -82,21 +100,23 @@ class AdapterRecord:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict != self._state:
             hint = "resume with the model and the settings of [memory.lora] that the run began with"
-            raise CheckpointError("the checkpoint holds adapters of other layers, scales or weights", hint=hint)
+            raise CheckpointError("the checkpoint has adapters of other layers, scales or weights", hint=hint)
 
 
 def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequence[str]]) -> None:
-    """Of weights that are trained in 16 bits, where most of a small step is less than the distance of two numbers."""
+    """Warn about weights trained in 16 bits, where a small update is often less than the spacing of numbers."""
     halves = [names[0] for names in whole.values() if is_half(model.get_parameter(names[0]))]
     if halves:
         dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
-        log.warning("%s: `%s` is trained in %s, where small steps are lost; [memory.zero] steps copies in float32",
+        log.warning("%s: `%s` is trained in %s, where small updates are lost; [memory.zero] updates float32 copies",
                     name, halves[0], dtype)  # fmt: skip
 
 
-def _chosen(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[str]]:
-    """The adapters by layer, and the modules whose own weights are trained, which have the values of an adapter that is
-    trained further."""
+def _choose_adapters(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[str]]:
+    """Choose the adapters by layer, new or from a folder, and the modules whose own weights are trained.
+
+    Weights of such modules in the adapter's folder replace the weights of the model's modules.
+    """
     if settings.adapter:
         adapter = adapter_folder.read(Path(settings.adapter), model)
         return adapter.layers, adapter_folder.fill(model, adapter.parameters)
@@ -114,32 +134,32 @@ def _chosen(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[
     return adapters, trained_modules(model, settings.modules_to_train)
 
 
-def _placed(adapter: LowRank, layer: nn.Module, device: torch.device) -> LowRank:
-    """On the device, in single precision at least."""
-    return adapter.to(device, wide(matrix(layer).dtype))
-
-
 def _round(model: nn.Module, settings: LoRA, whole: Container[int], device: torch.device) -> dict[str, int]:
-    """Put quantised layers on the device in the place of the linear layers of the blocks, one by one, so that at no
-    time there is more than one in both forms; their names with their rows. Those whose weights are trained stay."""
-    bits: Literal[8, 4] = 8 if settings.base_bits == 8 else 4
-    chosen, _ = quantized.choose(model, bits)
+    """Replace linear layers of the blocks by quantised layers on the device; layers that are trained are not replaced.
+
+    Layers are replaced one by one, so that at most one layer exists in both forms at a time.
+
+    Args:
+        whole: ids of the parameters that are trained.
+
+    Returns:
+        Number of rows of each replaced layer, by the layer's name.
+    """
     rows = {}
-    for name in chosen:
+    for name, bits in layers_to_round(model, settings.base_bits, whole).items():
         layer = model.get_submodule(name)
-        if is_in_block(name) and not isinstance(layer, nn.Embedding) and id(layer.weight) not in whole:
-            rows[name] = len(matrix(layer))
-            layer.to(device)
-            if settings.base_type == "nf4":
-                model.set_submodule(name, NF4Linear(layer))
-            else:
-                quantized.replace(model, {name: bits}, rounded=True)
+        rows[name] = len(matrix(layer))
+        layer.to(device)
+        if settings.base_type == "nf4":
+            model.set_submodule(name, NF4Linear(layer))
+        else:
+            quantized.replace(model, {name: bits}, rounded=True)
     return rows
 
 
-def _freeze(job: Job, whole: Container[int]) -> None:
-    """Take gradients from every parameter but these; checkpoints hold a hash of what modules with parameters hold."""
-    model = job.module
+def _freeze(attachments: Attachments, whole: Container[int]) -> None:
+    """Freeze every parameter except those in `whole`; checkpoints store hashes in place of frozen modules' weights."""
+    model = attachments.module
     own = [
         module
         for module in model.modules()
@@ -147,8 +167,8 @@ def _freeze(job: Job, whole: Container[int]) -> None:
         and module is not model
         and not any(id(parameter) in whole for parameter in module.parameters())
     ]
-    job.frozen("base", nn.ModuleList(own), "the model that the run began with")
-    for parameter in model.parameters():  # of what holds others that are trained, such as the model itself
+    attachments.frozen("base", nn.ModuleList(own), "the model that the run began with")
+    for parameter in model.parameters():  # the remaining parameters, in modules that also contain trained parameters
         if parameter.requires_grad and id(parameter) not in whole:
-            job.exits.callback(parameter.requires_grad_, parameter.requires_grad)
+            attachments.exits.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(False)

@@ -1,25 +1,32 @@
-"""Which linear layers of a model get adapters, and why others do not."""
+"""Selects the linear layers of a model that get adapters, and the reasons why others get none."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.models.blocks import is_in_block, is_transposed, read_by_others
+from shoestring.models import quantized
+from shoestring.models.blocks import is_in_block, is_transposed, read_by_others, routers
+from shoestring.models.plain_layers import is_product
+
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names by which PEFT 0.21 means the experts of a mixture that holds them in one tensor `gate_up_proj`."""
 
 
 @dataclass
 class AdaptedLayers:
-    """The linear layers of a model, by name."""
+    """The linear layers of a model, by name: layers with adapters, and layers without."""
 
     adapted: dict[str, nn.Module] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)  # those that were asked for -> why they have no adapter
-    rest: list[str] = field(default_factory=list)  # those that were not asked for
+    left: dict[str, str] = field(default_factory=dict)
+    """Maps layers that match a pattern but cannot have an adapter to the reason."""
+    rest: list[str] = field(default_factory=list)
+    """Names of the layers that match no pattern."""
 
     @property
     def examples(self) -> str:
@@ -28,23 +35,27 @@ class AdaptedLayers:
 
 
 def choose(model: nn.Module, patterns: Sequence[str], trained: Sequence[str] = ()) -> AdaptedLayers:
-    """The linear layers whose names match a pattern, or all those of the blocks where there are no patterns.
+    """Select the linear layers whose names match a pattern; without patterns, all linear layers of the blocks.
 
     Args:
-        trained: patterns of the modules whose own weights are trained, which need no adapters.
+        trained: patterns of the modules whose own weights are trained, which get no adapters.
     """
     choice = AdaptedLayers()
     whole = parameters_of(model, trained_modules(model, trained))
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    readers = read_by_others(model)
+    readers, choosing = read_by_others(model), routers(model)
+    mixture = any(name.endswith(".gate_up_proj") and value.dim() == 3 for name, value in model.named_parameters())
     for name, layer in model.named_modules():
         if (not isinstance(layer, nn.Linear) and not is_transposed(layer)) or id(layer.weight) in whole:
             continue
-        asked = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else is_in_block(name)
-        if not asked:
+        of_block = is_in_block(name) and layer not in choosing
+        matches = any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else of_block
+        if not matches:
             choice.rest.append(name)
-        elif why := readers.get(layer, "") or _why_not(layer, uses[id(layer.weight)]):
-            choice.left[name] = why
+        elif reason := readers.get(layer, "") or _not_adaptable(layer, uses[id(layer.weight)]):
+            choice.left[name] = reason
+        elif mixture and not patterns and name.rpartition(".")[2] in _OF_EXPERTS:
+            choice.left[name] = "PEFT takes its name for that of the experts"
         else:
             choice.adapted[name] = layer
     return choice
@@ -54,54 +65,76 @@ def trained_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Names of the outermost modules that match a pattern.
 
     Raises:
-        ConfigError: one matches none, or none with weights.
+        ConfigError: a pattern matches no module with weights.
     """
-    found: list[str] = []
+    matching: list[str] = []
     for pattern in patterns:
         own = [name for name, module in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not any(True for name in own for _ in model.get_submodule(name).parameters()):
             names = [name for name, module in model.named_modules() if [*module.parameters(False)]]
-            said = f"`memory.lora.modules_to_train`: `{pattern}` matches no module with weights"
-            raise ConfigError(said, hint=nearest(pattern, names))
-        found += own
-    return sorted({name for name in found if not any(name.startswith(f"{other}.") for other in found)})
+            message = f"`memory.lora.modules_to_train`: `{pattern}` matches no module with weights"
+            raise ConfigError(message, hint=nearest(pattern, names))
+        matching += own
+    return sorted({name for name in matching if not any(name.startswith(f"{other}.") for other in matching)})
 
 
 def parameters_of(model: nn.Module, modules: Iterable[str]) -> dict[int, list[str]]:
-    """The parameters of these modules, by identity, each with all names that the model has for it."""
+    """Map the id of each parameter of some modules to all its names; tied parameters have several names."""
     wanted = {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
-    found: dict[int, list[str]] = {each: [] for each in wanted}
+    names: dict[int, list[str]] = {identity: [] for identity in wanted}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in wanted:
-            found[id(parameter)].append(name)
-    return found
+            names[id(parameter)].append(name)
+    return names
 
 
-def _why_not(layer: nn.Module, uses: int) -> str:
+def _not_adaptable(layer: nn.Module, uses: int) -> str:
+    """The reason why a layer cannot have an adapter; "" if it can."""
     if uses > 1:
         return "another layer has the same weight"
-    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+    if isinstance(layer, nn.Linear) and not is_product(layer):
         return f"{type(layer).__name__} has a forward pass of its own"
     return ""
 
 
 def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Patterns that no linear layer's name matches."""
+    """The patterns that match no linear layer's name."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or is_transposed(layer)]
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
+def layers_to_round(model: nn.Module, bits: int, whole: Container[int]) -> dict[str, quantized.Bits]:
+    """The names of the blocks' linear layers to round, with the number of bits for each; empty unless `bits` is 8 or 4.
+
+    Args:
+        whole: ids of the parameters that are trained, which are not rounded.
+    """
+    if bits not in (8, 4):
+        return {}
+    chosen, _ = quantized.choose(model, 8 if bits == 8 else 4)
+    layers = {name: layer for name, layer in model.named_modules() if name in chosen and is_in_block(name)}
+    fit = {
+        name for name, layer in layers.items() if not isinstance(layer, nn.Embedding) and id(layer.weight) not in whole
+    }
+    return {name: width for name, width in chosen.items() if name in fit}
+
+
 def sizes(
-    model: nn.Module, patterns: Sequence[str], rank: int, *, dora: bool, modules: Sequence[str] = ()
+    model: nn.Module, patterns: Sequence[str], rank: int, *, dora: bool, modules: Sequence[str] = (), bits: int = 0
 ) -> dict[str, float]:
-    """How many layers would be adapted, and how many parameters be trained and frozen."""
+    """Numbers of adapted layers and of trained, frozen and rounded parameters in a run with LoRA."""
     adapted = choose(model, patterns, modules).adapted
     trained = sum(rank * sum(layer.get_parameter("weight").shape) for layer in adapted.values())
-    if dora:  # the length of each row
+    if dora:  # DoRA also trains the norm of each row
         trained += sum(layer.get_parameter("weight").shape[is_transposed(layer)] for layer in adapted.values())
-    whole = sum(
-        model.get_parameter(names[0]).numel()
-        for names in parameters_of(model, trained_modules(model, modules)).values()
-    )
+    named = parameters_of(model, trained_modules(model, modules))
+    whole = sum(model.get_parameter(names[0]).numel() for names in named.values())
     frozen = sum(parameter.numel() for parameter in model.parameters()) - whole
-    return {"adapted_layers": len(adapted), "adapter_parameters": trained + whole, "frozen_parameters": frozen}
+    inside = [model.get_submodule(name) for name in layers_to_round(model, bits, named)]
+    rounded = {id(parameter): parameter.numel() for layer in inside for parameter in layer.parameters()}
+    facts: dict[str, float] = {
+        "adapted_layers": len(adapted),
+        "adapter_parameters": trained + whole,
+        "frozen_parameters": frozen,
+    }
+    return facts | {"rounded_parameters": sum(rounded.values())}

@@ -1,1 +1,1 @@
-"""SharedHost memory divided among the processes of a host, which agree through files that each of them keeps locked."""
+"""Host memory leased to the processes of a host, which agree through record files: each process locks its own."""

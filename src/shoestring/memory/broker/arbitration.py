@@ -1,7 +1,7 @@
-"""Who gets host memory and who gives it back: a function of what all tenants say of themselves, and of nothing else.
+"""Decides which tenants of a host get memory and which leases are called back, as a pure function of all records.
 
-Every tenant computes it from the same records, so no message is sent: a tenant that needs memory says so in its own
-record, and the others read there what they have to give back.
+Every tenant computes the same decision from the same records, so no messages are needed: a tenant that needs memory
+writes a request into its own record, and from it the other tenants compute what they have to give back.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from shoestring.core.leases import Priority
 
 
 class Lease(NamedTuple):
-    """What a tenant holds, or wants in addition to what it holds."""
+    """An amount of memory that a tenant holds, or requests in addition to what it holds."""
 
     nbytes: int
     priority: Priority
     at: float
-    """When it was taken or asked for, in seconds of the host's monotonic clock."""
+    """Time at which the lease was taken or requested, in seconds of the host's monotonic clock."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """One process, as the others see it."""
+    """A process that shares the host's memory, as the other processes see it."""
 
     key: str
     user: int = 0
     share: float = 1.0
-    """Weight of its share among tenants of one priority."""
+    """Weight of the tenant among tenants with leases of the same priority."""
     bounds: frozenset[str] = frozenset({"host"})
-    """Keys of what bounds its memory: its host and its cgroups."""
+    """Keys of the limits on the tenant's memory: "host", and those of its cgroups."""
     leases: Mapping[str, Lease] = field(default_factory=dict)
+    """Leases that the tenant holds, by name."""
     wants: Mapping[str, Lease] = field(default_factory=dict)
-    """What it waits for, beyond its leases, by name of the lease."""
+    """Requests that the tenant waits for, in addition to its leases, by name of the lease."""
 
     def holds(self, priority: Priority) -> int:
-        """Bytes of its leases of one priority."""
+        """Bytes of the tenant's leases of one priority."""
         return sum(lease.nbytes for lease in self.leases.values() if lease.priority is priority)
 
 
 class Holding(NamedTuple):
-    """A lease, or the wish for one, with the tenant whose it is."""
+    """A lease, or a request for a lease, with its tenant."""
 
     tenant: Tenant
     name: str
@@ -51,12 +52,13 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class Tenants:
-    """All tenants, and the bytes that each bound has left beyond its reserve and all leases; negative if overdrawn."""
+    """All tenants of a host, and the memory that is left to lease."""
 
     tenants: Sequence[Tenant]
     room: Mapping[str, int]
+    """Bytes that are left to lease within each bound, after its reserve and all leases; negative if it is overdrawn."""
     totals: Mapping[str, int] = field(default_factory=dict)
-    """Size of each bound, of which users have equal parts; without it every user may call everything back."""
+    """Bytes of each bound, divided equally among users; if missing, leases of any user may be called back."""
 
     def inside(self, bound: str) -> list[Tenant]:
         return [tenant for tenant in self.tenants if bound in tenant.bounds]
@@ -65,15 +67,16 @@ class Tenants:
         return [Holding(tenant, *item) for tenant in self.tenants for item in tenant.leases.items()]
 
     def wants(self) -> list[Holding]:
-        """In the order in which they are served."""
+        """All requests of all tenants, in the order in which they are served."""
         wants = [Holding(tenant, *item) for tenant in self.tenants for item in tenant.wants.items()]
         return sorted(wants, key=lambda want: (want.lease.priority, want.lease.at, want.tenant.key, want.name))
 
 
 def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
-    """The leases that must end before tenant `key` can have what it wants as `name`, after all that is served before.
+    """The leases that must end so that request `name` of tenant `key` fits after all earlier requests are served.
 
-    None where it cannot have it; and for what is REQUIRED, which it has in any case, all that can end.
+    Returns:
+        None if the request cannot be granted. For a REQUIRED request that does not fit, all leases that can end.
     """
     room = dict(host.room)
     for want in host.wants():
@@ -87,13 +90,15 @@ def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
 
 
 def called_back(host: Tenants) -> set[tuple[str, str]]:
-    """The (tenant's key, lease's name) of leases that must be given back now, as few as will do.
+    """The leases that must be given back now, as few as possible: (key of the tenant, name of the lease).
 
-    What is wanted is served in the order of its priority, then of its time. Leases of a less urgent priority give way
-    first, the last priority first and the youngest lease first; then those of the same priority whose tenant has more
-    than its share, for one that stays within its own. REQUIRED never gives way.
+    Requests are served in order of priority, then of time. Less urgent leases are called back first,
+    the least urgent priority first and the youngest lease first. After them, leases of the same priority are called
+    back from tenants that exceed their shares, if the requesting tenant stays within its share. REQUIRED leases are
+    never called back.
     """
     room, called = dict(host.room), list[Holding]()
+    # An overdrawn bound is served first, by a REQUIRED request for 0 bytes that belongs to no tenant.
     overdrawn = [
         Holding(Tenant("", user=-1, bounds=frozenset({bound})), "", Lease(0, Priority.REQUIRED, 0.0))
         for bound, left in room.items()
@@ -111,42 +116,38 @@ def called_back(host: Tenants) -> set[tuple[str, str]]:
 
 
 def _nbytes_in(bound: str, holdings: Collection[Holding]) -> int:
+    """Bytes of the holdings of tenants inside a bound."""
     return sum(holding.lease.nbytes for holding in holdings if bound in holding.tenant.bounds)
-
-
-def _short(room: Mapping[str, int], want: Holding) -> dict[str, int]:
-    """Bytes that are missing in each bound where some are."""
-    missing = {bound: want.lease.nbytes - room[bound] for bound in want.tenant.bounds & room.keys()}
-    return {bound: nbytes for bound, nbytes in missing.items() if nbytes > 0}
 
 
 def _victims(
     host: Tenants, room: Mapping[str, int], want: Holding, called: Collection[Holding]
 ) -> list[Holding] | None:
-    """The leases beside those called already that must end so that `want` fits; None where that cannot be reached.
+    """The leases that must end, in addition to those in `called`, so that `want` fits; None if it cannot fit.
 
-    What is REQUIRED is granted in any case: for it, as much as there is.
+    A REQUIRED request is granted in any case: if it cannot fit, all leases that can end are returned.
     """
-    short = _short(room, want)
+    missing = {bound: want.lease.nbytes - room[bound] for bound in want.tenant.bounds & room.keys()}
+    missing = {bound: nbytes for bound, nbytes in missing.items() if nbytes > 0}
     chosen = list[Holding]()
-    for lease in _candidates(host, room, want) if short else ():
-        left = [bound for bound, nbytes in short.items() if nbytes > _nbytes_in(bound, chosen)]
+    for lease in _candidates(host, room, want) if missing else ():
+        left = [bound for bound, nbytes in missing.items() if nbytes > _nbytes_in(bound, chosen)]
         if not left:
             break
         if lease not in called and lease.tenant.bounds & set(left) and _may_call(host, want, lease, left, chosen):
             chosen.append(lease)
-    enough = all(_nbytes_in(bound, chosen) >= nbytes for bound, nbytes in short.items())
+    enough = all(_nbytes_in(bound, chosen) >= nbytes for bound, nbytes in missing.items())
     if not enough:
         return chosen if want.lease.priority is Priority.REQUIRED else None
-    for lease in reversed(chosen):  # a later, larger one may have made others unnecessary
-        rest = [other for other in chosen if other is not lease]
-        if all(_nbytes_in(bound, rest) >= nbytes for bound, nbytes in short.items()):
+    for lease in reversed(chosen):  # a large lease chosen later may make smaller ones unnecessary
+        rest = [holding for holding in chosen if holding is not lease]
+        if all(_nbytes_in(bound, rest) >= nbytes for bound, nbytes in missing.items()):
             chosen = rest
     return chosen
 
 
 def _candidates(host: Tenants, room: Mapping[str, int], want: Holding) -> list[Holding]:
-    """What may be called back for `want`, in the order in which it is."""
+    """The leases that may be called back for `want`, in the order in which they are called back."""
     priority = want.lease.priority
     less_urgent = [holding for holding in host.leases() if holding.lease.priority > priority]
     less_urgent.sort(key=lambda it: (-it.lease.priority, -it.lease.at, it.tenant.key, it.name))
@@ -164,18 +165,18 @@ def _candidates(host: Tenants, room: Mapping[str, int], want: Holding) -> list[H
 
 
 def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priority: Priority, more: int) -> bool:
-    """Whether a tenant with `more` bytes has at most its share of what a priority can have, in each of its bounds.
+    """Whether a tenant with `more` additional bytes stays within its share of a priority's memory, in all bounds.
 
-    All that hold or want something of that priority have shares, by their weights.
+    The shares of all tenants that hold or request memory of this priority are in proportion to their weights.
     """
     for bound in tenant.bounds & room.keys():
         inside = host.inside(bound)
-        taken = sum(it.nbytes for each in inside for it in each.leases.values() if it.priority >= priority)
+        taken = sum(it.nbytes for member in inside for it in member.leases.values() if it.priority >= priority)
         weights = sum(
-            each.share
-            for each in inside
-            if each.key == tenant.key
-            or any(it.priority is priority for it in (*each.leases.values(), *each.wants.values()))
+            member.share
+            for member in inside
+            if member.key == tenant.key
+            or any(it.priority is priority for it in (*member.leases.values(), *member.wants.values()))
         )
         if tenant.holds(priority) + more > (room[bound] + taken) * tenant.share / weights:
             return False
@@ -185,14 +186,14 @@ def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priori
 def _may_call(
     host: Tenants, want: Holding, lease: Holding, bounds: Collection[str], chosen: Collection[Holding]
 ) -> bool:
-    """Whether a lease may be called back: another user's, only what exceeds that user's equal part of the host."""
+    """Whether a lease may be called back; another user's lease only if that user exceeds an equal part of the bound."""
     user = lease.tenant.user
     if want.tenant.user in (user, -1):
         return True
     for bound in bounds:
         inside = host.inside(bound)
-        users = {each.user for each in inside} | {want.tenant.user}
-        held = sum(it.nbytes for each in inside if each.user == user for it in each.leases.values())
+        users = {member.user for member in inside} | {want.tenant.user}
+        held = sum(it.nbytes for member in inside if member.user == user for it in member.leases.values())
         held -= _nbytes_in(bound, [holding for holding in chosen if holding.tenant.user == user])
         if bound in host.totals and held <= host.totals[bound] / len(users):
             return False

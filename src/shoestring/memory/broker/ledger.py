@@ -1,8 +1,9 @@
-"""The folder in which the tenants of a host keep their records, one file each, locked as long as its process lives.
+"""The folder with the records of a host's tenants: one file for each tenant, locked while its process lives.
 
-Locks are POSIX record locks: a process that is killed has none, a child that it forked never had any, and the kernel
-says whose a lock is. They have two traps. A process sees none of its own, so records of this process are kept here. And
-closing any descriptor of a file ends the process's locks on it, so no file is opened twice in one process.
+Locks are POSIX record locks: the kernel releases the locks of a killed process, a forked child inherits none, and the
+kernel tells which process holds a lock. Such locks have two pitfalls. A process does not see its own locks, so the
+ledger remembers the records of its own process. Closing any descriptor of a file releases the process's locks on that
+file, so no file is opened twice in one process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from shoestring.storage.guarded import private_folder
 
 _BELL, _TENANT = "bell", "tenant-"
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, process
-_NAP = 0.0005  # seconds between two tries to get the ledger's lock
+_NAP = 0.0005  # seconds between two attempts to get the ledger's lock
 _MOST_TENANTS = 1000
-_EVERYBODYS = 0o1777  # with the sticky bit, nobody removes another user's file
+_EVERYBODYS = 0o1777  # permissions with the sticky bit: users cannot remove each other's files
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STATM = Path("/proc/self/statm")
 _ledgers: dict[Path, Ledger] = {}
@@ -38,43 +39,42 @@ _opening = threading.Lock()
 
 @dataclass(frozen=True)
 class Seen:
-    """A tenant that lives."""
+    """A living tenant, as this process sees it."""
 
     key: str
+    """File name of the tenant's record."""
     record: TenantRecord | None
-    """None where its file holds something else."""
+    """The tenant's record; None if the file has other content."""
     user: int
     process: int
-    """Its process's number as this process sees it; 0 where it does not, from inside of a container."""
+    """Process ID in this process's PID namespace; 0 if it has none there, as inside a container."""
     resident: int | None = None
-    """Bytes that its process has in memory; None where that cannot be seen."""
+    """Resident bytes of the tenant's process; None if they cannot be read."""
 
 
 @dataclass
 class _Open:
-    """A file of another process's tenant."""
+    """The open file of a tenant in another process."""
 
     descriptor: int
     user: int
     data: bytes = b""
+    """Content of the file from which `record` was parsed."""
     record: TenantRecord | None = None
     process: int = 0
     statm: int = -1
-    """Descriptor of what the system says of its process's memory."""
+    """Descriptor of /proc/PID/statm of the tenant's process; -1 if it is not open."""
 
     def resident(self, process: int) -> int | None:
-        """Bytes that its process has in memory."""
-        if process != self.process:  # that of a container which this process has joined since, or left
+        """Resident bytes of the tenant's process; None if they cannot be read."""
+        if process != self.process:  # the process ID changes if this process enters or leaves a PID namespace
             self.process = process
-            self._open_statm()
+            self._close_statm()
+            with suppress(OSError):
+                self.statm = os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError, ValueError, IndexError):
             return int(os.pread(self.statm, 128, 0).split()[1]) * _PAGE
         return None
-
-    def _open_statm(self) -> None:
-        self._close_statm()
-        with suppress(OSError):
-            self.statm = os.open(f"/proc/{self.process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def _close_statm(self) -> None:
         if self.statm >= 0:
@@ -88,33 +88,37 @@ class _Open:
 
 @dataclass(eq=False)
 class Ledger:
-    """All records of one folder, for all tenants of this process; `open_ledger` makes it.
+    """All records of one folder, shared by all tenants of this process; open it with `open_ledger`.
 
-    Everything but `rung` is called inside of `locked`.
+    All methods but `rung` must be called inside a `locked` context.
     """
 
     folder: Path
     shared: bool
+    """Whether other users have records in the folder."""
     users: int = 0
-    """Tenants of this process that use it."""
+    """Number of tenants of this process that use the ledger."""
     turns: Turns | None = None
-    """Of what is copied, while it is open."""
+    """Order of large copies among processes; None while the ledger is closed."""
     _bell: int = -1
+    """Descriptor of the file that serves as the ledger's lock and counts the calls of `ring`; -1 if it is not open."""
     _own: dict[str, tuple[int, TenantRecord]] = field(default_factory=dict)
+    """Descriptor and record of each tenant of this process, by key."""
     _others: dict[str, _Open] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def stands(self) -> bool:
-        """Whether it is open; a forked child finds it closed."""
+        """Whether the ledger is open; forking closes it in the child."""
         return self._bell >= 0
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
-        """Keep all other tenants of the host out.
+        """Lock the ledger against all other tenants of the host.
 
         Raises:
-            TimeoutError: another one has kept this one out for `patience` seconds; it may be stopped.
+            TimeoutError: another tenant has held the lock for `patience` seconds; that tenant's process may be
+                suspended.
         """
         until = time.monotonic() + patience
         if not self._lock.acquire(timeout=patience):
@@ -132,20 +136,20 @@ class Ledger:
             self._lock.release()
 
     def rung(self) -> int:
-        """How often `ring` was called; needs no lock."""
+        """Number of calls of `ring` by all tenants so far; reading it needs no lock."""
         return int.from_bytes(os.pread(self._bell, 8, 0), "little")
 
     def ring(self) -> None:
-        """Let all tenants look at the records."""
+        """Make all tenants read the records again."""
         os.pwrite(self._bell, ((self.rung() + 1) % (1 << 64)).to_bytes(8, "little"), 0)
 
     def join(self, record: TenantRecord) -> str:
-        """Add a tenant of this process; its key."""
+        """Add a tenant of this process, and return its key."""
         key = f"{_TENANT}{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.folder / key, flags, 0o644 if self.shared else 0o600)
         if self.shared:
-            os.fchmod(descriptor, 0o644)  # whatever the umask is: a record that nobody can read counts for nothing
+            os.fchmod(descriptor, 0o644)  # overrides the umask: others ignore a record that they cannot read
         if not _lock(descriptor):
             os.close(descriptor)
             raise OSError(errno.ENOLCK, "its file system has no locks", str(self.folder))
@@ -157,16 +161,16 @@ class Ledger:
         """Replace a tenant's record.
 
         Raises:
-            OSError: it cannot be written, or somebody has removed it.
+            OSError: the file cannot be written, or another program has removed it.
         """
         descriptor, _ = self._own[key]
-        found = os.fstat(descriptor)
-        if not found.st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "somebody has removed it", str(self.folder / key))
+        status = os.fstat(descriptor)
+        if not status.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "another program has removed it", str(self.folder / key))
         data = record.encoded()
         if len(data) > LONGEST:
             raise OSError(errno.EFBIG, "a tenant holds too many leases", str(self.folder / key))
-        os.pwrite(descriptor, data.ljust(found.st_size), 0)
+        os.pwrite(descriptor, data.ljust(status.st_size), 0)
         self._own[key] = descriptor, record
 
     def leave(self, key: str) -> None:
@@ -177,10 +181,13 @@ class Ledger:
         os.close(descriptor)
 
     def scan(self) -> list[Seen]:
-        """All tenants that live, those of this process first; the files of the dead are removed."""
+        """All living tenants, this process's tenants first; the files of dead tenants are removed."""
         process, user = os.getpid(), os.geteuid()
         alive = [Seen(key, record, user, process, resident()) for key, (_, record) in self._own.items()]
-        names = sorted(name for name in _names(self.folder) if name.startswith(_TENANT) and name not in self._own)
+        with os.scandir(self.folder) as entries:
+            names = sorted(
+                entry.name for entry in entries if entry.name.startswith(_TENANT) and entry.name not in self._own
+            )
         for name in self._others.keys() - names:
             self._others.pop(name).close()
         for name in names[:_MOST_TENANTS]:
@@ -190,13 +197,14 @@ class Ledger:
         return alive
 
     def _seen(self, name: str) -> Seen | None:
+        """The tenant of a file; if its process has ended, the file is removed, and the result is None."""
         file = self._others.get(name) or self._opened(name)
         if file is None:
             return None
         holder = _holder(file.descriptor)
-        if holder is None:
+        if holder is None:  # the tenant's process has ended
             self._others.pop(name).close()
-            with suppress(OSError):  # another user's, in a shared folder: its next process does it
+            with suppress(OSError):  # a file of another user in a shared folder is removed by that user's next process
                 (self.folder / name).unlink()
             return None
         data = os.pread(file.descriptor, LONGEST + 1, 0)
@@ -207,23 +215,23 @@ class Ledger:
         return Seen(name, file.record, file.user, holder, file.resident(holder))
 
     def _opened(self, name: str) -> _Open | None:
-        """The file of another tenant; None where it is something else, or nobody can read it."""
+        """Open the file of another tenant; None if it is not a regular file or cannot be read."""
         path = self.folder / name
         with suppress(OSError):
             before = os.lstat(path)
             if not stat.S_ISREG(before.st_mode) or any(
                 os.path.samestat(before, os.fstat(own)) for own in (self._bell, *(own for own, _ in self._own.values()))
             ):
-                return None  # a second name of a file that this process has locked
+                return None  # a hard link to a file that this process has locked: closing it would release the lock
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             self._others[name] = _Open(descriptor, os.fstat(descriptor).st_uid)
         return self._others.get(name)
 
     def start(self) -> None:
-        """Open the bell, which everybody locks to read and to write."""
+        """Open the file that tenants lock to read and write records, and that counts calls of `ring`."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         path = self.folder / _BELL
-        with suppress(FileExistsError):  # not O_CREAT on what is there: Linux refuses that where it is another user's
+        with suppress(FileExistsError):  # Linux refuses O_CREAT on another user's existing file (fs.protected_regular)
             made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
             if self.shared:
                 os.fchmod(made, 0o666)
@@ -235,7 +243,7 @@ class Ledger:
         self.turns = Turns(self.folder, shared=self.shared)
 
     def stop(self) -> None:
-        """Close every file, in this process or in a child that was forked."""
+        """Close all files; called in this process or in a forked child."""
         for file in self._others.values():
             file.close()
         for descriptor in (self._bell, *(own for own, _ in self._own.values())):
@@ -247,36 +255,41 @@ class Ledger:
 
 
 def resident() -> int:
-    """Bytes that this process has in memory."""
+    """Resident bytes of this process."""
     return int(_STATM.read_bytes().split()[1]) * _PAGE
 
 
 def open_ledger(folder: Path, *, shared: bool) -> Ledger:
-    """The ledger of a folder, one in a process; `close_ledger` it as often.
+    """Open the ledger of a folder, which all tenants of a process share; each call needs a call of `close_ledger`.
 
     Args:
-        folder: of this user alone, or where `shared` of everybody, with the sticky bit; made where it is missing.
+        folder: created if it is missing.
+        shared: whether all users share the folder, which then has the sticky bit; otherwise it belongs to this user
+            only.
 
     Raises:
-        ShoestringError: it cannot be used; the message says why.
+        ShoestringError: the folder cannot be used; the message says why.
     """
     with _opening:
         ledger = _ledgers.get(folder)
         if ledger is None:
             ledger = Ledger(folder, shared)
             try:
-                (_shared_folder if shared else _own_folder)(folder)
+                if shared:
+                    _make_shared_folder(folder)
+                else:
+                    private_folder(folder.parents[1], *folder.parts[-2:])
                 ledger.start()
             except OSError as error:
-                said = f"cannot keep records of host memory in `{folder}`: {error.strerror}"
-                raise ShoestringError(said, hint="name a folder in memory with `memory.broker.folder`") from error
+                message = f"cannot keep records of host memory in `{folder}`: {error.strerror}"
+                raise ShoestringError(message, hint="name a folder in memory with `memory.broker.folder`") from error
             _ledgers[folder] = ledger
         ledger.users += 1
         return ledger
 
 
 def close_ledger(ledger: Ledger) -> None:
-    """End what `open_ledger` began."""
+    """End one use of a ledger; the ledger is closed after its last use."""
     with _opening:
         ledger.users -= 1
         if not ledger.users:
@@ -284,11 +297,8 @@ def close_ledger(ledger: Ledger) -> None:
             ledger.stop()
 
 
-def _own_folder(folder: Path) -> None:
-    private_folder(folder.parents[1], *folder.parts[-2:])
-
-
-def _shared_folder(folder: Path) -> None:
+def _make_shared_folder(folder: Path) -> None:
+    """Create a folder with the sticky bit, or check that an existing one has it."""
     made = False
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -302,22 +312,17 @@ def _shared_folder(folder: Path) -> None:
         raise
     try:
         if made:
-            os.fchmod(opened, _EVERYBODYS)  # whatever the umask is
+            os.fchmod(opened, _EVERYBODYS)  # overrides the umask
         mode = stat.S_IMODE(os.fstat(opened).st_mode)
     finally:
         os.close(opened)
     if mode != _EVERYBODYS:
-        said = f"`{folder}` cannot be shared: its mode is {mode:o}, and not {_EVERYBODYS:o}"
-        raise ShoestringError(said, hint="let its owner set the mode, or name another with `memory.broker.folder`")
-
-
-def _names(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries]
+        message = f"`{folder}` cannot be shared: its mode is {mode:o}, and not {_EVERYBODYS:o}"
+        raise ShoestringError(message, hint="let its owner set the mode, or set `memory.broker.folder`")
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a whole file for this process; False where another one has it."""
+    """Lock a whole file for this process; False if another process holds a lock."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -328,14 +333,14 @@ def _lock(descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> int | None:
-    """The process that holds the lock of a file, 0 where it cannot be seen from here; None if nobody does."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    """ID of the process that holds the lock of a file; None if no process does, 0 if it is in another PID namespace."""
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(process, 0)
 
 
-def _forget() -> None:
-    """In a forked child: it is no tenant, and its parent's locks are not its own."""
+def _close_in_child() -> None:
+    """Close all ledgers in a forked child, which is not a tenant and does not inherit locks."""
     global _opening
     _opening = threading.Lock()
     for ledger in _ledgers.values():
@@ -343,4 +348,4 @@ def _forget() -> None:
     _ledgers.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_in_child)

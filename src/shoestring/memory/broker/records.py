@@ -1,4 +1,4 @@
-"""What a tenant says of itself in its file: read from other users, too, and therefore bounded and never trusted."""
+"""The record that a tenant writes to its file. Files may be other users', so records are bounded and not trusted."""
 
 from __future__ import annotations
 
@@ -12,73 +12,77 @@ from typing import Any
 from shoestring.core.leases import Priority
 from shoestring.memory.broker.arbitration import Lease
 
-LONGEST = 1 << 16  # bytes of a record
-_NAME = 80  # characters of a name that are read
+LONGEST = 1 << 16  # maximum bytes of a record
+_NAME = 80  # maximum number of characters of a name
 _LEAST_SHARE, _LARGEST_SHARE = 1e-3, 1e3
 _MOST_BYTES = 1 << 56
 
 
 @dataclass(frozen=True)
 class TenantRecord:
-    """What a tenant says."""
+    """A tenant's account of its memory."""
 
     tenant: str
-    """Its name, for people."""
+    """Name of the tenant, shown to users."""
     share: float = 1.0
+    """Weight of the tenant among tenants with leases of the same priority."""
     group: str = ""
-    """Path of its cgroup, for people."""
+    """Path of the tenant's cgroup, shown to users."""
     bounds: frozenset[str] = frozenset({"host"})
-    """Keys of what bounds its memory."""
+    """Keys of the limits on the tenant's memory."""
     working: int = 0
-    """Bytes that the process has had resident at its recent peak, beside its leases."""
+    """Recent peak of the process's resident bytes, not counting its leases."""
     resident: int = 0
-    """Bytes that it had resident when it wrote this; whoever sees its process looks there."""
+    """Resident bytes of the process when the record was written; used only by readers that cannot see the process."""
     elsewhere: int = 0
-    """Bytes of its leases that are in memory, but of no process: files that its process has not mapped yet."""
+    """Bytes of leases that are in memory but not resident in the process: files that it has not mapped yet."""
     leases: Mapping[str, Lease] = field(default_factory=dict)
+    """Leases that the tenant holds, by name."""
     wants: Mapping[str, Lease] = field(default_factory=dict)
+    """Requests that the tenant waits for, by name of the lease."""
 
     @cached_property
     def unused(self) -> int:
-        """Bytes that its process will use of what is free now, and those that it has resident."""
+        """Bytes that the process claims: its resident bytes, and bytes of free memory that it will still take."""
         return self.working + sum(lease.nbytes for lease in self.leases.values()) - self.elsewhere
 
     def encoded(self) -> bytes:
-        said = {each.name: getattr(self, each.name) for each in fields(self)} | {"bounds": sorted(self.bounds)}
-        return json.dumps(said, separators=(",", ":")).encode()
+        """The record as JSON."""
+        content = {column.name: getattr(self, column.name) for column in fields(self)} | {"bounds": sorted(self.bounds)}
+        return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> TenantRecord:
-        """What a file holds.
+        """Parse the content of a file.
 
         Raises:
-            ValueError: no tenant has written it.
+            ValueError: the content is not a tenant's record.
         """
         try:
-            found = json.loads(data)
+            content = json.loads(data)
             return cls(
-                tenant=_name(found["tenant"]),
-                share=min(max(_number(found["share"]), _LEAST_SHARE), _LARGEST_SHARE),
-                group=_name(found["group"]),
-                bounds=frozenset(_name(each) for each in found["bounds"][:16]),
-                working=_nbytes(found["working"]),
-                resident=_nbytes(found["resident"]),
-                elsewhere=_nbytes(found["elsewhere"]),
-                leases={_name(name): _lease(each) for name, each in found["leases"].items()},
-                wants={_name(name): _lease(each) for name, each in found["wants"].items()},
+                tenant=_name(content["tenant"]),
+                share=min(max(_number(content["share"]), _LEAST_SHARE), _LARGEST_SHARE),
+                group=_name(content["group"]),
+                bounds=frozenset(_name(key) for key in content["bounds"][:16]),
+                working=_nbytes(content["working"]),
+                resident=_nbytes(content["resident"]),
+                elsewhere=_nbytes(content["elsewhere"]),
+                leases={_name(name): _lease(lease) for name, lease in content["leases"].items()},
+                wants={_name(name): _lease(want) for name, want in content["wants"].items()},
             )
         except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"no tenant's record: {error}") from error
+            raise ValueError(f"not a tenant's record: {error}") from error
 
 
 def _name(value: Any) -> str:
-    """A name without what would move a terminal's cursor."""
+    """A name of bounded length without control characters, which could move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:_NAME])
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("a number is none")
+        raise ValueError("a field is not a valid number")
     return float(value)
 
 

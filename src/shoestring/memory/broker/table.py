@@ -1,9 +1,10 @@
-"""Who holds the memory of this host, as a table."""
+"""The table of a host's memory leases, for `shoestring memory host`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shoestring.figures import memory, percent
 from shoestring.memory.broker.arbitration import called_back
 from shoestring.memory.broker.ledger import close_ledger, open_ledger
 from shoestring.memory.broker.tenant import PATIENCE, Sights, Terms, survey
@@ -13,7 +14,7 @@ _NUMBERS = frozenset({"process", "share", "in memory", "bytes"})
 
 
 def table(terms: Terms) -> Iterator[str]:
-    """Every lease of every tenant, and what is left, in lines.
+    """Yield the lines of a table of all leases, then a line for each bound with the memory that is left to lease.
 
     Raises:
         ShoestringError: the folder cannot be used.
@@ -32,24 +33,24 @@ def table(terms: Terms) -> Iterator[str]:
     host = survey(seen, bounds, terms, sights, pressure=False)
     called = called_back(host)
     rows = [HEAD]
-    for each in seen:
-        record = each.record
+    for tenant in seen:
+        record = tenant.record
         if record is None:
-            rows.append(("unreadable record", str(each.user), str(each.process), *[""] * 6))
+            rows.append(("unreadable record", str(tenant.user), str(tenant.process), *[""] * 6))
             continue
-        about = (record.tenant, str(each.user), str(each.process or "?"), f"{record.share:g}")
-        about += (_size(record.resident if each.resident is None else each.resident),)
+        about = (record.tenant, str(tenant.user), str(tenant.process or "?"), f"{record.share:g}")
+        about += (memory(record.resident if tenant.resident is None else tenant.resident),)
         held = [
             (
                 name,
-                _size(lease.nbytes),
+                memory(lease.nbytes),
                 lease.priority.name.lower(),
-                "called back" if (each.key, name) in called else "",
+                "called back" if (tenant.key, name) in called else "",
             )
             for name, lease in record.leases.items()
         ]
         held += [
-            (name, _size(want.nbytes), want.priority.name.lower(), "wanted") for name, want in record.wants.items()
+            (name, memory(want.nbytes), want.priority.name.lower(), "wanted") for name, want in record.wants.items()
         ]
         for number, lease in enumerate(held or [("", "", "", "")]):
             rows.append((*(about if number == 0 else [""] * len(about)), *lease))
@@ -57,15 +58,12 @@ def table(terms: Terms) -> Iterator[str]:
     for bound in bounds:
         if bound.key in host.room and (bound.key == "host" or bound.total < host.totals["host"]):
             name = "host" if bound.key == "host" else f"cgroup {bound.folder}"
-            left = _size(max(0, host.room[bound.key]))
-            yield f"{name}: {left} of {_size(bound.total)} left to lease, beside a reserve of {terms.reserve:.0%}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"
+            left = memory(max(0, host.room[bound.key]))
+            yield f"{name}: {left} of {memory(bound.total)} left to lease, beside a reserve of {percent(terms.reserve)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as lines of text with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,4 +1,4 @@
-"""A tenant of a host's memory: `HostMemory` that asks the host as well, and says what has to be given back."""
+"""A tenant of a host's memory: a `HostMemory` whose leases are arbitrated among all processes of the host."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 
+from shoestring import figures
 from shoestring.core.leases import HostMemory, Priority
 from shoestring.memory.broker.arbitration import Lease, Tenant, Tenants, called_back, must_end
 from shoestring.memory.broker.ledger import Ledger, Seen, close_ledger, open_ledger, resident
@@ -20,19 +21,19 @@ from shoestring.planning.system import Bound, memory_bounds
 
 log = logging.getLogger("shoestring")
 
-LASTS = 30.0  # seconds for which what was refused is called back for, without being asked for again
-_TICK = 0.05  # seconds between two looks at the bell
-_SURVEY = 1.0  # seconds between two looks at everything
-_WINDOW = 60.0  # seconds for which a peak is remembered, at least
-PATIENCE = 2.0  # seconds for the ledger's lock
-_POLL = 0.005  # seconds between two looks at whether enough was given back
-_PRESSED = 10.0  # percent of time in which something waited for memory
-_NOTABLE = 1 << 20  # bytes by which what a record says may be out of date
+LASTS = 30.0  # seconds for which a refused request stays on record, so that other tenants give memory back for it
+_TICK = 0.05  # seconds between two checks whether `ring` was called
+_SURVEY = 1.0  # maximum seconds between two surveys, if `ring` is not called
+_WINDOW = 60.0  # minimum seconds for which a peak of resident memory is remembered
+PATIENCE = 2.0  # seconds to wait for the ledger's lock
+_POLL = 0.005  # seconds between two checks whether enough memory was given back
+_PRESSED = 10.0  # percent of time stalled on memory (PSI); above it, no memory counts as free
+_NOTABLE = 1 << 20  # bytes by which a written record may be out of date
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Where a tenant meets the others, and how it shares with them; see `memory.Broker` for the fields."""
+    """The folder of the records and a tenant's settings; the fields are described at `memory.Broker`."""
 
     folder: Path
     shared: bool = False
@@ -44,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sights:
-    """What a tenant sees of its host; tests put another host in its place."""
+    """Functions by which a tenant sees the host's state; tests replace them to simulate another host."""
 
     bounds: Callable[[], Iterable[Bound]] = memory_bounds
     resident: Callable[[Seen], int | None] = attrgetter("resident")
@@ -52,15 +53,16 @@ class Sights:
 
 
 def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: Sights, *, pressure: bool) -> Tenants:
-    """All tenants and what is left for them, as this process sees it.
+    """All tenants and the memory that is left to lease, as this process sees them.
 
-    A bound has left what is free now, less the reserve and what tenants have claimed and not touched yet. So a lie
-    about what is in use gains nothing, and one about claims counts up to an equal part for each user.
+    The memory left is the free memory minus the reserve and minus memory that tenants have claimed but not touched yet.
+    A false record of memory in use therefore gains nothing, and another user's false claims count only up to that
+    user's equal part.
 
     Args:
-        pressure: count nothing as free where processes wait for memory that has become scarce.
+        pressure: count no memory as free while memory is scarce and processes are stalled on it.
     """
-    found = [(each, each.user, each.record) for each in seen if each.record is not None]
+    known = [(tenant, tenant.user, tenant.record) for tenant in seen if tenant.record is not None]
     room, totals = dict[str, int](), dict[str, int]()
     for bound in bounds:
         with suppress(OSError, ValueError, KeyError):
@@ -68,25 +70,26 @@ def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: 
             if pressure and free < 2 * reserve and bound.pressure() > _PRESSED:
                 free = 0
             room[bound.key], totals[bound.key] = free - reserve, bound.total
-    users = {user for _, user, _ in found}
+    users = {user for _, user, _ in known}
     now, user, tenants = sights.clock(), os.geteuid(), []
-    for each, owner, record in found:
-        in_memory = sights.resident(each)
+    for tenant, owner, record in known:
+        in_memory = sights.resident(tenant)
         untouched = record.unused - (record.resident if in_memory is None else in_memory)
         for bound in record.bounds & room.keys():
             room[bound] -= max(0, untouched if owner == user else min(untouched, totals[bound] // len(users)))
         wants = {name: want for name, want in record.wants.items() if now - LASTS < want.at <= now}
-        tenants.append(Tenant(each.key, owner, record.share, record.bounds, record.leases, wants))
+        tenants.append(Tenant(tenant.key, owner, record.share, record.bounds, record.leases, wants))
     return Tenants(tenants, room, totals)
 
 
 @dataclass(eq=False)
 class BrokeredMemory(HostMemory):
-    """Leases that all processes of a host agree on, while `join`ed; before and after, it is a plain `HostMemory`.
+    """Leases that all processes of a host agree on, from `join` to `leave`; at other times, a plain `HostMemory`.
 
-    What is REQUIRED is granted always, after others have been asked to give back what is less urgent and have been
-    waited for. Everything else is granted if it fits, and a refusal asks the others as well, so that a later try may
-    succeed. The owner of a lease finds its name in `called_back`, or hears of it from `when_called`.
+    A REQUIRED lease is always granted, after other tenants have been asked to give back less urgent leases and had time
+    to do so. Any other lease is granted if it fits; a refused request calls leases back as well, so that a later
+    attempt may succeed. A lease that is called back appears in `called_back`, and the callback that was registered with
+    `when_called` runs.
     """
 
     terms: Terms = field(default_factory=lambda: Terms(Path("/dev/shm")))
@@ -113,7 +116,7 @@ class BrokeredMemory(HostMemory):
         """Become a tenant of this host.
 
         Args:
-            watch: look in a thread for what is called back; without it, `look` does that.
+            watch: whether a thread calls `look` regularly; if not, the caller must.
 
         Raises:
             ShoestringError: the folder cannot be used.
@@ -138,7 +141,7 @@ class BrokeredMemory(HostMemory):
             self._watcher.start()
 
     def leave(self) -> None:
-        """Give everything back and be no tenant any more."""
+        """Give all leases back, and stop being a tenant."""
         if self._ledger is None:
             return
         self._stopped.set()
@@ -150,10 +153,10 @@ class BrokeredMemory(HostMemory):
         close_ledger(ledger)
         self.called_back.clear()
 
-    # -- what core's leases do ---------------------------------------------------------------------------------------
+    # -- overrides of HostMemory -------------------------------------------------------------------------------------
 
     def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
-        """Fix no budget: what there is depends on what others take. What is `there` is not counted twice."""
+        """See `HostMemory`. Sets no budget, which would depend on other processes; `there` is not counted twice."""
         if self._ledger is None:
             super().settle(free, ranks, there)
         else:
@@ -161,19 +164,19 @@ class BrokeredMemory(HostMemory):
             self.look()
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
-        """As `HostMemory.take`; what is REQUIRED may wait for `terms.wait` seconds until others have given back."""
+        """See `HostMemory`; a REQUIRED lease waits up to `terms.wait` seconds for others to give memory back."""
         if self._in_child() or self._ledger is None:
             return super().take(name, nbytes, priority)
         former = self._record.leases.get(name)
-        if not self._ask(self._ledger, name, nbytes, priority):
+        if not self._request(self._ledger, name, nbytes, priority):
             return False
         if super().take(name, nbytes, priority):
             return True
-        self._say(name, former)
+        self._record_lease(name, former)
         return False
 
     def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
-        """See `HostMemory`; the processes of a host wait for each other."""
+        """See `HostMemory`; the order holds among all processes of the host."""
         turns = None if self._ledger is None or self._in_child() else self._ledger.turns
         return nullcontext() if turns is None else turns.turn(priority, patience)
 
@@ -181,25 +184,24 @@ class BrokeredMemory(HostMemory):
         super().give(name)
         self.called_back.discard(name)
         if not self._in_child() and name in {**self._record.leases, **self._record.wants}:
-            self._say(name, None)
+            self._record_lease(name, None)
 
     def described(self, but: str = "") -> str:
-        _, _, taken = super().described(but).partition(" MB ")
         if self._ledger is None or not self._bounds:
             return super().described(but)
         with suppress(OSError), self._ledger.locked(PATIENCE):
             left = min(self._survey(self._ledger, self._record).room.values(), default=0)
-            return f"{max(left, 0) / 1e6:.0f} MB that other processes have left {taken}"
+            return f"{figures.memory(max(left, 0))} that other processes have left {self.taken(but)}"
         return super().described(but)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
+    # -- calling back ------------------------------------------------------------------------------------------------
 
     def when_called(self, name: str, callback: Callable[[], None]) -> None:
-        """Let a thread call `callback` when the lease is called back; it frees the memory and ends with `give`."""
+        """Register a callback that a thread runs when the lease is called back: to free the memory and call `give`."""
         self._callbacks[name] = callback
 
     def look(self) -> None:
-        """Say what this process has in memory, and see what is called back; cheap if nothing has happened."""
+        """Update this tenant's record, and find its leases that are called back; cheap if nothing has changed."""
         ledger = self._ledger
         if ledger is None or self._in_child():
             return
@@ -233,20 +235,20 @@ class BrokeredMemory(HostMemory):
             except Exception:
                 log.exception("memory.broker: a lease that was called back could not be given")
 
-    # -- what is said of this tenant ---------------------------------------------------------------------------------
+    # -- this tenant's record ----------------------------------------------------------------------------------------
 
-    def _ask(self, ledger: Ledger, name: str, nbytes: int, priority: Priority) -> bool:
-        """Write a lease into this tenant's record if the host has it, or must have it."""
+    def _request(self, ledger: Ledger, name: str, nbytes: int, priority: Priority) -> bool:
+        """Write a lease into this tenant's record if it fits or is REQUIRED; returns whether it is granted."""
         held = self._record.leases.get(name, Lease(0, priority, 0.0))
         more, began = nbytes - held.nbytes, self.sights.clock()
         if more == 0 and held.priority is priority and name in self._record.leases:
             return priority is Priority.REQUIRED or name not in self.called_back
         lease, firm = Lease(nbytes, priority, held.at or began), priority is Priority.REQUIRED
         record = self._measured(began)
-        more -= max(0, record.resident - record.unused)  # what is in memory already
+        more -= max(0, record.resident - record.unused)  # these bytes are resident already
         if more <= 0:
             self.called_back.discard(name)
-            self._say(name, lease)
+            self._record_lease(name, lease)
             return True
         while True:
             try:
@@ -256,33 +258,36 @@ class BrokeredMemory(HostMemory):
                     wants = {**self._record.wants, name: Lease(more, priority, since)}
                     asking = replace(self._record, wants=wants)
                     host = self._survey(ledger, asking)
-                    found = must_end(host, self._key, name)
-                    ending = {(holding.tenant.key, holding.name) for holding in found or ()}
-                    granted = found == [] or (firm and not self._worth_waiting(ending, began))
+                    victims = must_end(host, self._key, name)
+                    ending = {(holding.tenant.key, holding.name) for holding in victims or ()}
+                    granted = victims == []
+                    if firm and not granted:
+                        if self.sights.clock() - began >= self.terms.wait:
+                            self._in_vain = ending
+                        # Wait for other tenants, and for leases of this tenant that its watching thread gives back.
+                        # Leases without a callback are not waited for, because their threads may be waiting for this
+                        # call.
+                        granted = not any(
+                            key != self._key or other in self._callbacks for key, other in ending - self._in_vain
+                        )
                     if granted:
                         self._write(ledger, _with(self._record, name, lease))
                     elif ending and asking != self._record:
                         self._write(ledger, asking)
-                    if ending - self._asked:  # what was called back already will come
+                    if ending - self._asked:  # others know about earlier calls
                         ledger.ring()
                     self._asked = ending
             except OSError as error:
                 self._warn(error)
                 if firm:
-                    self._say(name, lease)
+                    self._record_lease(name, lease)
                 return firm
             if granted or not firm:
                 return granted
             time.sleep(_POLL)
 
-    def _worth_waiting(self, ending: set[tuple[str, str]], began: float) -> bool:
-        """Whether others will end leases, or a thread of this process: what its other threads hold comes later."""
-        if self.sights.clock() - began >= self.terms.wait:
-            self._in_vain = ending
-        return any(key != self._key or name in self._callbacks for key, name in ending - self._in_vain)
-
     def _measured(self, now: float) -> TenantRecord:
-        """This tenant's record with what its process has in memory now, and has had at its recent peak."""
+        """This tenant's record with the present and recent peak resident bytes of its process."""
         own = Seen(self._key, self._record, os.geteuid(), os.getpid(), resident())
         in_memory = self.sights.resident(own) or 0
         beside = max(0, in_memory - sum(lease.nbytes for lease in self._record.leases.values()))
@@ -296,11 +301,11 @@ class BrokeredMemory(HostMemory):
         return replace(self._record, working=working, resident=in_memory, elsewhere=elsewhere)
 
     def _survey(self, ledger: Ledger, record: TenantRecord, *, pressure: bool = False) -> Tenants:
-        seen = [replace(each, record=record) if each.key == self._key else each for each in ledger.scan()]
+        seen = [replace(tenant, record=record) if tenant.key == self._key else tenant for tenant in ledger.scan()]
         return survey(seen, self._bounds, self.terms, self.sights, pressure=pressure)
 
-    def _say(self, name: str, lease: Lease | None) -> None:
-        """Write one lease of this tenant, or that it has ended; where that cannot be, the watching thread does it."""
+    def _record_lease(self, name: str, lease: Lease | None) -> None:
+        """Write a lease to this tenant's record, or remove it (None); if that fails, `look` writes it later."""
         if self._ledger is not None:
             try:
                 with self._ledger.locked(PATIENCE):
@@ -313,19 +318,19 @@ class BrokeredMemory(HostMemory):
         self._record, self._unwritten = record, True
         try:
             ledger.write(self._key, record)
-        except FileNotFoundError:  # somebody has cleared the folder
+        except FileNotFoundError:  # another program has removed the file
             ledger.leave(self._key)
             self._key = ledger.join(record)
         self._unwritten = False
 
     def _see_bounds(self) -> None:
-        """Look for limits that bind: a cgroup's above the size of the host is none."""
-        found = list(self.sights.bounds())
-        host = next((bound.total for bound in found if bound.key == "host"), 1 << 62)
-        self._bounds = [bound for bound in found if bound.key == "host" or bound.total < host]
+        """Find the limits on memory; a cgroup's limit above the size of the host's memory is left out."""
+        bounds = list(self.sights.bounds())
+        host = next((bound.total for bound in bounds if bound.key == "host"), 1 << 62)
+        self._bounds = [bound for bound in bounds if bound.key == "host" or bound.total < host]
 
     def _in_child(self) -> bool:
-        """Whether this is a forked child, which is no tenant: its leases are its own affair."""
+        """Whether this process is not a tenant: it has not joined, or is a forked child."""
         if self._ledger is not None and not self._ledger.stands:
             self._ledger, self._watcher = None, None
         return self._ledger is None
@@ -333,11 +338,11 @@ class BrokeredMemory(HostMemory):
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("memory.broker: other processes do not see what this one takes: %s", error)
+            log.warning("memory.broker: other processes do not see the memory that this process takes: %s", error)
 
 
 def _with(record: TenantRecord, name: str, lease: Lease | None) -> TenantRecord:
-    """A record with `lease` in the place of what it says of one, its wish included."""
-    leases = {other: kept for other, kept in record.leases.items() if other != name}
+    """A record with one lease replaced, or removed (None), and without a request for this lease."""
+    leases = {other: held for other, held in record.leases.items() if other != name}
     wants = {other: want for other, want in record.wants.items() if other != name}
     return replace(record, leases=leases | ({} if lease is None else {name: lease}), wants=wants)

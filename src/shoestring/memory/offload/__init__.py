@@ -1,1 +1,1 @@
-"""State that lies in host memory: what the optimizer steps, and the way of gradients down and of weights up."""
+"""Offloading to host memory: optimizer state, and copies of gradients to the host and of weights to the device."""

@@ -1,9 +1,9 @@
-"""Activations in host memory: what autograd saves of a block goes down after it, and comes up before it is needed.
+"""Activation offloading: the tensors that autograd saves in a block are copied to host memory after the block's forward
+pass, and back before its backward pass.
 
-Copies are of whole storages, because those are what autograd holds: views of one storage, such as queries, keys and
-values, travel once, and come back with the strides that they had. While a block's activations go down, the next block
-runs; while the backward pass of a block runs, those of the block before come up. So the device holds those of two
-blocks.
+Whole storages are copied, because autograd holds storages: views of one storage, such as queries, keys and values, are
+copied once, and keep their strides. A block's activations are copied to the host while the next block runs, and copied
+back while the backward pass of the next block runs, so the device holds the activations of two blocks at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring._torch import is_fake, tree_leaves
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
 from shoestring.memory.offload.buffers import HostBuffer, HostBuffers
 from shoestring.memory.offload.copying import CopyStream
 from shoestring.memory.zero.placement import Wait
@@ -33,79 +33,82 @@ log = logging.getLogger("shoestring")
 
 
 class ActivationBytes:
-    """Bytes of what is offloaded: now, and the most so far."""
+    """Counts the bytes of offloaded activations: the present bytes and their maximum."""
 
     def __init__(self) -> None:
-        self.live = self.on_device = 0  # saved at present; and of that, what the device holds
+        self.live = self.on_device = 0  # bytes held by autograd, and those on the device
         self.most_live = self.most_on_device = self.copied = 0
 
     def saved(self, nbytes: int) -> None:
+        """Count a storage that autograd has saved."""
         self.live += nbytes
         self.most_live = max(self.most_live, self.live)
         self.arrived(nbytes)
 
     def arrived(self, nbytes: int) -> None:
+        """Count a storage that has been allocated on the device again."""
         self.on_device += nbytes
         self.most_on_device = max(self.most_on_device, self.on_device)
 
 
 class SavedStorage:
-    """A storage that autograd saved in a block: on the device, then on the host, and on the device again.
+    """A storage that autograd saved in a block: first on the device, then on the host, then on the device again.
 
-    Autograd holds it as long as it would have held the storage.
+    It lives as long as autograd would hold the storage.
     """
 
-    def __init__(self, of: BlockPass, source: Tensor) -> None:
-        self.of = of
-        self.here: Tensor | None = source  # all elements of the storage, while the device holds them
+    def __init__(self, block_pass: BlockPass, source: Tensor) -> None:
+        self.block_pass = block_pass
+        self.on_device: Tensor | None = source  # all elements of the storage
         self.version = source._version
         self.numel, self.nbytes = source.numel(), source.nbytes
         self.dtype, self.device = source.dtype, source.device
         self.buffer: HostBuffer | None = None
-        self.there: Tensor | None = None  # in the buffer
-        of.offload.bytes.saved(self.nbytes)
+        self.on_host: Tensor | None = None  # its copy in the host buffer
+        block_pass.offload.bytes.saved(self.nbytes)
 
     def check_version(self) -> None:
-        """Raise as autograd does where what it saved was written over before it had left."""
-        if self.here is not None and self.here._version != self.version:
+        """Raise an error, as autograd does, if the storage was written to before the device released it."""
+        if self.on_device is not None and self.on_device._version != self.version:
             raise RuntimeError("a tensor that the backward pass needs has been modified by an inplace operation")
 
     def send(self) -> None:
-        """Copy it down; the device holds it until `leave`."""
-        assert self.here is not None
-        self.buffer = self.of.offload.buffers.take(self.here)
-        self.there = self.buffer.like(self.here)
-        self.there.copy_(self.here, non_blocking=True)
-        self.of.offload.bytes.copied += self.nbytes
+        """Start to copy the storage to the host; the device's memory is held until `leave`."""
+        assert self.on_device is not None
+        self.buffer = self.block_pass.offload.buffers.take(self.on_device)
+        self.on_host = self.buffer.like(self.on_device)
+        self.on_host.copy_(self.on_device, non_blocking=True)
+        self.block_pass.offload.bytes.copied += self.nbytes
 
     def leave(self) -> None:
-        """Let the device forget it."""
-        self.here = None
-        self.of.offload.bytes.on_device -= self.nbytes
+        """Release the storage's memory on the device."""
+        self.on_device = None
+        self.block_pass.offload.bytes.on_device -= self.nbytes
 
     def allocate(self) -> None:
-        """Take memory of the device to fetch it to."""
-        self.here = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        self.of.offload.bytes.arrived(self.nbytes)
+        """Allocate memory on the device for `fetch`."""
+        self.on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.block_pass.offload.bytes.arrived(self.nbytes)
 
     def fetch(self) -> None:
-        """Copy it up."""
-        assert self.here is not None and self.there is not None
-        self.here.copy_(self.there, non_blocking=True)
-        self.of.offload.bytes.copied += self.nbytes
+        """Start to copy the storage to the device."""
+        assert self.on_device is not None and self.on_host is not None
+        self.on_device.copy_(self.on_host, non_blocking=True)
+        self.block_pass.offload.bytes.copied += self.nbytes
 
     def __del__(self) -> None:
-        offload = self.of.offload
+        offload = self.block_pass.offload
         offload.bytes.live -= self.nbytes
-        if self.here is not None:
+        if self.on_device is not None:
             offload.bytes.on_device -= self.nbytes
-            self.of.wait()
+            # The compute stream may reuse the memory as soon as it is freed, so copies must have finished.
+            self.block_pass.wait()
         if self.buffer is not None:
             offload.buffers.give(self.buffer)
 
 
 class SavedView(NamedTuple):
-    """What autograd holds in the place of a tensor."""
+    """What autograd holds in place of a saved tensor: a view of a `SavedStorage`."""
 
     storage: SavedStorage
     size: torch.Size
@@ -114,20 +117,21 @@ class SavedView(NamedTuple):
 
 
 class BlockPass:
-    """A forward pass of a block, whose activations travel together."""
+    """One forward pass of a block; its activations are copied together."""
 
     def __init__(self, offload: OffloadedBlocks, block: nn.Module, before: BlockPass | None) -> None:
         self.offload = offload
         self.before = weakref.ref(before) if before is not None else None
+        # Storages that stay on the device anyway, so copying them would release nothing.
         held = chain(block.parameters(), block.buffers())
         self.resident = offload.buffers_of_model | {_key(tensor)[0] for tensor in held if _is_plain(tensor)}
-        self.storages: dict[tuple[int, int, torch.dtype], SavedStorage] = {}  # while the block runs
+        self.storages: dict[tuple[int, int, torch.dtype], SavedStorage] = {}  # filled while the block runs
         self.saved: list[weakref.ref[SavedStorage]] = []
         self.wait: Wait = lambda: None
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        """What autograd holds in place of a tensor that it saves."""
+        """Hook of autograd: returns what autograd shall hold in place of a tensor that it saves."""
         if not _is_plain(tensor) or tensor.device.type != self.offload.device.type or _key(tensor)[0] in self.resident:
             return tensor
         if tensor.untyped_storage().nbytes() < self.offload.least:
@@ -141,17 +145,17 @@ class BlockPass:
 
     @torch.no_grad()
     def unpack(self, held: Tensor | SavedView) -> Tensor:
-        """The tensor that was saved."""
+        """Hook of autograd: returns the tensor that was saved."""
         if isinstance(held, Tensor):
             return held
-        if held.storage.here is None:
+        if held.storage.on_device is None:  # not prefetched
             self.fetch()
         self.wait()
-        assert held.storage.here is not None
-        return held.storage.here.as_strided(held.size, held.stride, held.offset)
+        assert held.storage.on_device is not None
+        return held.storage.on_device.as_strided(held.size, held.stride, held.offset)
 
     def send(self) -> None:
-        """Start to copy down all that was saved."""
+        """Start to copy all saved storages to the host."""
         for storage in self.storages.values():
             storage.check_version()
         with torch.no_grad(), self.offload.copies.after_compute():
@@ -161,58 +165,65 @@ class BlockPass:
         self.storages.clear()
 
     def leave(self) -> None:
-        """Let the device forget what has been copied down."""
+        """Wait until the storages are copied to the host, then release their memory on the device."""
         self.wait()
         for storage in self._alive():
-            if storage.here is not None:
+            if storage.on_device is not None:
                 storage.check_version()
                 storage.leave()
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to copy up what the device has forgotten."""
-        gone = [storage for storage in self._alive() if storage.here is None]
-        if gone:
-            for storage in gone:
+        """Start to copy the storages that are only on the host back to the device."""
+        absent = [storage for storage in self._alive() if storage.on_device is None]
+        if absent:
+            for storage in absent:  # on the compute stream, because it uses and frees the memory
                 storage.allocate()
             with self.offload.copies.after_compute():
-                for storage in gone:
+                for storage in absent:
                     storage.fetch()
             self.wait = self.offload.copies.mark()
 
     def _alive(self) -> list[SavedStorage]:
-        return [storage for each in self.saved if (storage := each()) is not None]
+        return [storage for reference in self.saved if (storage := reference()) is not None]
 
 
 class OffloadedBlocks:
-    """The blocks whose activations are offloaded; attached until the job is closed."""
+    """Offloads the activations of a model's blocks until the job is closed."""
 
-    def __init__(self, job: Job, settings: OffloadActivations) -> None:
-        self.device = job.world.device
+    def __init__(self, attachments: Attachments, settings: OffloadActivations) -> None:
+        self.device = attachments.world.device
         self.least = settings.min_mb * 1e6
         self.copies = CopyStream(self.device)
         self.bytes = ActivationBytes()
-        self.buffers = HostBuffers(job, self.copies)
-        self.buffers_of_model = frozenset(_key(each)[0] for each in job.module.buffers() if _is_plain(each))
+        self.buffers = HostBuffers(attachments, self.copies)
+        self.buffers_of_model = frozenset(
+            _key(buffer)[0] for buffer in attachments.module.buffers() if _is_plain(buffer)
+        )
         self.passes = 0
         self._name, self._warned = settings.name, False
-        self._job = job
-        self._running: list[tuple[BlockPass, ExitStack] | None] = []  # None for one that is not trained
-        self._newest: BlockPass | None = None  # the last one, which the device still holds
-        blocks = repeated(job.module)
+        self._job = attachments
+        self._running: list[tuple[BlockPass, ExitStack] | None] = []  # None for a pass without gradients
+        self._newest: BlockPass | None = None  # latest pass, still on the device
+        blocks = repeated(attachments.module)
+        # One additional block is watched, because the backward pass of a block prefetches the activations of the block
+        # before.
         for number, block in enumerate(blocks[: settings.number_of(blocks) + 1]):
             self._watch(block, first=number == 0, offloads=number < settings.number_of(blocks))
-        job.at(Phase.CAPTURE, self._publish)
+        attachments.at(Phase.CAPTURE, self._publish)
 
     def _watch(self, block: nn.Module, first: bool, offloads: bool) -> None:
-        """Surround the block's forward pass, with what other features make of it inside (recomputation)."""
+        """Register hooks around a block's forward pass, outside other features' changes to it (recomputation)."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):
                 self._running.append(None)
                 return
-            if first:
-                self._begin()
+            if first:  # a new forward pass of the model begins
+                self.passes += 1
+                self._settle()
+                if not self.bytes.live:
+                    self.buffers.trim()
             this, stack = BlockPass(self, module, self._newest), ExitStack()
             if offloads:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack))
@@ -228,24 +239,18 @@ class OffloadedBlocks:
             self._settle()
             self._newest = this if offloads else None
             before = this.before() if this.before is not None else None
+            passes = [this] if before is None else [this, before]
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(_fetching(*(each for each in (this, before) if each is not None)))
+                    tensor.register_hook(_fetching(*passes))
                     break
 
         hooks: Any = torch.compiler.disable(enter), torch.compiler.disable(leave)
         self._job.exits.callback(block.register_forward_pre_hook(hooks[0]).remove)
         self._job.exits.callback(block.register_forward_hook(hooks[1], always_call=True).remove)
 
-    def _begin(self) -> None:
-        """A new forward pass begins."""
-        self.passes += 1
-        self._settle()
-        if not self.bytes.live:
-            self.buffers.trim()
-
     def _settle(self) -> None:
-        """Let the device forget the newest block's activations."""
+        """Release the newest block's activations from the device."""
         if self._newest is not None:
             self._newest.leave()
             self._newest = None
@@ -266,23 +271,27 @@ class OffloadedBlocks:
 
 
 def _fetching(*passes: BlockPass) -> Any:
-    """A hook for the gradient of a block's output: its backward pass begins, and the block before is next."""
-    weak = [weakref.ref(each) for each in passes]
+    """A hook for the gradient of a block's output: when the block's backward pass begins, the hook fetches the
+    activations of this block and of the block before.
+
+    References are weak, because autograd's graph holds the hook.
+    """
+    weak = [weakref.ref(block_pass) for block_pass in passes]
 
     def begin(_: Tensor) -> None:
-        for each in weak:
-            if (this := each()) is not None:
-                this.fetch()
+        for reference in weak:
+            if (block_pass := reference()) is not None:
+                block_pass.fetch()
 
     return begin
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has one storage of elements, which can be copied."""
+    """Whether a tensor has a single strided storage, so that it can be copied."""
     kind = type(tensor)
     return (kind in (Tensor, nn.Parameter) or is_fake(tensor)) and tensor.layout is torch.strided
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    """Its storage, and how often that was written to."""
+    """Identity and version of a tensor's storage: a storage that has been written to counts as another storage."""
     return tensor.untyped_storage()._cdata, tensor._version

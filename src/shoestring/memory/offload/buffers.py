@@ -1,4 +1,4 @@
-"""Buffers in host memory that are used again in each step."""
+"""Buffers in host memory that are reused in every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import is_fake
-from shoestring.core.job import Job
+from shoestring.core.attachments import Attachments
 from shoestring.memory.offload.copying import CopyStream
 from shoestring.memory.offload.host_memory import HostRegion
 
@@ -16,37 +16,37 @@ LEASE = "offloaded activations"
 
 
 class HostBuffer:
-    """Host memory for one tensor at a time, of at most `nbytes`. A fake tensor takes none."""
+    """Host memory for one tensor at a time, of at most `nbytes`; fake tensors need no memory."""
 
     def __init__(self, source: Tensor) -> None:
         self.nbytes = source.nbytes
         self.region = None if is_fake(source) else HostRegion(source.nbytes, source.device)
-        self.used = True  # since buffers were last trimmed
+        self.used = True  # whether it was used since the last `trim`
 
     def like(self, source: Tensor) -> Tensor:
-        """A tensor in this memory, with undefined content, of a one-dimensional source's length and type."""
+        """A tensor in this memory with undefined content, and with the length and data type of the 1-d `source`."""
         if self.region is None:
             return torch.empty_like(source, device="meta")
         return self.region.bytes[: source.nbytes].view(source.dtype)
 
     def close(self) -> None:
-        """Unpin the memory; it is freed with the last tensor in it."""
+        """Unpin the memory; it is freed when the last tensor in it is freed."""
         if self.region is not None:
             self.region.close()
 
 
 class HostBuffers:
-    """Allocates a buffer of exact size where none that is free fits. All of them are leased."""
+    """A pool of leased host buffers; if no free buffer fits, a buffer of the exact size is allocated."""
 
-    def __init__(self, job: Job, copies: CopyStream) -> None:
-        self.copies, self.memory = copies, job.world.memory
+    def __init__(self, attachments: Attachments, copies: CopyStream) -> None:
+        self.copies, self.memory = copies, attachments.world.memory
         self.nbytes = 0
-        self._free: list[HostBuffer] = []  # the smallest first
+        self._free: list[HostBuffer] = []  # free buffers, in ascending order of size
         self._taken: set[HostBuffer] = set()
-        job.exits.callback(self.close)
+        attachments.exits.callback(self.close)
 
     def take(self, source: Tensor) -> HostBuffer:
-        """The smallest free buffer that the tensor fits into, of at most twice its size; or a new one."""
+        """The smallest free buffer that fits the tensor and is at most twice as large, or a new buffer."""
         place = bisect_left(self._free, source.nbytes, key=_size)
         if place < len(self._free) and self._free[place].nbytes <= 2 * source.nbytes:
             buffer = self._free.pop(place)
@@ -58,7 +58,7 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Let others use a buffer, once the copies so far are done."""
+        """Return a buffer to the pool; later copies into the buffer run after copies that are under way."""
         if buffer in self._taken:
             self._taken.remove(buffer)
             insort(self._free, buffer, key=_size)
@@ -76,7 +76,7 @@ class HostBuffers:
             buffer.used = False
 
     def close(self) -> None:
-        """Free all of them."""
+        """Free all buffers."""
         self.copies.synchronize()
         for buffer in (*self._free, *self._taken):
             buffer.close()

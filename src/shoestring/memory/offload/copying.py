@@ -1,4 +1,4 @@
-"""Copies between a device and the host, on a stream of their own where the device is a GPU."""
+"""Asynchronous copies between a device and the host; on a GPU, they run on their own stream."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoestring.memory.zero.placement import Wait
 
 
 class CopyStream:
-    """Copies to and from a device, one after the other and beside what the device computes; on a CPU they are plain."""
+    """A stream of copies to and from a GPU, which overlap with computation; on a CPU, copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Copies inside go to the stream, after what the device was told to compute before."""
+        """Put copies made in this context on the stream; they run after the computation that was queued before."""
         if self.stream is None:
             yield
             return
@@ -27,12 +27,12 @@ class CopyStream:
             yield
 
     def mark(self) -> Wait:
-        """Function that lets the device compute on only when the copies so far are done; the host does not wait."""
+        """A function that makes later computation on the device wait for all copies so far; the host does not wait."""
         if self.stream is None:
             return lambda: None
         return self.stream.record_event().wait
 
     def synchronize(self) -> None:
-        """Let the host wait for the copies so far."""
+        """Make the host wait for all copies so far."""
         if self.stream is not None:
             self.stream.synchronize()

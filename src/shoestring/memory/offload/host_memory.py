@@ -1,6 +1,6 @@
-"""Host memory of exact size that a GPU copies from and to without waiting.
+"""Pinned host memory of exact size, for a GPU's asynchronous copies.
 
-Torch's allocator of pinned memory rounds each block up to a power of two, up to 1.8 times of what is needed.
+Torch's own allocator of pinned memory rounds each block up to a power of two, which used up to 1.8 times the memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring import figures
 from shoestring.core.errors import WorldError
 
-ALIGNMENT = 64  # bytes: of a cache line
+ALIGNMENT = 64  # bytes: a cache line
 
 
 class HostRegion:
-    """One anonymous mapping, out of which tensors are cut; pinned where the device is a GPU. Close it after use."""
+    """An anonymous memory mapping that holds tensors, pinned if the device is a GPU. Close it after use."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.used = max(nbytes, 1), 0
@@ -28,12 +29,12 @@ class HostRegion:
         self.pinned = device.type == "cuda"
         if self.pinned and int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0)):
             raise WorldError(
-                f"{self.nbytes / 2**30:.2f} GiB of host memory could not be pinned",
+                f"{figures.memory(self.nbytes)} of host memory could not be pinned",
                 hint="raise the limit of locked memory (ulimit -l), or offload on a host with more memory",
             )
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor, with undefined content."""
+        """Take the next tensor from the region; its content is undefined."""
         shape = tuple(shape)
         first, length = self.used, prod(shape) * dtype.itemsize
         self.used += aligned(length)
@@ -47,10 +48,10 @@ class HostRegion:
 
 
 def aligned(nbytes: int) -> int:
-    """A number of bytes rounded up to whole cache lines."""
+    """Round a number of bytes up to whole cache lines."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _cudart() -> Any:
-    """CUDA's runtime."""
+    """The functions of the CUDA runtime."""
     return torch.cuda.cudart()

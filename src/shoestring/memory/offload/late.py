@@ -1,14 +1,14 @@
-"""Steps of what matters least, made by the CPU while the device computes the next step (after ZenFlow, Lan 2025).
+"""Late steps: the CPU updates the buckets with the smallest gradients while the device computes the next step.
 
-A share of the elements, in the buckets whose gradients are smallest, is not stepped with the others: a thread steps it
-during the next forward and backward pass, so that it takes effect one step late. Nothing is skipped.
+After ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward pass, so these
+updates take effect one step late. No update is skipped.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,82 +22,88 @@ from shoestring._torch import foreach_norm, is_fake, step_without_hooks
 from shoestring.core.feature import Phase
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.memory.offload.placement import OnHost
     from shoestring.memory.zero.attached import Divided
 
 Gradients = Mapping[str, Tensor]
-"""Of the parameters of one bucket, by name."""
+"""Gradients of the parameters of one bucket, by name."""
 
 
 class LateSteps:
-    """The buckets that are stepped late, and the thread that steps them.
+    """The buckets that are updated late, and the thread that updates them.
 
-    `defer` takes gradients away from the optimizer, `begin` lets the thread step with them, and `end` waits for it.
-    Between a step and the next the thread rests, so weights and state are whole then, but for the gradients that wait:
-    a checkpoint holds these as well.
+    `defer` takes gradients away from the optimizer, `begin` makes the thread update weights with them, and `end` waits
+    for the thread. The thread is idle between two steps, so that weights and state are consistent then; checkpoints
+    also contain the deferred gradients.
 
     Args:
-        share: of all elements, that are late at most.
-        divided: what the optimizer steps, and of which buckets it is.
-        placement: whose buffers hold the gradients.
+        share: largest fraction of all elements that is updated late.
+        divided: the shards that the optimizer updates, and their buckets.
+        placement: stores the gradients in its buffers.
     """
 
     def __init__(self, share: float, divided: Divided, placement: OnHost) -> None:
         self.share, self.divided, self.placement = share, divided, placement
         self.ended: set[int] = set()
-        """Numbers of the buckets that were stepped, and not written to the device since."""
+        """Indices of the buckets that were updated late and have not been written to the device since."""
         self.stepped = [0, 0]
-        """Elements that were stepped late, and all; over all steps."""
-        self._deferred: dict[int, Gradients] = {}
-        self._group_of: dict[str, dict[str, Any]] = {}  # settings by name of a parameter
+        """Number of elements updated late, and of all elements updated, summed over steps."""
+        self._deferred: dict[int, Gradients] = {}  # by index of the bucket
+        self._group_of: dict[str, dict[str, Any]] = {}  # settings of the parameter's group, by parameter name
         self._thread = ThreadPoolExecutor(1, "late steps")
         self._running: Future[None] | None = None
-        job = divided.job
-        job.keep("late steps", self, across="own", merge=self._merge)
-        job.at(Phase.CAPTURE, partial(self._publish, job))
+        attachments = divided.attachments
+        attachments.keep("late steps", self, across="own", merge=self._merge)
+        attachments.at(Phase.CAPTURE, partial(self._publish, attachments))
 
     def write(self, index: int) -> bool:
-        """Whether a bucket's weights changed since they were written; now they are."""
+        """Mark a bucket as written to the device; returns whether its weights have changed since the last write."""
         changed = index not in self._deferred or index in self.ended
         self.ended.discard(index)
         return changed
 
     def defer(self) -> None:
-        """Take the smallest gradients away from the optimizer."""
+        """Take the buckets with the smallest gradients away from the optimizer."""
         trained, buckets = self.divided.trained, self.divided.buckets
-        found = [
+        gradients = [
             {part.name: grad for part in bucket.parts if (grad := trained[part.name].grad) is not None}
             for bucket in buckets
         ]
-        if any(is_fake(_local(grad)) for each in found for grad in each.values()):
-            return  # a prediction has no values to compare, and ends with this step
-        squares = torch.tensor([_sum_of_squares(each.values()) for each in found], dtype=torch.float64)
-        # Ranks hold other rows of the same buckets, and choose alike.
+        if any(is_fake(_local(grad)) for by_name in gradients for grad in by_name.values()):
+            return  # a predicted step has no values to compare
+        norms = [foreach_norm([_local(grad) for grad in by_name.values()]) for by_name in gradients]
+        squares = torch.tensor(
+            [sum(float(norm) ** 2 for norm in of_bucket) for of_bucket in norms], dtype=torch.float64
+        )
+        # Ranks hold different rows of the same buckets, and must choose the same buckets.
         squares = self.divided.collectives.mean_of_whole(squares, torch.float64)
+        if not squares.isfinite().all():  # a loss scaler skips this step, so it defers nothing
+            return
         sizes = [
-            sum(each.parameter.numel() for each in bucket.parts) if there else 0
-            for bucket, there in zip(buckets, found, strict=True)
+            sum(part.parameter.numel() for part in bucket.parts) if there else 0
+            for bucket, there in zip(buckets, gradients, strict=True)
         ]
         for index in smallest(squares.tolist(), sizes, self.share):
-            self._deferred[index] = found[index]
-            for name in found[index]:
+            self._deferred[index] = gradients[index]
+            for name in gradients[index]:
                 trained[name].grad = None
                 self.placement.set_aside(name)
             self.stepped[0] += sizes[index]
         self.stepped[1] += sum(sizes)
-        # The settings of this step, which a schedule changes before the next one.
-        groups = [(_settings(group), group["params"]) for group in self._optimizer.param_groups]
-        group_of = {tensor: settings for settings, tensors in groups for tensor in tensors}
-        self._group_of = {name: group_of[trained[name]] for each in self._deferred.values() for name in each}
+        # Copied, because a schedule changes the settings before the thread uses them.
+        groups = self._optimizer.param_groups
+        settings = [_settings(group) for group in groups]
+        group_of = {tensor: own for own, group in zip(settings, groups, strict=True) for tensor in group["params"]}
+        self._group_of = {name: group_of[trained[name]] for gradients in self._deferred.values() for name in gradients}
 
     def begin(self) -> None:
-        """Let the thread step what was deferred."""
+        """Make the thread update weights with the deferred gradients."""
         if self._deferred and self._running is None:
             self._running = self._thread.submit(self._step)
 
     def end(self) -> None:
-        """Have everything stepped: wait for the thread, or step here what nobody began."""
+        """Complete the late updates: wait for the thread, or update in this thread if it was not started."""
         if self._running is not None:
             self._running.result()
         elif self._deferred:
@@ -106,8 +112,8 @@ class LateSteps:
         self._deferred, self._running = {}, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients that wait, and the settings of their step."""
-        gradients = {name: _local(grad) for each in self._deferred.values() for name, grad in each.items()}
+        """The deferred gradients, and the optimizer's settings for them."""
+        gradients = {name: _local(grad) for by_name in self._deferred.values() for name, grad in by_name.items()}
         return {"gradients": gradients, "settings": self._group_of}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,37 +121,37 @@ class LateSteps:
         self.ended.clear()
         self._group_of, gradients = state_dict["settings"], state_dict["gradients"]
         for index, bucket in enumerate(self.divided.buckets):
-            found = {p.name: self.divided.spread(p, gradients[p.name]) for p in bucket.parts if p.name in gradients}
-            if found:
-                self._deferred[index] = found
+            waiting = {p.name: self.divided.spread(p, gradients[p.name]) for p in bucket.parts if p.name in gradients}
+            if waiting:
+                self._deferred[index] = waiting
 
     def _merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """The state of one of `size` ranks from those of all former ranks: other rows of the same gradients."""
+        """Assemble the state of rank `rank` of `size` from the states of all former ranks, which held other rows."""
         parts = {part.name: part for bucket in self.divided.buckets for part in bucket.parts}
         gradients = {}
         for name, first in states[0]["gradients"].items():
-            whole = first if parts[name].whole else torch.cat([each["gradients"][name] for each in states])
+            whole = first if parts[name].whole else torch.cat([state["gradients"][name] for state in states])
             gradients[name] = parts[name].shard_of(whole).clone()
         return {"gradients": gradients, "settings": states[0]["settings"]}
 
     def close(self) -> None:
-        """End the thread. What waits is dropped, as it is not in the weights that left the run."""
+        """End the thread. Deferred gradients are dropped, because the run's final weights do not include them."""
         self._thread.shutdown()
 
-    def _publish(self, job: Job) -> None:
-        late, of = self.stepped
-        job.trace.facts["late_share"] = late / max(of, 1)
+    def _publish(self, attachments: Attachments) -> None:
+        late, stepped = self.stepped
+        attachments.trace.facts["late_share"] = late / max(stepped, 1)
 
     @property
     def _optimizer(self) -> Optimizer:
-        return self.divided.job.built_optimizer
+        return self.divided.attachments.optimizer
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Bucket by bucket, so that one at a time has gradients in float32.
+        """Update the deferred buckets one by one, so that only one bucket at a time has float32 gradients.
 
-        The tensors are others with the same memory and state, because the backward pass gives gradients to those of
-        the optimizer meanwhile.
+        A copy of the optimizer updates aliases of the tensors, with the same memory and state, because the backward
+        pass sets the gradients of the tensors themselves at the same time.
         """
         alike = copy.copy(self._optimizer)
         for gradients in self._deferred.values():
@@ -160,11 +166,11 @@ class LateSteps:
 
 
 def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> list[int]:
-    """The numbers of the buckets with the smallest mean squares that have at most a share of all elements.
+    """The indices of the buckets with the smallest mean squared gradients; together, at most `share` of all elements.
 
     Args:
-        squares: sum of each bucket's squared gradients.
-        sizes: its elements; one without any is left out.
+        squares: sum of the squared gradients of each bucket.
+        sizes: number of elements of each bucket; empty buckets are left out.
     """
     chosen, most = [], share * sum(sizes)
     there = [index for index, size in enumerate(sizes) if size]
@@ -176,11 +182,8 @@ def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> li
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the settings of a parameter group."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    return sum(float(norm) ** 2 for norm in foreach_norm([_local(tensor) for tensor in tensors]))
 
 
 def _local(tensor: Tensor) -> Tensor:

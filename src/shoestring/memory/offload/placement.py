@@ -1,4 +1,4 @@
-"""Shards in host memory, which the CPU steps: gradients stream down and weights stream up beside the device's work."""
+"""Shards in host memory that the CPU updates; copies of gradients and weights overlap with the device's computation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
-from shoestring.core.job import Job
 from shoestring.core.leases import Priority
 from shoestring.memory.offload.copying import CopyStream
 from shoestring.memory.offload.host_memory import HostRegion, aligned
@@ -20,38 +20,43 @@ LEASE = "offloaded optimizer state"
 
 
 class OnHost:
-    """Masters and, for what travels, a buffer each of the parameter's type: gradients on the way down, weights up.
+    """A `Placement` in host memory: for each parameter, its shard and a buffer in the parameter's data type. The buffer
+    holds the gradient on its way to the host, and the weights on their way to the device.
 
-    A GPU copies on a stream of its own, so that what comes down overwrites nothing that is still on its way up.
+    On a GPU, all copies share one stream, so that a gradient cannot overwrite weights that are still being copied.
 
     Args:
-        masters: whether what has 16 bits is stepped in float32.
-        twice: whether gradients may be set aside, for which there are two buffers.
+        masters: whether the shards of 16-bit parameters are float32 master copies.
+        twice: whether gradients may be set aside, which needs a second buffer per parameter.
     """
 
-    def __init__(self, job: Job, parts: Sequence[ShardedParameter], masters: bool, twice: bool = False) -> None:
+    def __init__(
+        self, attachments: Attachments, parts: Sequence[ShardedParameter], masters: bool, twice: bool = False
+    ) -> None:
         self.masters = masters
-        device = job.world.device
+        device = attachments.world.device
         self.copies = CopyStream(device)
         shapes = {part.name: part.shard_of(part.parameter).shape for part in parts}
         types = {part.name: (self._type_of(part), part.parameter.dtype) for part in parts}
-        taken = [(name, each) for name, (own, parameter) in types.items() for each in (own, *[parameter] * (1 + twice))]
-        self.region = HostRegion(sum(aligned(shapes[name].numel() * each.itemsize) for name, each in taken), device)
+        taken = [
+            (name, dtype) for name, (own, parameter) in types.items() for dtype in (own, *[parameter] * (1 + twice))
+        ]
+        self.region = HostRegion(sum(aligned(shapes[name].numel() * dtype.itemsize) for name, dtype in taken), device)
         self._more: dict[str, Tensor] = {}
-        self._exits = job.exits
-        job.exits.callback(self.region.close)
-        # With what the optimizer will keep: two averages, as Adam does.
+        self._exits = attachments.exits
+        attachments.exits.callback(self.region.close)
+        # The lease includes the state that the optimizer will allocate, assumed to be two float32 averages as in Adam.
         needed = self.region.nbytes + 8 * sum(shape.numel() for shape in shapes.values())
-        job.world.memory.take(LEASE, needed)
-        job.exits.callback(job.world.memory.give, LEASE)
+        attachments.world.memory.take(LEASE, needed)
+        attachments.exits.callback(attachments.world.memory.give, LEASE)
         self.shards = {name: self.region.take(shapes[name], types[name][0]) for name in shapes}
         self.travelling = {name: self.region.take(shapes[name], types[name][1]) for name in shapes}
         self.second = {name: self.region.take(shapes[name], types[name][1]) for name in shapes} if twice else {}
-        self._arrived: set[str] = set()  # whose buffer holds a gradient
-        self._memory, self._turn = job.world.memory, ExitStack()
+        self._arrived: set[str] = set()  # names of the parameters whose buffer holds a gradient
+        self._memory, self._turn = attachments.world.memory, ExitStack()
         self._copying = False
-        job.at(Phase.CAPTURE, self._end_turn)
-        job.exits.callback(self._end_turn)
+        attachments.at(Phase.CAPTURE, self._end_turn)
+        attachments.exits.callback(self._end_turn)
 
     def _type_of(self, part: ShardedParameter) -> torch.dtype:
         return torch.float32 if self.masters and is_half(part.parameter) else part.parameter.dtype
@@ -63,12 +68,12 @@ class OnHost:
     @torch.no_grad()
     def keep(self, part: ShardedParameter, mean: Tensor) -> Tensor:
         """See `Placement`."""
-        if not self._copying:  # from the first gradient of a step to its end, what is less urgent waits
+        if not self._copying:  # less urgent copies wait from a step's first gradient to its end
             self._turn.enter_context(self._memory.turn(Priority.REQUIRED))
             self._copying = True
         buffer = self.travelling[part.name]
-        if part.name in self._arrived or buffer.dtype != mean.dtype:  # the gradients of several micro-batches
-            buffer = self._another(part.name, mean)
+        if part.name in self._arrived or buffer.dtype != mean.dtype:  # gradients of a later micro-batch
+            buffer = self._additional_buffer(part.name, mean)
         else:
             self._arrived.add(part.name)
         with self.copies.after_compute():
@@ -77,8 +82,8 @@ class OnHost:
                 mean.record_stream(self.copies.stream)
         return buffer
 
-    def _another(self, name: str, mean: Tensor) -> Tensor:
-        """A buffer for the gradients of later micro-batches, which are added to the first ones."""
+    def _additional_buffer(self, name: str, mean: Tensor) -> Tensor:
+        """A buffer for gradients of later micro-batches, which are added to the gradients of the first micro-batch."""
         if name not in self._more:
             region = HostRegion(mean.nbytes, mean.device)
             self._exits.callback(region.close)
@@ -86,7 +91,7 @@ class OnHost:
         return self._more[name]
 
     def set_aside(self, name: str) -> None:
-        """Leave the buffer of a gradient alone until the next call for this parameter."""
+        """Swap a parameter's two buffers, so that the gradient in the first buffer is kept until the next swap."""
         self.travelling[name], self.second[name] = self.second[name], self.travelling[name]
         self._arrived.discard(name)
 

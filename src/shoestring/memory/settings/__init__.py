@@ -1,1 +1,1 @@
-"""Settings of the features of `memory`, free of torch."""
+"""Settings of the features of `memory`; importing them does not import torch."""

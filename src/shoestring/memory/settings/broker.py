@@ -1,4 +1,4 @@
-"""One host, several tenants: host memory that all processes of a host agree on."""
+"""Settings of the broker, through which the processes of a host share the host's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.world import World
 
 _LONGEST_WAIT = 30.0
@@ -19,24 +19,24 @@ _LONGEST_WAIT = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Broker(Feature):
-    """A broker of host memory: processes of one host lease what they need, and call back what is less urgent."""
+    """A broker of host memory: processes lease the memory that they need, and less urgent leases are called back."""
 
     folder: str = "/dev/shm"
-    """Folder in memory in which the processes of a host keep their records. Processes find each other where this is
-    the same folder, so containers that share a host need a common one."""
-    shared: bool = False
+    """Folder in memory in which the processes of a host keep their records. Processes find each other only through the
+    same folder, so containers on one host must mount a common folder."""
+    all_users: bool = False
     """Share the host with the processes of other users; otherwise only this user's processes see each other."""
     tenant: str = ""
-    """Name of this process for people who look at who holds the host's memory; defaults to its command."""
-    share: float = 1.0
-    """Weight of this job among jobs on the same host: where leases of one priority do not all fit, each job has a part
-    in proportion to its weight. The ranks of a job on one host divide it."""
+    """Name of this process in the table of memory leases (`shoestring memory host`); defaults to its command line."""
+    weight: float = 1.0
+    """Weight of this job among jobs on the same host: if leases of the same priority do not all fit, each job gets a
+    share in proportion to its weight. The ranks of a job on one host divide the job's share."""
     reserve: float = 0.1
     """Fraction of the memory of the host, and of each cgroup, that leases leave free. A larger reserve guards better
-    against programs that take memory without a lease; a smaller one leaves more to leases."""
+    against programs that take memory without a lease; a smaller reserve leaves more memory to lease."""
     wait: float = 5.0
-    """Longest time in seconds that memory which training cannot do without waits for others to give back theirs. It is
-    granted afterwards in any case."""
+    """Maximum time in seconds that a request for memory that training needs waits for other processes to give memory
+    back. After this time, the request is granted in any case."""
 
     seams: ClassVar = (Seam.MODEL,)
 
@@ -46,9 +46,9 @@ class Broker(Feature):
         name = self.tenant or _command()
         terms = Terms(
             self.place,
-            shared=self.shared,
+            shared=self.all_users,
             tenant=f"{name} rank {world.rank}" if world.size > 1 else name,
-            share=self.share / world.local_size,
+            share=self.weight / world.local_size,
             reserve=self.reserve,
             wait=self.wait,
         )
@@ -59,14 +59,14 @@ class Broker(Feature):
 
     @property
     def place(self) -> Path:
-        """The folder of the records inside of `folder`."""
-        if self.shared:
+        """The folder of the records, inside `folder`."""
+        if self.all_users:
             return Path(self.folder, "shoestring-broker")
         return Path(self.folder, f"shoestring-{os.geteuid()}", "broker")
 
-    def check(self, job: Job) -> None:
-        if not 0 < self.share <= 1000:
-            raise ConfigError(f"`{self.name}.share` must be above 0 and at most 1000, got {self.share}")
+    def check(self, attachments: Attachments) -> None:
+        if not 0 < self.weight <= 1000:
+            raise ConfigError(f"`{self.name}.weight` must be above 0 and at most 1000, got {self.weight}")
         if not 0 <= self.reserve < 1:
             raise ConfigError(f"`{self.name}.reserve` must be at least 0 and below 1, got {self.reserve}")
         if not 0 <= self.wait <= _LONGEST_WAIT:
@@ -75,13 +75,13 @@ class Broker(Feature):
             hint = "name a folder in memory that the processes of this host share"
             raise ConfigError(f"`{self.name}.folder`: there is no folder `{self.folder}`", hint=hint)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.memory.broker.tenant import BrokeredMemory
 
-        memory = job.world.memory
+        memory = attachments.world.memory
         assert isinstance(memory, BrokeredMemory)  # see `arrange`
         memory.join()
-        job.exits.callback(memory.leave)
+        attachments.exits.callback(memory.leave)
 
 
 def _command() -> str:

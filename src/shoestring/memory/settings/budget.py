@@ -1,62 +1,102 @@
-"""A limit of memory, below which a run stays at the least cost of time."""
+"""Settings of the memory budget: a limit on the peak, which a run meets at the lowest cost in time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Reduction, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 Knob = Literal["accumulate", "recompute", "zero", "fsdp", "offload", "activations", "8bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetChoice:
+    """The techniques chosen for a run with [memory.budget]; this is an output, and never part of a run file."""
+
+    chosen: str
+    """The chosen techniques, in words."""
+    accumulate: int
+    """Number of micro-batches per step."""
+    replaced: tuple[str, ...] = ()
+    """Names of the run's features that are replaced by added features."""
+    added_features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of the features that were added, by name."""
+    rounded: bool = False
+    """Whether the optimizer state of AdamW is stored in 8 bits."""
+    predicted_gib: float
+    """Predicted peak in GiB."""
+    without_gib: float
+    """Predicted peak in GiB without the chosen techniques."""
+    added: float
+    """Predicted additional time of a step, as a fraction of the step time without the chosen techniques."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Budget(Feature):
-    """Stay below a peak of memory: choose, before training starts, what lowers it and costs the least time."""
+    """Stay below a given memory peak: choose, before training, techniques that lower it at the least cost in time."""
 
     gib: float
-    """Peak of a rank in GiB that is not to be exceeded, as torch's allocator counts it."""
+    """Maximum peak memory of a rank in GiB, as counted by torch's allocator."""
     allow: tuple[Knob, ...] = ("accumulate", "recompute", "zero", "fsdp", "offload", "activations", "8bit")
     """Techniques that may be chosen: smaller micro-batches, selective recomputation, [memory.zero], [parallel.fsdp],
-    [memory.offload], [memory.offloadactivations], and [optim.adamw8bit], which rounds optimizer state and is taken
-    where nothing else fits."""
-    chosen: str = ""
-    """Techniques that were chosen, in words; filled in when the choice is made, which is not made again."""
-    predicted_gib: float = 0.0
-    """Predicted peak in GiB with the choice; filled in."""
-    without_gib: float = 0.0
-    """Predicted peak in GiB without it; filled in."""
-    added: float = 0.0
-    """Predicted time that the choice adds to a step, as a part of the step's; filled in."""
+    [memory.offload], [memory.offloadactivations], and [optim.adamw8bit], which rounds optimizer state and is chosen
+    only if nothing else fits."""
 
     seams: ClassVar = (Seam.MODEL,)
+    retired: ClassVar = ("chosen", "predicted_gib", "without_gib", "added")
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
+        self.check_limit()
+        raise ConfigError(
+            f"`{self.name}` chooses for run files, before anything is built",
+            hint="`shoestring check run.toml` shows the chosen features: attach these",
+        )
+
+    def check_limit(self) -> None:
         if self.gib <= 0:
             raise ConfigError(f"`{self.name}.gib` must be positive, got {self.gib}")
-        if not self.chosen:
-            raise ConfigError(
-                f"`{self.name}` chooses for run files, before anything is built",
-                hint="`shoestring check run.toml` says what it chooses: attach that",
-            )
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         return
 
-    def explain(self, job: Job) -> str:
-        peaks = f"{self.predicted_gib:.3g} GiB predicted of {self.gib:.3g}, {self.without_gib:.3g} without"
-        return f"{self.chosen}; {peaks}" + (f"; a step takes {self.added:.0%} longer" if self.added >= 0.005 else "")
+
+@dataclass(frozen=True, kw_only=True)
+class SettledBudget(Budget):
+    """A budget with the techniques chosen for it, as it appears among the features of a job."""
+
+    choice: BudgetChoice
+
+    @property
+    def name(self) -> str:
+        return Budget(gib=self.gib).name
+
+    @property
+    def requested(self) -> Budget:
+        """The budget as the run file requested it."""
+        return Budget(gib=self.gib, allow=self.allow)
+
+    def check(self, attachments: Attachments) -> None:
+        self.check_limit()
+
+    def explain(self, attachments: Attachments) -> str:
+        choice = self.choice
+        peaks = f"{choice.predicted_gib:.3g} GiB predicted of {self.gib:.3g}, {choice.without_gib:.3g} without"
+        longer = f"; a step takes {figures.percent(choice.added)} longer" if choice.added >= 0.005 else ""
+        return f"{choice.chosen}; {peaks}{longer}"
 
     def reduction(self, trace: Trace) -> Reduction | None:
         return Reduction(
             unit="GiB at the peak of a rank",
-            used=self.predicted_gib,
-            without=self.without_gib,
+            used=self.choice.predicted_gib,
+            without=self.choice.without_gib,
             measured=False,
-            cost=f"{self.chosen}: {self.added:.0%} of a step's time, predicted",
+            cost=f"{self.choice.chosen}: {figures.percent(self.choice.added)} of a step's time, predicted",
         )

@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks: the logits of a whole batch are never held."""
+"""Settings of the chunked cross-entropy, which never holds the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import Feature, Reduction, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
@@ -23,27 +23,27 @@ class ChunkedLoss(Feature):
 
     seams: ClassVar = (Seam.MODEL, Seam.LOSS)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         from shoestring.core.task import cross_entropy
-        from shoestring.memory.chunked_loss import head_of
+        from shoestring.models.loss_in_head import head_of
 
         if self.tokens < 1:
             raise ConfigError(f"`{self.name}.tokens` must be at least 1, got {self.tokens}")
-        if job.loss is not cross_entropy:
+        if attachments.loss is not cross_entropy:
             raise ConfigError(f"`{self.name}` computes the cross-entropy, and this run has a loss of its own")
-        for other in job.features:
+        for other in attachments.features:
             if other is not self and Seam.LOSS in other.seams:
                 raise ConflictError(f"`{other.name}` needs logits for its loss, which `{self.name}` never holds")
-        if head_of(job.module) is None:
+        if head_of(attachments.module) is None:
             hint = "it must be `head`, `lm_head`, or what `get_output_embeddings` returns"
-            raise ConfigError(f"`{self.name}` finds no linear head in {type(job.module).__name__}", hint=hint)
+            raise ConfigError(f"`{self.name}` finds no linear head in {type(attachments.module).__name__}", hint=hint)
 
-    def apply(self, job: Job, seam: Seam) -> None:
-        from shoestring.memory.chunked_loss import LossInHead
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        from shoestring.memory.chunked_loss import ChunkedLossInHead
 
-        in_head = job.carry(self, lambda: LossInHead(job, self.tokens))
+        in_head = attachments.carry(self, lambda: ChunkedLossInHead(attachments, self.tokens))
         if seam is Seam.LOSS:
-            job.loss = in_head.loss
+            attachments.loss = in_head.loss
 
     def reduction(self, trace: Trace) -> Reduction | None:
         used, without = trace.facts.get("chunk_tokens", 0), trace.facts.get("loss_tokens", 0)

@@ -1,55 +1,59 @@
-"""Low-rank adapters: fine-tuning that trains a fraction of a percent of the weights."""
+"""Settings of low-rank adapters: fine-tuning that trains a fraction of a percent of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError, ConflictError
-from shoestring.core.feature import Feature, Reduction, Seam
+from shoestring.core.feature import Feature, Inexact, Reduction, Seam
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA(Feature):
     """Low-rank adapters (LoRA, Hu et al., 2021; DoRA, Liu et al., 2024): train two thin matrices beside each linear
-    layer and freeze the model itself, so that gradients and optimizer state are those of the adapters alone."""
+    layer and freeze the model itself, so that only the adapters have gradients and optimizer state."""
 
     layers: tuple[str, ...] = ()
     """Patterns of the names of the linear layers to adapt, such as `blocks.*.attention.*`; by default all linear layers
-    of the blocks, and neither embeddings nor the head."""
+    of the blocks, and neither embeddings, the head, layers that choose experts, nor those of a mixture whose names PEFT
+    takes for the experts'. Experts that a model holds in one tensor get no adapters."""
     modules_to_train: tuple[str, ...] = ()
-    """Patterns of the names of modules whose own weights are trained beside the adapters, such as `embed` or `lm_head`
-    (`modules_to_save` of PEFT). Training the embeddings helps where a text is far from those that the model was made
-    for; each weight so trained takes a gradient and optimizer state of its size, and is not rounded. In a model of 16
-    bits they are of 16 bits, too, where small steps are lost: `[memory.zero]` steps copies in fp32."""
+    """Patterns of the names of modules whose own weights are trained in addition to the adapters, such as `embed` or
+    `lm_head` (`modules_to_save` of PEFT). Training the embeddings helps if the texts differ much from the texts that
+    the model was trained on. Each weight trained in this way needs a gradient and optimizer state of its size, and is
+    not rounded. In a 16-bit model these weights have 16 bits as well, so small updates are lost to rounding; with
+    `[memory.zero]` the optimizer updates fp32 copies of them."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
     alpha: float = 32.0
-    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     dropout: float = 0.0
     """Probability with which an input of an adapter is zeroed in training, which helps on small data sets."""
     dora: bool = False
-    """Train the length of each row of the weight beside its direction (DoRA): often closer to full fine-tuning at low
-    ranks, and slower."""
+    """Train the norm of each row of the weight separately from its direction (DoRA), which is often closer to full
+    fine-tuning at low ranks, and slower."""
     base_bits: Literal[0, 16, 8, 4] = 0
     """Bits of the frozen weights: 16 stores the model in bfloat16; 8 or 4 round the linear layers of the blocks to
-    integers with a scale for every 32 of them (QLoRA), and leave the rest as it is; 0 leaves all as it is. Fewer bits
-    take less memory; rounding costs some loss, and the weights are dequantised for each product, which costs time."""
+    integers with a scale for every 32 weights (QLoRA), and leave other weights as they are; 0 leaves all weights as
+    they are. Fewer bits take less memory; rounding costs some loss, and the weights are dequantised for each product,
+    which costs time."""
     base_type: Literal["int", "nf4"] = "int"
-    """Numbers of a base of 4 bits: `int`, integers with a scale for every 32 (4.5 bits a weight); or `nf4`, QLoRA's
-    NormalFloat with double quantisation (4.13 bits), by bitsandbytes, as PEFT and transformers have it."""
+    """Number format of 4-bit base weights: `int`, integers with a scale for every 32 weights (4.5 bits per weight); or
+    `nf4`, QLoRA's NormalFloat with double quantisation (4.13 bits per weight), stored by bitsandbytes as in PEFT and
+    transformers."""
     adapter: str = ""
-    """Folder of an adapter in PEFT's format to train further, which then sets rank, scale and layers; by default
-    adapters are new and change nothing at first."""
+    """Folder of an adapter in PEFT's format to train further; its rank, scale and layers are then used. By default,
+    adapters are new, and do not change the model's output at first."""
     merge: bool = True
     """Write the model with the adapters merged into its weights at the end of the run; false writes the adapters alone,
     which are small."""
@@ -59,7 +63,11 @@ class LoRA(Feature):
     seams: ClassVar = (Seam.MODEL,)
     adds_parameters: ClassVar = True
 
-    def check(self, job: Job) -> None:
+    @property
+    def inexact(self) -> Inexact:
+        return "numbers" if self.dropout or self.base_bits == 16 else ""
+
+    def check(self, attachments: Attachments) -> None:
         from shoestring.memory.adapters.layers import choose, trained_modules, unmatched
         from shoestring.models import adapter_folder, nf4
 
@@ -72,55 +80,70 @@ class LoRA(Feature):
         for name in ("layers", "modules_to_train"):
             if self.adapter and getattr(self, name):
                 hint = f"remove `{self.name}.{name}`"
-                raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it adapts", hint=hint)
+                raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it has", hint=hint)
         if self.adapter:
-            adapter_folder.read(Path(self.adapter), job.module)
+            adapter_folder.read(Path(self.adapter), attachments.module)
         if self.base_type == "nf4":
             if self.base_bits != 4:
                 hint = f"set `{self.name}.base_bits` to 4"
-                raise ConfigError(f"`{self.name}.base_type` nf4 is of 4 bits, not {self.base_bits}", hint=hint)
+                raise ConfigError(f"`{self.name}.base_type` nf4 has 4 bits, not {self.base_bits}", hint=hint)
             nf4.library()
-        trained_modules(job.module, self.modules_to_train)
-        choice = choose(job.module, self.layers, self.modules_to_train)
-        if choice.adapted and (none := unmatched(job.module, self.layers)):
+        trained_modules(attachments.module, self.modules_to_train)
+        choice = choose(attachments.module, self.layers, self.modules_to_train)
+        if choice.adapted and (none := unmatched(attachments.module, self.layers)):
             hint = f"there are {choice.examples}"
             raise ConfigError(f"`{self.name}.layers`: `{none[0]}` matches no linear layer", hint=hint)
         if not choice.adapted and not self.adapter:
             reasons = "; ".join(f"{name}: {why}" for name, why in list(choice.left.items())[:3])
             what = "can adapt none of the layers" if choice.left else "matches no linear layer"
             raise ConfigError(
-                f"`{self.name}.layers` {what}" + (f": {reasons}" if reasons else f" of {type(job.module).__name__}"),
+                f"`{self.name}.layers` {what}"
+                + (f": {reasons}" if reasons else f" of {type(attachments.module).__name__}"),
                 hint=f"name layers by patterns; there are {choice.examples}",
             )
-        for other in job.features:
+        for other in attachments.features:
             if other is not self and other.adds_parameters:
                 raise ConflictError(f"`{self.name}` freezes the model, and `{other.name}` adds parameters to it")
 
     @property
     def places_model(self) -> bool:
-        """Whether it moves the model to the device itself, layer by layer, because the whole might not fit."""
         return self.base_bits > 0
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    @property
+    def exports_model(self) -> bool:
+        return self.merge
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.memory.adapters.attached import attach
         from shoestring.memory.settings.zero import Zero
 
-        attach(job, self, copies=any(isinstance(each, Zero) and each.master == "fp32" for each in job.features))
+        attach(
+            attachments,
+            self,
+            copies=any(isinstance(feature, Zero) and feature.master == "fp32" for feature in attachments.features),
+        )
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.memory.adapters.leaving import merged
 
         return merged(weights, kept[self.name])
 
-    def explain(self, job: Job) -> str:
+    def write_beside(self, attachments: Attachments, base: str) -> Callable[[Path], None]:
+        from shoestring.memory.adapters.leaving import gather_adapters
+
+        return gather_adapters(attachments, self.name, base, self.dropout)
+
+    def explain(self, attachments: Attachments) -> str:
         from shoestring.memory.adapters.layers import sizes
 
         if self.adapter:
             return f"trains the adapter in `{self.adapter}` further"
-        facts = job.trace.facts
-        if "adapted_layers" not in facts:  # `shoestring check` attaches nothing
-            facts = sizes(job.module, self.layers, self.rank, dora=self.dora, modules=self.modules_to_train)
-        base = f" of {self.base_bits} bits" if self.base_bits else ""
+        facts = attachments.trace.facts
+        if "adapted_layers" not in facts:  # `shoestring check` attaches no adapters
+            modules, bits = self.modules_to_train, self.base_bits
+            facts = sizes(attachments.module, self.layers, self.rank, dora=self.dora, modules=modules, bits=bits)
+        some = f", {facts['rounded_parameters']:,.0f} of them" if self.base_bits in (8, 4) else ""
+        base = f"{some} of {self.base_bits} bits" if self.base_bits else ""
         base += " in NF4" if self.base_type == "nf4" else ""
         return (
             f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank} in {facts['adapted_layers']:,.0f} linear layers: "

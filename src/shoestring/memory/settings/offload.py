@@ -1,4 +1,4 @@
-"""Settings of offloading: optimizer state and master weights in host memory, stepped by the CPU."""
+"""Settings of offloading: optimizer state and master weights are in host memory, and the CPU updates them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoestring import figures
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Reduction
+from shoestring.core.feature import Inexact, Reduction
 from shoestring.memory.settings.zero import Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.memory.offload.late import LateSteps
     from shoestring.memory.zero.attached import Divided
@@ -23,31 +24,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Zero):
-    """Hold optimizer state and master weights in host memory, and step them on the CPU (ZeRO-Offload, Ren 2021).
+    """Hold optimizer state and master weights in host memory, and update them on the CPU (ZeRO-Offload, Ren 2021).
 
-    Gradients are copied down while the backward pass makes them, and weights are copied up while others are stepped and
-    while the next forward pass begins. Several ranks divide the state among them, as `memory.zero` does.
+    Gradients are copied to the host while the backward pass computes them. Updated weights are copied to the device
+    while other weights are still being updated and while the next forward pass begins. Several ranks divide the state
+    among them, as `memory.zero` does.
     """
 
     late: float = 0.0
-    """Share of the elements, those with the smallest gradients, that the CPU steps while the device computes the next
-    step, so that they take effect one step late. More hides more of the CPU's time, and changes the result of training;
-    0 changes nothing."""
+    """Fraction of the weights, those with the smallest gradients, that the CPU updates while the device computes the
+    next step, so that their updates take effect one step late. A larger fraction overlaps more of the CPU's time but
+    changes the result of training; 0 changes nothing."""
 
-    def check(self, job: Job) -> None:
-        super().check(job)
+    @property
+    def inexact(self) -> Inexact:
+        return "numbers" if self.late else ""
+
+    def check(self, attachments: Attachments) -> None:
+        super().check(attachments)
         if not 0 <= self.late <= 1:
             raise ConfigError(f"`{self.name}.late` must be from 0 to 1, got {self.late}")
-        if job.world.device.type == "cuda" and job.world.ranks_over(self.over) > 1:
-            raise ConfigError(f"`{self.name}` works with one GPU so far", hint="use [memory.zero] with several")
+        if attachments.world.device.type == "cuda" and attachments.world.ranks_over(self.over) > 1:
+            raise ConfigError(f"`{self.name}` supports one GPU only", hint="use [memory.zero] with several GPUs")
 
     def steps_copies(self, parameters: Iterable[Tensor]) -> bool:
         return True
 
-    def placement(self, job: Job, parts: Sequence[ShardedParameter]) -> Placement:
+    def placement(self, attachments: Attachments, parts: Sequence[ShardedParameter]) -> Placement:
         from shoestring.memory.offload.placement import OnHost
 
-        return OnHost(job, parts, self.master == "fp32", twice=self.late > 0)
+        return OnHost(attachments, parts, self.master == "fp32", twice=self.late > 0)
 
     def late_steps(self, divided: Divided) -> LateSteps | None:
         from shoestring.memory.offload.late import LateSteps
@@ -56,8 +62,8 @@ class Offload(Zero):
         placement = divided.weights.placement
         return LateSteps(self.late, divided, placement) if self.late and isinstance(placement, OnHost) else None
 
-    def explain(self, job: Job) -> str:
-        ranks = job.world.ranks_over(self.divided_over)
+    def explain(self, attachments: Attachments) -> str:
+        ranks = attachments.world.ranks_over(self.divided_over)
         late = f", {100 * self.late:g} % one step late" if self.late else ""
         return "stepped by the CPU" + (f", divided among {ranks} ranks" if ranks > 1 else "") + late
 
@@ -72,6 +78,6 @@ class Offload(Zero):
             used=facts["zero_parameters"] / 2**30,
             without=facts["zero_without"] / 2**30,
             measured=True,
-            cost=f"{(facts['zero_held'] - facts['zero_parameters']) / 2**30:.3g} GiB of host memory; steps on the CPU; "
-            f"{1e3 * exposed:.0f} ms a step waited for copies" + late,
+            cost=f"{figures.memory(facts['zero_held'] - facts['zero_parameters'])} of host memory; steps on the CPU; "
+            f"{figures.seconds(exposed)} a step waited for copies" + late,
         )

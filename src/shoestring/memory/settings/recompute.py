@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks whose activations are computed again instead of held."""
+"""Settings of activation checkpointing: activations are recomputed in the backward pass instead of held in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Reduction, Seam
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 _CALL = re.compile(r"\w+(:[1-9]\d*)?")
@@ -21,47 +21,54 @@ _CALL = re.compile(r"\w+(:[1-9]\d*)?")
 class Recompute(Feature):
     """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
 
-    every: int = 1
+    every_nth: int = 1
     """Interval between recomputed blocks of the model: 1 recomputes every block, which takes the least memory and the
-    most time; 2 recomputes every second one."""
+    most time; 2 recomputes every second block."""
     blocks: int = 0
-    """Number of blocks to recompute, from the first of those that `every` names; 0 is all of them."""
-    keep: tuple[str, ...] = ()
-    """Operators of torch whose results are held also in recomputed blocks (selective activation checkpointing), such as
-    `["addmm", "mm"]`; `"addmm:2"` is the second call in a block. What takes long and returns little is worth it."""
+    """Maximum number of blocks to recompute, from the first block selected by `every_nth`; 0 recomputes all selected
+    blocks."""
+    saved_operators: tuple[str, ...] = ()
+    """Operators of torch whose results are held even in recomputed blocks (selective activation checkpointing), such as
+    `["addmm", "mm"]`; `"addmm:2"` is the second call in a block. This pays for operators that take long and return
+    little."""
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         from shoestring.memory.recompute import operators
         from shoestring.models.blocks import repeated
 
-        if self.every < 1:
-            raise ConfigError(f"`{self.name}.every` must be at least 1, got {self.every}")
+        if self.every_nth < 1:
+            raise ConfigError(f"`{self.name}.every_nth` must be at least 1, got {self.every_nth}")
         if self.blocks < 0:
             raise ConfigError(f"`{self.name}.blocks` must not be negative, got {self.blocks}")
-        for call in self.keep:
+        for call in self.saved_operators:
             if not _CALL.fullmatch(call):
-                raise ConfigError(f"`{self.name}.keep` names no operator: {call!r}", hint='write "addmm", or "addmm:2"')
+                raise ConfigError(
+                    f"`{self.name}.saved_operators` names no operator: {call!r}", hint='write "addmm", or "addmm:2"'
+                )
             if (operator := call.partition(":")[0]) not in operators():
                 close = get_close_matches(operator, operators(), n=1)
                 hint = f"did you mean `{close[0]}`?" if close else "names are those of torch.ops.aten"
-                raise ConfigError(f"`{self.name}.keep` names no operator of torch: {operator!r}", hint=hint)
-        blocks = -(-len(repeated(job.model)) // self.every)
+                raise ConfigError(f"`{self.name}.saved_operators` names no operator of torch: {operator!r}", hint=hint)
+        blocks = -(-len(repeated(attachments.model)) // self.every_nth)
         if self.blocks > blocks > 0:
-            raise ConfigError(f"`{self.name}.blocks` must be at most {blocks}, as many as there are, got {self.blocks}")
+            raise ConfigError(
+                f"`{self.name}.blocks` must be at most {blocks}, the number of the model's blocks, got {self.blocks}"
+            )
         if not blocks:
             raise ConfigError(
-                f"{self.name} finds no blocks in {type(job.model).__name__}", hint="put its layers in an nn.ModuleList"
+                f"{self.name} finds no blocks in {type(attachments.model).__name__}",
+                hint="put its layers in an nn.ModuleList",
             )
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.memory.recompute import recompute
 
-        recompute(job, self)
+        recompute(attachments, self)
 
-    def explain(self, job: Job) -> str:
-        return f"holds the results of {', '.join(self.keep)}" if self.keep else ""
+    def explain(self, attachments: Attachments) -> str:
+        return f"holds the results of {', '.join(self.saved_operators)}" if self.saved_operators else ""
 
     def reduction(self, trace: Trace) -> Reduction | None:
         blocks, treated = trace.facts["blocks"], trace.facts["recomputed_blocks"]
@@ -71,5 +78,5 @@ class Recompute(Feature):
             without=blocks,
             measured=False,
             cost=f"{treated:.0f} of {blocks:.0f} blocks run forward twice"
-            + (f", but for {len(self.keep)} operators" if self.keep else ""),
+            + (f", but for {len(self.saved_operators)} operators" if self.saved_operators else ""),
         )

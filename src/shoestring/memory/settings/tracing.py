@@ -1,4 +1,4 @@
-"""Tracing: what the memory of training is of, tensor by tensor."""
+"""Settings of tracing, which shows the memory of training tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from shoestring import figures
 from shoestring.core.feature import Seam, Table
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
 from shoestring.report.recordings import RecordsSteps
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing(RecordsSteps):
-    """Trace memory: name every allocation of a run, and take its peak apart, as a file and a page in its folder."""
+    """Trace memory: name every allocation of a run, and write a file and a page with the tensors at the peak."""
 
-    after: int = 0
-    """Number of steps before the first one that is traced."""
+    start: int = 0
+    """Number of steps before the first traced step."""
     steps: int = 0
-    """Number of steps to trace; 0 traces all until training ends. More steps find later peaks, and cost time, but no
-    memory."""
+    """Number of steps to trace; 0 traces all steps until training ends. More steps find later peaks and cost time, but
+    no memory."""
     folder: str = "."
-    """Folder for memory.npz and memory.html; in a run it lies in the run's folder."""
+    """Folder for memory.npz and memory.html, relative to the run's folder or, without one, to the working directory."""
 
     seams: ClassVar = (Seam.MODEL,)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.memory.tracing.during_training import watch
 
-        watch(job, self)
+        watch(attachments, self)
 
     def report_items(self, trace: Trace) -> Sequence[Table]:
         kinds, tensors = (
@@ -43,20 +44,20 @@ class Tracing(RecordsSteps):
         peak = sum(nbytes for _, nbytes in kinds)
         if not peak:
             return []
-        note = " ".join([f"The peak was {peak:,.0f} bytes; memory.html takes all of it apart.", *notes])
+        note = " ".join([f"The peak was {figures.memory(peak)}; memory.html takes all of it apart.", *notes])
         return [
             Table(
                 title="Memory at the peak",
-                head=("Kind", "Share", "Bytes"),
-                rows=tuple((kind, f"{nbytes / peak:.1%}", nbytes) for kind, nbytes in kinds),
+                head=("Kind", "Share", "Memory"),
+                rows=tuple((kind, figures.percent(nbytes / peak), nbytes) for kind, nbytes in kinds),
                 note=note,
             ),
             Table(
                 title="Largest tensors at the peak",
-                head=("Tensor", "Share", "Bytes"),
-                rows=tuple((name, f"{nbytes / peak:.1%}", nbytes) for name, nbytes in tensors),
+                head=("Tensor", "Share", "Memory"),
+                rows=tuple((name, figures.percent(nbytes / peak), nbytes) for name, nbytes in tensors),
             ),
         ]
 
 
-Tracing.neutral = Tracing(steps=3)  # any is
+Tracing.neutral = Tracing(steps=3)  # tracing changes no result, whatever its settings

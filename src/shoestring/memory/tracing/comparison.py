@@ -1,4 +1,4 @@
-"""What made the peak of one run higher than that of another."""
+"""Compares the memory peaks of two runs, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,57 +8,53 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoestring.figures import memory
 from shoestring.memory.tracing.recording import BlockName, MemoryProfile, MemoryWindow
-from shoestring.report.figures import size
 
 
 @dataclass(frozen=True)
 class HeldChange:
-    """What one moment held more or less of than the other."""
+    """The difference between two moments in the tensors of one name."""
 
     name: BlockName
     nbytes: int
-    """By how much it is more; negative where it is less."""
+    """Additional bytes in the later run; negative if it held fewer."""
     tensors: int
-    """By how many tensors."""
+    """Additional tensors in the later run; negative if it held fewer."""
 
 
 @dataclass(frozen=True)
 class PeakComparison:
-    """The peak of the later run, and the same moment of the earlier one."""
+    """The peak of the later run, compared with the corresponding moment of the earlier run."""
 
     before: int
     """Bytes at the earlier run's own peak."""
     after: int
     """Bytes at the later run's peak."""
     at: int
-    """Bytes that the earlier run held at the moment that is compared."""
+    """Bytes that the earlier run held at the compared moment."""
     changes: list[HeldChange]
-    """The largest first; they add up to `after - at`."""
+    """Differences by name, the largest first; they add up to `after - at`."""
 
     def lines(self, most: int = 15) -> Iterator[str]:
-        """The text for a terminal."""
+        """Yield the lines of the comparison for a terminal, with at most `most` names."""
         change = self.after - self.before
-        yield f"peak: {size(self.before)} before, {size(self.after)} after ({_signed(change)})"
+        yield f"peak: {memory(self.before)} before, {memory(self.after)} after ({memory(change, sign=True)})"
         if self.at != self.before:
-            yield f"compared with the same moment of the earlier run, at which it held {size(self.at)}"
-        for each in self.changes[:most]:
-            count = f"  ({each.tensors:+} tensors)" if each.tensors else ""
-            yield f"  {_signed(each.nbytes):>9}  {each.name}{count}"
+            yield f"compared with the same moment of the earlier run, at which it held {memory(self.at)}"
+        for change in self.changes[:most]:
+            count = f"  ({change.tensors:+} tensors)" if change.tensors else ""
+            yield f"  {memory(change.nbytes, sign=True):>9}  {change.name}{count}"
         if len(self.changes) > most:
-            rest = sum(each.nbytes for each in self.changes[most:])
-            yield f"  {_signed(rest):>9}  {len(self.changes) - most} more changes"
-
-
-def _signed(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{size(abs(nbytes))}"
+            rest = sum(change.nbytes for change in self.changes[most:])
+            yield f"  {memory(rest, sign=True):>9}  {len(self.changes) - most} more changes"
 
 
 def compare(before: MemoryProfile, after: MemoryProfile) -> PeakComparison:
-    """Compare the devices that are looked at first.
+    """Compare the main devices of two recordings.
 
-    Where another allocation reached the later peak, what the earlier run held at that same allocation is compared, not
-    its own peak: two different moments of a step differ in much that neither run has more of.
+    The later run's peak is compared with the moment of the same allocation in the earlier run, even if the earlier run
+    peaked at another moment: different moments of a step differ in many tensors that both runs have.
 
     Raises:
         DataError: nothing was recorded in one of them.
@@ -71,12 +67,12 @@ def compare(before: MemoryProfile, after: MemoryProfile) -> PeakComparison:
         (had, tensors), (has, now) = earlier.get(name, (0, 0)), later.get(name, (0, 0))
         if had != has:
             changes.append(HeldChange(name, has - had, now - tensors))
-    changes.sort(key=lambda each: (-abs(each.nbytes), each.name))
+    changes.sort(key=lambda change: (-abs(change.nbytes), change.name))
     return PeakComparison(old.peak, new.peak, old.total(moment), changes)
 
 
 def _totals(window: MemoryWindow, event: int) -> dict[BlockName, tuple[int, int]]:
-    """Bytes and tensors by name."""
+    """Bytes and number of tensors alive at an event, by name."""
     sums, counts = Counter[BlockName](), Counter[BlockName]()
     for held in window.held(event):
         sums[held.name] += held.nbytes
@@ -85,17 +81,21 @@ def _totals(window: MemoryWindow, event: int) -> dict[BlockName, tuple[int, int]
 
 
 def _same_moment(new: MemoryWindow, old: MemoryWindow) -> int:
-    """The event of `old` that is that of the peak of `new`: the same allocation, or the earlier run's own peak."""
+    """The event of `old` that corresponds to the peak of `new`: the same allocation, or else the peak of `old`.
+
+    Two allocations correspond if both are the n-th allocation of the same name.
+    """
     reached = np.flatnonzero(new.columns["born"] == new.event)
     if not len(reached):
         return old.event
     name = new.names[int(new.columns["name"][reached[0]])]
     earlier = _births(new, name)
-    found = _births(old, name)
+    later = _births(old, name)
     place = int((earlier < new.event).sum())
-    return int(found[place]) if place < len(found) else old.event
+    return int(later[place]) if place < len(later) else old.event
 
 
 def _births(window: MemoryWindow, name: BlockName) -> np.ndarray:
-    numbers = [index for index, each in enumerate(window.names) if each == name]
+    """Events at which blocks with this name were allocated, in order."""
+    numbers = [index for index, other in enumerate(window.names) if other == name]
     return np.sort(window.columns["born"][np.isin(window.columns["name"], numbers)])

@@ -1,129 +1,78 @@
-"""Tracing as a feature of training: every rank records, and the first writes the recording of the highest peak."""
+"""Tracing during training: every rank records, and the first rank writes the recording with the highest peak."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from shoestring.core.errors import ShoestringError
-from shoestring.core.feature import Phase
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
 from shoestring.memory.tracing import page
 from shoestring.memory.tracing.labels import STEPPED
 from shoestring.memory.tracing.recorder import AllocationRecorder
 from shoestring.memory.tracing.recording import FORMAT, MemoryProfile
 from shoestring.memory.tracing.summary import by_size, outside
+from shoestring.report.recordings import StepRecorder
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.memory.settings.tracing import Tracing
 
-log = logging.getLogger("shoestring")
-
 _TENSORS = 12
-"""Tensors that the run's report shows."""
+"""Number of tensors in the run's report."""
 
 
-def watch(job: Job, settings: Tracing) -> None:
-    """Trace the steps that the settings name; from now on, so that what other features take is seen."""
-    tracing = _TracedSteps(job, settings)
-    if not settings.after:
-        tracing.begin()
-    job.at(Phase.FORWARD, tracing.before_step)
-    job.at(Phase.CAPTURE, tracing.after_step)
-    job.exits.callback(tracing.abandon)
+def watch(attachments: Attachments, settings: Tracing) -> None:
+    """Trace the steps selected by the settings; recording starts now, so that it includes memory of other features."""
+    MemoryRecorder(attachments, settings).attach(at_once=not settings.after)
 
 
-class _TracedSteps:
-    """The steps of one job that are traced."""
+class MemoryRecorder(StepRecorder[MemoryProfile]):
+    """Records the allocations of a job's steps."""
 
-    def __init__(self, job: Job, settings: Tracing) -> None:
-        self.job, self.settings = job, settings
-        self.recorder: AllocationRecorder | None = None
-        self.over = False
-        self.passed = 0
+    name: ClassVar = "memory"
+    form: ClassVar = FORMAT
+
+    def __init__(self, attachments: Attachments, settings: Tracing) -> None:
+        super().__init__(attachments, settings)
+        self.allocations = AllocationRecorder(self._held)
         self.leases: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """Begin to record; training goes on where that cannot be done."""
-        recorder = AllocationRecorder(self._held)
-        try:
-            recorder.start()
-        except (ShoestringError, RuntimeError) as error:
-            self.over = True
-            log.warning("%s: %s; memory is not traced", self.settings.name, error)
-        else:
-            self.recorder = recorder
+    def start(self) -> None:
+        self.allocations.start()
 
-    def before_step(self) -> None:
-        if self.recorder is None and not self.over and self.passed >= self.settings.after:
-            self.begin()
-        elif self.settings.steps and self.passed >= self.settings.after + self.settings.steps:
-            self.finish()
-        self.passed += 1
+    def stop(self) -> MemoryProfile:
+        leased = {f"lease {name}": nbytes for name, nbytes in self.leases.items()}
+        return self.allocations.stop().with_host(leased)
 
     def after_step(self) -> None:
-        for name, (nbytes, _) in self.job.world.memory.leases.items():
+        for name, (nbytes, _) in self.attachments.world.memory.leases.items():
             self.leases[name] = max(nbytes, self.leases.get(name, 0))
-        if self.job.done:
-            self.finish()
+        super().after_step()
 
-    def finish(self) -> None:
-        """End the recording and write that of the rank with the highest peak; a collective."""
-        if self.over:
-            return
-        began = time.perf_counter()
-        world = self.job.world
-        contents = world.gather(self._stop().content())
-        if world.first:
-            profiles = [FORMAT.read(content, f"the recording of rank {rank}") for rank, content in enumerate(contents)]
-            peaks = {f"rank {rank}": _peak(profile) for rank, profile in enumerate(profiles)}
-            highest = max(profiles, key=_peak)
-            self._write(highest.with_ranks(peaks) if len(profiles) > 1 else highest, "memory")
-        self.job.trace.aside += time.perf_counter() - began
+    def merge(self, recordings: Sequence[MemoryProfile]) -> MemoryProfile:
+        """The recording of the rank with the highest peak, with the peaks of all ranks added."""
+        return max(recordings, key=_peak).with_ranks(
+            {f"rank {rank}": _peak(recording) for rank, recording in enumerate(recordings)}
+        )
 
-    def abandon(self) -> None:
-        """Write what this rank recorded, where training ended within and no other rank may be waited for."""
-        if self.recorder is not None:
-            rank = f"-{self.job.world.rank}" if self.job.world.size > 1 else ""
-            self._write(self._stop(), f"memory{rank}")
+    def write_page(self, recording: MemoryProfile, path: Path) -> Path:
+        return page.write(recording, path)
 
-    def _stop(self) -> MemoryProfile:
-        recorder, self.recorder, self.over = self.recorder, None, True
-        if recorder is None:  # it could not be begun on this rank
-            return MemoryProfile()
-        return recorder.stop().with_host({f"lease {name}": nbytes for name, nbytes in self.leases.items()})
-
-    def _write(self, profile: MemoryProfile, name: str) -> None:
-        """Write the file and the page; training does not end because there is no room for them."""
-        if not profile.windows:
-            return
-        self._note(profile)
-        path = Path(self.settings.folder, f"{name}.npz")
-        try:
-            profile.save(path)
-            log.info("memory: %s", page.write(profile, path.with_suffix(".html")))
-        except (OSError, ShoestringError) as error:
-            log.warning("the recording of memory could not be written: %s", error)
-
-    def _note(self, profile: MemoryProfile) -> None:
-        """Leave the numbers of the report in the trace."""
-        facts, window = self.job.trace.facts, profile.main
+    def note(self, recording: MemoryProfile) -> None:
+        facts, window = self.attachments.trace.facts, recording.main
         facts |= {KIND_FACT + kind: float(nbytes) for kind, nbytes in by_size(window)}
         facts |= {TENSOR_FACT + str(held.name): float(held.nbytes) for held in window.held()[:_TENSORS]}
-        facts |= {NOTE_FACT + line: 0.0 for line in outside(profile)}
+        facts |= {NOTE_FACT + line: 0.0 for line in outside(recording)}
 
     def _held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the optimizer steps in place of the model's own parameters, and its gradients."""
-        if not hasattr(self.job, "built_optimizer"):
+        """Kind, name and tensor of what the optimizer updates in place of parameters, and of the gradients."""
+        if not hasattr(self.attachments, "optimizer"):
             return
-        own = {id(parameter) for parameter in self.job.module.parameters()}
-        for name, tensor in self.job.trained.items():
+        own = {id(parameter) for parameter in self.attachments.module.parameters()}
+        for name, tensor in self.attachments.trained.items():
             if id(tensor) not in own:
                 yield "optimizer state", f"{name} ({STEPPED})", tensor
                 if tensor.grad is not None:

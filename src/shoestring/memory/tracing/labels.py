@@ -20,39 +20,41 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 class Label(NamedTuple):
-    """A tensor in memory."""
+    """A named tensor and its place in memory."""
 
     address: int
-    """Of the storage."""
+    """Address of the storage."""
     offset: int
+    """Offset of the tensor in the storage, in bytes."""
     nbytes: int
     kind: str
     name: str
 
 
 Named = Callable[[], Iterable[tuple[str, str, Tensor]]]
-"""Gives (kind, name, tensor) of what is held when it is called."""
+"""Function that lists (kind, name, tensor) of the tensors that are held when it is called."""
 
 
 def own_modules(kind: type = nn.Module) -> list[Any]:
-    """All modules (or optimizers) that are alive, as the garbage collector knows them."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    """All living objects of a type, such as modules or optimizers, as the garbage collector lists them."""
+    # type() and not isinstance, which may run a __class__ property of a foreign object.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other."""
+    """The outermost modules among `modules`: modules that are no child of another module."""
     modules = list(modules)
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in inner]
 
 
 def plain(name: str) -> str:
-    """A name without what wrappers add to it."""
+    """The name of a module or parameter without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The program's own module below wrappers that take the whole model."""
+    """The module inside DDP and torch.compile, which wrap a whole model."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -64,40 +66,42 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class ModuleNames:
-    """Every module that ran has a number and a name: its path in the outermost module that holds it.
+    """Numbers and names of all modules that ran; a name is the module's path in its outermost module.
 
-    The first of several outermost modules to run has plain names; the others have their type before them.
+    In the first outermost module that runs, names are plain; in any other, they have that module's type as a prefix.
     """
 
     names: list[str] = field(default_factory=lambda: [""])
+    """Module names, by the modules' numbers; number 0 stands for no module."""
     wires: set[int] = field(default_factory=set)
-    """Numbers of modules that only exchange gradients."""
+    """Module numbers of wrappers that only exchange gradients."""
     tops: set[int] = field(default_factory=set)
-    """Numbers of the outermost modules."""
+    """Module numbers of the outermost modules."""
     roots: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """Outermost modules that ran."""
     waiting: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    """Outermost modules that did not run yet."""
+    """Outermost modules that have not run yet."""
     _numbers: dict[int, tuple[weakref.ref[nn.Module], int]] = field(default_factory=dict)
 
     def number(self, module: nn.Module) -> int:
-        """The number of a module; one that was not known before is the outermost of its own."""
-        found = self._numbers.get(id(module))
-        if found is None:
+        """The number of a module; an unknown module that is in no waiting module is added as an outermost module."""
+        known = self._numbers.get(id(module))
+        if known is None:
             holder = next(
-                (root for root in _alive(self.waiting) if any(each is module for each in root.modules())), None
+                (root for root in _alive(self.waiting) if any(inner is module for inner in root.modules())), None
             )
             self.add_root(module if holder is None else holder)
-            if id(module) not in self._numbers:  # it was taken out of where it was, or added later
+            if id(module) not in self._numbers:  # the module was moved, or added to its parent later
                 self._add(module, type(module).__name__)
-            found = self._numbers[id(module)]
-        return found[1]
+            known = self._numbers[id(module)]
+        return known[1]
 
     def expect(self, modules: Iterable[nn.Module]) -> None:
-        """Know modules that may run."""
+        """Note modules that may run later."""
         self.waiting += [weakref.ref(module) for module in roots(modules)]
 
     def add_root(self, module: nn.Module) -> None:
-        """BlockName a module and all those in it."""
+        """Assign numbers and names to an outermost module and to all modules in it."""
         inner = unwrapped(module)
         if inner is not module and id(module) not in self._numbers:
             self._add(module, type(module).__name__)
@@ -106,12 +110,13 @@ class ModuleNames:
             return
         self.roots.append(weakref.ref(inner))
         title = self._title(inner)
-        for path, each in inner.named_modules():
-            if id(each) not in self._numbers:
-                self._add(each, (plain(path) and title + plain(path)) or type(inner).__name__)
+        for path, child in inner.named_modules():
+            if id(child) not in self._numbers:
+                self._add(child, (plain(path) and title + plain(path)) or type(inner).__name__)
         self.tops.add(self._numbers[id(inner)][1])
 
     def _title(self, root: nn.Module) -> str:
+        """Prefix of the names of the modules in an outermost module."""
         return "" if self.alive()[:1] == [root] else f"{type(root).__name__}: "
 
     def _add(self, module: nn.Module, name: str) -> None:
@@ -120,13 +125,13 @@ class ModuleNames:
         self.names.append(name)
 
     def alive(self) -> list[nn.Module]:
-        """The outermost modules that ran."""
+        """The outermost modules that ran and still exist."""
         return _alive(self.roots)
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, name and tensor of all parameters, gradients and buffers."""
         ran = self.alive()
-        for root in [*ran, *(each for each in map(unwrapped, _alive(self.waiting)) if each not in ran)]:
+        for root in [*ran, *(module for module in map(unwrapped, _alive(self.waiting)) if module not in ran)]:
             title = self._title(root)
             for path, parameter in root.named_parameters():
                 name = title + plain(path)
@@ -138,23 +143,24 @@ class ModuleNames:
 
 
 def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    found = (each() for each in references)
-    return [module for module in found if module is not None]
+    modules = (reference() for reference in references)
+    return [module for module in modules if module is not None]
 
 
 STEPPED = "what the optimizer steps"
-"""Stands behind a parameter's name for what is stepped in its place. State has the parameter's name alone, so that two
-runs with and without such tensors differ by what they have more of."""
+"""Suffix, in parentheses, of the parameter's name for a tensor that the optimizer updates in place of the parameter.
+The names of optimizer state lack this suffix, so that a comparison of runs with and without such tensors finds the
+state under the same name."""
 
 
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of optimizers' state, and of what they step that is no parameter of a module.
+    """Kind, name and tensor of optimizer state, and of updated tensors that are not parameters of a module.
 
     Args:
-        names: of parameters, by their id.
+        names: names of the parameters, by their id.
     """
     for optimizer in optimizers:
-        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(stepped):
             name = names.get(id(parameter), "")
             if not name:
@@ -167,6 +173,7 @@ def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -
 
 
 def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a nested state, with their paths."""
     if isinstance(state, Tensor):
         yield key, state
     elif isinstance(state, Mapping):
@@ -178,7 +185,7 @@ def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory of their own that a tensor is made of: a shard, or what a quantized one packs."""
+    """The plain tensors that a tensor consists of: itself, a DTensor's local shard, or a quantized tensor's parts."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             yield from parts(tensor.to_local())
@@ -190,8 +197,8 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def labels(held: Iterable[tuple[str, str, Tensor]]) -> list[Label]:
-    """Where named tensors lie; of two in one place the first."""
-    found: dict[tuple[int, int], Label] = {}
+    """The labels of named tensors; if several tensors share a place in memory, the first name is used."""
+    by_place: dict[tuple[int, int], Label] = {}
     for kind, name, tensor in held:
         for part in parts(tensor):
             if not part.numel():
@@ -199,8 +206,8 @@ def labels(held: Iterable[tuple[str, str, Tensor]]) -> list[Label]:
             try:
                 base = part.untyped_storage().data_ptr()
                 offset = part.data_ptr() - base
-            except RuntimeError:  # a wrapper of some library, which says that it is strided and has no storage
+            except RuntimeError:  # a library's wrapper that claims to be strided, but has no storage
                 continue
-            if (base, offset) not in found:
-                found[base, offset] = Label(base, offset, part.numel() * part.element_size(), kind, name)
-    return list(found.values())
+            if (base, offset) not in by_place:
+                by_place[base, offset] = Label(base, offset, part.numel() * part.element_size(), kind, name)
+    return list(by_place.values())

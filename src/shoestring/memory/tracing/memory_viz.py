@@ -1,6 +1,7 @@
-"""A recording in the format of torch's memory_viz (https://pytorch.org/memory_viz): a snapshot as torch dumps it.
+"""Exports a recording to torch's memory_viz (https://pytorch.org/memory_viz), in the format of torch's own snapshots.
 
-The format is a pickle of plain lists and numbers, because that page reads nothing else; shoestring never reads one.
+The format is a pickle of plain lists and numbers, because memory_viz reads nothing else; shoestring never reads
+pickles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shoestring.memory.tracing.recording import BlockName, MemoryProfile, Memory
 
 
 def snapshot(profile: MemoryProfile) -> bytes:
-    """The file, to save as NAME.pickle: a trace of the allocations of each device, and what was alive at its peak."""
+    """Content for a file NAME.pickle: the allocations of each device in order, and the blocks alive at the peak."""
     windows = [profile.windows[device] for device in sorted(profile.windows, key=lambda name: name == "cpu")]
     content = {
         "segments": [_segment(index, window) for index, window in enumerate(windows)],
@@ -24,12 +25,12 @@ def snapshot(profile: MemoryProfile) -> bytes:
 
 
 def _frames(name: BlockName) -> list[dict[str, Any]]:
-    """Where memory_viz shows the call stack: operator, then module, then kind."""
+    """A block's name as a call stack for memory_viz: the operator, then the module; the kind stands for the file."""
     return [{"filename": name.kind, "line": 0, "name": part} for part in (name.operator, name.name) if part]
 
 
 def _segment(device: int, window: MemoryWindow) -> dict[str, Any]:
-    """All that was alive at the peak, as one segment of memory."""
+    """The blocks alive at the peak, as one segment of memory."""
     alive = window.alive(window.event)
     blocks = [
         {"address": address, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
@@ -60,6 +61,7 @@ def _segment(device: int, window: MemoryWindow) -> dict[str, Any]:
 
 
 def _trace(window: MemoryWindow) -> list[dict[str, Any]]:
+    """The allocations and releases of a window, in order."""
     columns = window.columns
     freed = np.flatnonzero(columns["died"] >= 0)
     events = [(int(columns["born"][i]), int(i), "alloc") for i in range(len(columns["born"]))]

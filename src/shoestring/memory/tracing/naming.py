@@ -1,4 +1,4 @@
-"""Gives every block its name: of the tensor that lies there, or else of what allocated it."""
+"""Names every block of memory after the named tensor in it, or else after the code that allocated the block."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoestring.memory.tracing.recording import BlockName
 
 
 def is_inside(arguments: Any) -> bool:
-    """Whether there is a tensor among a call's arguments."""
-    return any(isinstance(each, Tensor) for each in arguments)
+    """Whether a call has a tensor among its arguments."""
+    return any(isinstance(argument, Tensor) for argument in arguments)
 
 
 class Namer:
-    """Names of contexts, as the native observer numbers them."""
+    """Names blocks by their allocation context, in which the native observer notes what was running."""
 
     def __init__(self, modules: ModuleNames) -> None:
         self.modules = modules
@@ -29,13 +29,14 @@ class Namer:
         self.spelled = cache(native_table.spelled)
 
     def of_context(self, context: int, survived: bool, in_graph: bool = False) -> BlockName:
-        """What a block is that holds no tensor with a name.
+        """The name of a block without a named tensor.
 
         Args:
-            survived: it outlived the outermost operator that made it.
-            in_graph: that operator is differentiated.
+            context: index of the allocation context in the native observer's table.
+            survived: the block outlived the outermost operator that allocated it.
+            in_graph: the outermost operator that allocated the block is part of autograd's graph.
         """
-        phase, module, outer, inner, place, part = (int(each) for each in self.contexts[context])
+        phase, module, outer, inner, place, part = (int(number) for number in self.contexts[context])
         operator = self._operator(outer, inner)
         name = self.modules.names[module] if module < len(self.modules.names) else ""
         line = short(self.spelled(place)) if place else ""
@@ -57,14 +58,15 @@ class Namer:
         return BlockName("other" if survived else "temporary", line, operator)
 
     def _operator(self, outer: int, inner: int) -> str:
-        one, other = (
-            self.spelled(each).removeprefix("autograd::engine::evaluate_function: ") for each in (outer, inner)
+        """Name of the outermost operator, followed by the innermost operator in parentheses if it differs."""
+        outermost, innermost = (
+            self.spelled(name).removeprefix("autograd::engine::evaluate_function: ") for name in (outer, inner)
         )
-        return one if one == other or not other else f"{one} ({other})"
+        return outermost if outermost == innermost or not innermost else f"{outermost} ({innermost})"
 
 
 def short(place: str) -> str:
-    """A line of a file, without the folders that say little: those above the last package."""
+    """FILE:LINE with only the last folder of the path."""
     path, _, line = place.rpartition(":")
     return f"{'/'.join(path.split('/')[-2:])}:{line}"
 
@@ -72,9 +74,14 @@ def short(place: str) -> str:
 def named(
     blocks: np.ndarray, begun: int, where: Sequence[Label], namer: Namer
 ) -> tuple[dict[str, np.ndarray], list[BlockName]]:
-    """The columns of a window, which began at `begun`, and its names.
+    """Name the blocks of a window; returns the window's columns and its list of names.
 
-    A block in which several tensors have names is one block for each of them, and one for what lies between.
+    A block with several named tensors becomes one block for each tensor and one for the rest of its memory.
+
+    Args:
+        blocks: rows of the native observer's table of blocks.
+        begun: start of the window in nanoseconds.
+        where: labels of all named tensors.
     """
     contexts, place = np.unique(
         np.stack([blocks["context"], blocks["flags"] & (SURVIVED | IN_GRAPH)]), axis=1, return_inverse=True
@@ -103,7 +110,7 @@ def named(
     for index, several in inside.items():
         _split(columns, index, sorted(several, key=lambda label: label.offset), names, extra)
     if extra:
-        source, offset, size, number = (np.array(each, np.int64) for each in zip(*extra, strict=True))
+        source, offset, size, number = (np.array(column, np.int64) for column in zip(*extra, strict=True))
         for key in columns:
             columns[key] = np.concatenate([columns[key], columns[key][source]])
         columns["address"][-len(extra) :] += offset
@@ -119,7 +126,11 @@ def _split(
     names: dict[BlockName, int],
     extra: list[tuple[int, int, int, int]],
 ) -> None:
-    """Take what has a name out of a block; a block that one tensor fills, but for padding, is that tensor."""
+    """Split the named tensors off a block; a block that one tensor fills (apart from padding) gets that tensor's name.
+
+    Args:
+        extra: list to which (index of the block, offset, bytes, index of the name) of each split part is appended.
+    """
     total = int(columns["bytes"][index])
     if len(inside) == 1 and inside[0].nbytes > 0.9 * total:
         columns["name"][index] = names.setdefault(BlockName(inside[0].kind, inside[0].name), len(names))

@@ -19,15 +19,16 @@ BLOCK = np.dtype(
 CONTEXT = np.dtype([(name, np.uint32) for name in ("phase", "module", "outer", "inner", "place", "part")])
 
 SURVIVED, IN_GRAPH = 1, 2
-"""Flags of a block: it outlived the outermost operator that made it; that made a part of autograd's graph."""
+"""Flags of a block: the block outlived the outermost operator that allocated it; that operator is in autograd's
+graph."""
 ALIVE = np.uint64(2**64 - 1)
-"""When a block died that has not."""
+"""Value of the field `died` for a block that is still alive."""
 DEVICES = 17
-"""The CPU, and 16 accelerators."""
+"""Number of devices that are observed: the CPU and 16 accelerators."""
 
 
 class Activity(IntEnum):
-    """What a thread did when it allocated."""
+    """The phase of training in which a thread allocated a block."""
 
     OUTSIDE = 0
     FORWARD = 1
@@ -38,7 +39,7 @@ class Activity(IntEnum):
 
 
 class CodePart(IntEnum):
-    """Whose line it was, where no module ran."""
+    """The part of the code that allocated a block, if no module was running."""
 
     NOWHERE = 0
     OWN = 1
@@ -48,7 +49,8 @@ class CodePart(IntEnum):
 
 @cache
 def library() -> Any:
-    """The native observer; it is one a process. Calls keep the GIL: none of them waits for Python.
+    """The native observer's library; it is loaded once per process. Calls hold the GIL (PyDLL), because none of them
+    waits for Python.
 
     Raises:
         CompileError: there is no compiler, or Python's headers are missing.
@@ -77,14 +79,16 @@ def library() -> Any:
 
 @dataclass(frozen=True)
 class DeviceTotals:
-    """Bytes of a device, in the window that runs."""
+    """Bytes allocated on a device in the current window."""
 
     total: int
+    """Bytes now."""
     peak: int
+    """Largest number of bytes in the window."""
     event: int
-    """Number of the event that reached the peak."""
+    """Number of the event at which the peak was reached."""
     reserved: int
-    """What torch holds of an accelerator, in use or not; 0 on a CPU."""
+    """Bytes that torch has reserved on an accelerator, whether in use or not; 0 on a CPU."""
 
 
 def device(number: int) -> DeviceTotals:
@@ -95,40 +99,41 @@ def device(number: int) -> DeviceTotals:
 
 
 class ObserverCounts(NamedTuple):
-    """What the observer has counted."""
+    """Counters of the native observer."""
 
     events: int
+    """Number of allocations and releases."""
     forgotten: int
-    """Blocks of the window that were freed and found no room."""
+    """Number of freed blocks of the window that are missing, because there were too many."""
     failed: int
-    """Bytes that could not be had."""
+    """Bytes of the allocation that failed; 0 if none failed."""
     context: int
-    """What those were for."""
+    """Index of the failed allocation's context."""
     begun_at: int
-    """Nanoseconds at the beginning of the window."""
+    """Start of the window, in nanoseconds."""
 
 
 def counts() -> ObserverCounts:
-    """Of the recording that runs."""
+    """The counters of the current recording."""
     room = np.zeros(5, np.uint64)
     library().allocations_counts(room.ctypes.data)
     return ObserverCounts(*map(int, room))
 
 
 def blocks() -> np.ndarray:
-    """The blocks of the window, those that were freed in it first."""
+    """The blocks of the window; blocks that were freed in the window come first."""
     return _read("blocks", BLOCK)
 
 
 def contexts() -> np.ndarray:
-    """Where blocks were allocated, by their number."""
+    """The table of allocation contexts."""
     return _read("contexts", CONTEXT)
 
 
 def _read(name: str, dtype: np.dtype) -> np.ndarray:
     function = getattr(library(), f"allocations_{name}")
     size = 0
-    while True:  # other threads allocate meanwhile
+    while True:  # the table grows while other threads allocate
         room = np.zeros(size, dtype)
         count = function(room.ctypes.data, size)
         if count <= size:
@@ -137,7 +142,7 @@ def _read(name: str, dtype: np.dtype) -> np.ndarray:
 
 
 def spelled(name: int) -> str:
-    """The text of a name."""
+    """The text of an interned name, given its number."""
     size = 256
     while True:
         room = ctypes.create_string_buffer(size)

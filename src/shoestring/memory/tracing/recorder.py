@@ -1,4 +1,4 @@
-"""Records the allocations of this process while it runs, window by window, and keeps the window with the peak."""
+"""Records the allocations of this process in windows, and keeps the window with the highest peak."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from shoestring.memory.tracing.labels import ModuleNames, Named, labels, optimiz
 from shoestring.memory.tracing.naming import Namer, is_inside, named
 from shoestring.memory.tracing.recording import MemoryFacts, MemoryProfile, MemoryWindow, StepPeak
 
-_STEPS = 512  # entries of the list of steps, beyond which neighbours are put together
+_STEPS = 512  # maximum number of entries in the list of steps; beyond it, neighbouring entries are merged
 
 
 class AllocationRecorder:
-    """Records all threads from `start` to `stop`; there is one at a time in a process.
+    """Records the allocations of all threads from `start` to `stop`; a process may have one active recorder.
 
-    What a window holds is named at its end, when gradients are still there, and only if its peak is the highest so far:
-    so recording costs little where steps are alike.
+    A window ends after each optimizer step, while gradients still exist. The blocks of a window are named only if its
+    peak is the highest so far, so recording costs little if steps are alike.
 
     Args:
-        held: gives more that is held by name, such as what an owner of SHARD lets the optimizer step.
-        freed: blocks of a window that were freed to keep for its timeline; those that were alive at its peak are kept
-            in any case.
-        mimic: record what the CPU's allocator reports to profilers as if an accelerator did, for tests.
+        held: lists further named tensors, such as shards that the optimizer updates in place of parameters.
+        freed: number of freed blocks of a window to keep for its timeline; blocks alive at the peak are always kept.
+        mimic: for tests: record what the CPU's allocator reports to profilers as if it came from an accelerator.
     """
 
     def __init__(self, held: Named | None = None, *, freed: int = 1 << 18, mimic: bool = False) -> None:
@@ -77,7 +76,7 @@ class AllocationRecorder:
             self.hooks.callback(hook.remove)
 
     def stop(self) -> MemoryProfile:
-        """End the recording; what was recorded since `start`."""
+        """Stop recording; returns the recording."""
         self.hooks.close()
         self.fold()
         counts = native_table.counts()
@@ -95,25 +94,27 @@ class AllocationRecorder:
         return MemoryProfile({device_name(number): window for number, window in self.windows.items()}, facts)
 
     def fold(self) -> None:
-        """End a window, and begin another."""
-        totals = {number: native_table.device(number) for number in self._devices()}
+        """End the current window, keep it if its peak is the highest so far, and begin the next window."""
+        accelerators = torch.cuda.device_count() if torch.cuda.is_available() else int(self.mimic)
+        devices = range(1 + min(accelerators, native_table.DEVICES - 1))  # 0 is the CPU
+        totals = {number: native_table.device(number) for number in devices}
         higher = [
             number
-            for number, of in totals.items()
-            if of.peak and of.peak > (self.windows[number].peak if number in self.windows else 0)
+            for number, device in totals.items()
+            if device.peak and device.peak > (self.windows[number].peak if number in self.windows else 0)
         ]
         if higher:
-            self._keep(higher, {number: of.event for number, of in totals.items()})
-        for number, of in totals.items():
-            if of.peak:
-                self._count(number, StepPeak(self.step, 1, of.peak, of.total))
+            self._keep(higher, {number: device.event for number, device in totals.items()})
+        for number, device in totals.items():
+            if device.peak:
+                self._count(number, StepPeak(self.step, 1, device.peak, device.total))
                 if number in higher and number:
-                    self.reserved[number] = of.reserved
+                    self.reserved[number] = device.reserved
                     self.used[number] = _used(number)
         self.library.allocations_fold()
 
     def largest(self) -> MemoryProfile:
-        """What the window that runs has had at its peak, so far."""
+        """End the current window, and return what was recorded so far."""
         self.fold()
         return MemoryProfile({device_name(number): window for number, window in self.windows.items()})
 
@@ -141,27 +142,24 @@ class AllocationRecorder:
         self.step += 1
 
     def _note_inputs(self, arguments: Any) -> None:
-        """Remember what the outermost module is called with."""
+        """Note the tensors with which an outermost module is called."""
         self.inputs = [(name, tensor) for name, tensor in self.inputs if tensor() is not None][-64:]
-        for index, each in enumerate(arguments):
-            if isinstance(each, Tensor):
-                self.inputs.append((f"argument {index} of the model", weakref.ref(each)))
+        for index, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                self.inputs.append((f"argument {index} of the model", weakref.ref(argument)))
 
     # -- windows -----------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Watch the tensors that are there already."""
+        """Report CPU tensors that already exist to the native observer."""
         for tensor in own_modules(Tensor):
-            with suppress(Exception):  # of a tensor that is none, such as a fake one
+            with suppress(Exception):  # errors of tensors without memory, such as fake tensors
                 for part in parts(tensor):
                     if part.device.type == "cpu":
                         self.library.allocations_adopt(part.untyped_storage()._cdata)
 
-    def _devices(self) -> range:
-        accelerators = torch.cuda.device_count() if torch.cuda.is_available() else int(self.mimic)
-        return range(1 + min(accelerators, native_table.DEVICES - 1))
-
     def _names(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, name and tensor of all tensors that currently have a name."""
         names: dict[int, str] = {}
         for kind, name, tensor in self.modules.held():
             if kind == "parameter":
@@ -176,6 +174,11 @@ class AllocationRecorder:
                 yield "input", name, tensor
 
     def _keep(self, numbers: Iterable[int], events: dict[int, int]) -> None:
+        """Name and store the current window of some devices.
+
+        Args:
+            events: event number of each device's peak.
+        """
         blocks, namer, counts = native_table.blocks(), Namer(self.modules), native_table.counts()
         where = labels(self._names())
         for number in numbers:
@@ -183,23 +186,25 @@ class AllocationRecorder:
             self.windows[number] = MemoryWindow(columns, names, events[number], self.step, counts.forgotten)
 
     def _count(self, number: int, step: StepPeak) -> None:
+        """Add the peak of a step; if there are too many entries, pairs of neighbours are merged."""
         steps = self.steps.setdefault(number, [])
         steps.append(step)
         if len(steps) > _STEPS:
             pairs = zip(steps[::2], steps[1::2], strict=False)
             odd = steps[-1:] if len(steps) % 2 else []
             self.steps[number] = [
-                replace(one, steps=one.steps + other.steps, peak=max(one.peak, other.peak), after=other.after)
-                for one, other in pairs
+                replace(first, steps=first.steps + last.steps, peak=max(first.peak, last.peak), after=last.after)
+                for first, last in pairs
             ] + odd
 
 
 def device_name(number: int) -> str:
-    """What torch calls the CPU (0), and accelerator `number` - 1."""
+    """Torch's device name for the CPU (0) or for accelerator `number` - 1."""
     return f"cuda:{number - 1}" if number else "cpu"
 
 
 def _most_resident() -> int:
+    """Peak of this process's resident bytes; 0 if the system does not report it."""
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -207,6 +212,7 @@ def _most_resident() -> int:
 
 
 def _used(number: int) -> int:
+    """Bytes of an accelerator's memory in use by all programs."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info(number - 1)
@@ -214,6 +220,7 @@ def _used(number: int) -> int:
 
 
 def _pinned() -> dict[str, int]:
+    """Peak bytes of host memory that torch has pinned, by the memory's name in a recording."""
     if not torch.cuda.is_available():
         return {}
     with suppress(RuntimeError, AttributeError):

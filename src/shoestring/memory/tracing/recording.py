@@ -1,6 +1,6 @@
-"""What was recorded: the blocks of the window in which a device's memory peaked, each with its name; and as a file.
+"""A recording of memory and its file format: the named blocks of the window in which a device's memory peaked.
 
-The format is numpy's .npz without pickled objects: every column an array, and a JSON table.
+The format is NumPy's .npz without pickled objects: an array for every column, and a JSON table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoestring.core.errors import DataError
-from shoestring.storage.arrays import Format
+from shoestring.storage.arrays import Format, integers
+from shoestring.storage.records import record
 from shoestring.storage.whole import write_atomic
 
 KINDS = (
@@ -30,43 +31,46 @@ KINDS = (
     "other",
     "unnamed",
 )
-"""What memory is of, in the order in which charts stack it."""
+"""Kinds of memory, in the order in which charts stack them."""
 
 COLUMNS = ("born", "died", "born_at", "died_at", "address", "bytes", "name")
 
 
 class BlockName(NamedTuple):
-    """What a block is said to be."""
+    """Describes what a block of memory holds."""
 
     kind: str
+    """One of `KINDS`."""
     name: str
-    """Full name of the parameter, or of the module, or else the line of the program."""
+    """Full name of the parameter or module; if there is none, the line of the program."""
     operator: str = ""
-    """The outermost operator, and behind it the innermost where that is another."""
+    """The outermost operator that was running, followed by the innermost in parentheses if it differs."""
 
     def __str__(self) -> str:
         return " · ".join(part for part in self if part)
 
 
 class Held(NamedTuple):
-    """Blocks of one name and size that were alive at a peak."""
+    """Blocks with the same name and size that were alive at one moment."""
 
     name: BlockName
     nbytes: int
-    """Of all of them."""
+    """Total bytes of these blocks."""
     tensors: int
+    """Number of these blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryWindow:
-    """The blocks of one device from the end of one optimizer step to the end of the next, or to the end of recording.
+    """The blocks of one device from the end of one optimizer step to the end of the next step or of the recording.
 
     Args:
         columns: (N,) arrays by their names in `COLUMNS`: numbers of the events at which a block was allocated and freed
-            (-1: it was not), the same in nanoseconds since the window began, address, bytes, and index in `names`.
-        event: number of the event that reached the peak.
-        step: optimizer steps that had been done before it.
-        forgotten: blocks that were freed and are not among them, for there were too many.
+            (-1: never), the times of these events in nanoseconds since the window began, address, bytes, and index in
+            `names`.
+        event: number of the event at which the peak was reached.
+        step: number of optimizer steps before the window.
+        forgotten: number of freed blocks that are missing, because there were too many.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -78,42 +82,42 @@ class MemoryWindow:
     def __post_init__(self) -> None:
         sizes = {name: len(self.columns[name]) for name in COLUMNS}
         if len(set(sizes.values())) > 1:
-            raise DataError(f"columns of different lengths: {sizes}")
+            raise DataError(f"columns have different lengths: {sizes}")
 
     def alive(self, event: int) -> np.ndarray:
-        """(N,) whether each block was alive after an event."""
+        """(N,) bool: whether each block was alive after an event."""
         born, died = self.columns["born"], self.columns["died"]
         return (born <= event) & ((died > event) | (died < 0))
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Bytes alive at the peak."""
         return self.total(self.event)
 
     def total(self, event: int) -> int:
-        """Bytes after an event."""
+        """Bytes that were alive after an event."""
         return int(self.columns["bytes"][self.alive(event)].sum())
 
     def held(self, event: int | None = None) -> list[Held]:
-        """What was alive after an event (at the peak), the largest first."""
+        """Blocks alive after an event, grouped, the largest group first; None is the event of the peak."""
         alive = self.alive(self.event if event is None else event)
         keys = np.stack([self.columns["name"][alive], self.columns["bytes"][alive]])
         unique, count = np.unique(keys, axis=1, return_counts=True)
-        found = [
+        groups = [
             Held(self.names[name], int(size * times), int(times))
             for name, size, times in zip(*unique.tolist(), count.tolist(), strict=True)
         ]
-        return sorted(found, key=lambda each: (-each.nbytes, each.name))
+        return sorted(groups, key=lambda held: (-held.nbytes, held.name))
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak of each kind that there was any of."""
+        """Bytes at the peak by kind, without empty kinds."""
         sums: dict[str, int] = dict.fromkeys(KINDS, 0)
         for held in self.held():
             sums[held.name.kind] += held.nbytes
         return {kind: nbytes for kind, nbytes in sums.items() if nbytes}
 
     def timeline(self, most: int = 600) -> Timeline:
-        """The bytes of each kind over the window, at `most` moments: of each stretch of it, when it took the most."""
+        """The bytes of each kind over the window, sampled at up to `most` moments: the highest of each interval."""
         columns, kinds = self.columns, np.array([KINDS.index(name.kind) for name in self.names] or [0])
         freed = columns["died"] >= 0
         events = np.concatenate([columns["born"], columns["died"][freed]])
@@ -126,64 +130,67 @@ class MemoryWindow:
         series[kind, np.arange(len(events))] = change
         series = series.cumsum(axis=1)
         total, start = series.sum(axis=0), int((at <= 0).sum())
-        first = max(start - 1, 0)  # what was there when the window began, in one moment
+        first = max(start - 1, 0)  # all blocks that existed when the window began count as one moment
         edges = np.unique(np.linspace(first, len(events), most + 1).astype(int))
         chosen = [low + int(total[low:high].argmax()) for low, high in pairwise(edges)]
         return Timeline(at[chosen] / 1e9, series[:, chosen])
 
 
 class Timeline(NamedTuple):
-    """Bytes over time."""
+    """Allocated bytes over time, by kind."""
 
     seconds: np.ndarray
-    """(T,) since the window began."""
+    """(T,) time since the start of the window."""
     by_kind: np.ndarray
     """(kinds, T) bytes, in the order of `KINDS`."""
 
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The most bytes that a device held in optimizer steps that followed each other."""
+    """The peak of a device over one optimizer step or several successive steps."""
 
     first: int
-    """Number of the first, from 0."""
+    """Number of the first step, from 0."""
     steps: int
+    """Number of steps."""
     peak: int
+    """Largest number of bytes during the steps."""
     after: int
-    """Bytes after the last of them."""
+    """Bytes after the last step."""
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What a recording is of."""
+    """What a recording contains in addition to its windows."""
 
     steps: Mapping[str, list[StepPeak]] = field(default_factory=dict)
-    """By device, in their order; steps that follow each other are put together where there are many."""
+    """Peaks of the steps in order, for each device; neighbouring steps are merged if there are many."""
     resident: int = 0
-    """The most bytes that the process had in memory by the end."""
+    """Peak of the process's resident bytes."""
     reserved: Mapping[str, int] = field(default_factory=dict)
-    """What torch held of each accelerator at the end of its peak's window, in use or not."""
+    """Bytes that torch had reserved on each accelerator, in use or not, at the end of the window with its peak."""
     used: Mapping[str, int] = field(default_factory=dict)
-    """What each accelerator said that all programs on it used then."""
+    """Bytes of each accelerator that all programs together used at the end of the window with its peak."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of host memory that do not come from the CPU's allocator, by name: pinned memory, and leases."""
+    """Bytes of host memory outside the CPU's allocator, by name: pinned memory and leases."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Peak of each rank, where this is one of several."""
+    """Peak bytes of each rank, by name; empty if there is only one rank."""
     events: int = 0
+    """Number of allocations and releases."""
     failed: str = ""
-    """Of memory that could not be had: how much, and for what."""
+    """Description of an allocation that failed: its bytes and purpose; empty if none failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryProfile:
-    """What was recorded: by device ("cpu", "cuda:0"), the window with its peak."""
+    """A recording of memory: the window with the highest peak for each device ("cpu", "cuda:0"), and facts."""
 
     windows: Mapping[str, MemoryWindow] = field(default_factory=dict)
     facts: MemoryFacts = field(default_factory=MemoryFacts)
 
     @property
     def device(self) -> str:
-        """The device to look at first: an accelerator, where there is one."""
+        """The main device: the accelerator with the highest peak, or the CPU if there is none."""
         return max(self.windows, key=lambda name: (name != "cpu", self.windows[name].peak), default="")
 
     @property
@@ -198,15 +205,15 @@ class MemoryProfile:
         return self.windows[self.device]
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            OSError: the disk.
+            OSError: the file cannot be written.
         """
         write_atomic(path, self.content())
 
     def content(self) -> bytes:
-        """The bytes of the file."""
+        """The content of the file to which `save` writes this recording."""
         table: dict[str, Any] = {"facts": asdict(self.facts), "windows": {}}
         arrays: dict[str, np.ndarray] = {}
         for device, window in self.windows.items():
@@ -216,34 +223,57 @@ class MemoryProfile:
         return FORMAT.content(table, arrays)
 
     def with_host(self, host: Mapping[str, int]) -> MemoryProfile:
-        """The same with more host memory that does not come from the CPU's allocator."""
+        """A copy with additional entries of host memory outside the CPU's allocator."""
         return replace(self, facts=replace(self.facts, host={**self.facts.host, **host}))
 
     def with_ranks(self, peaks: Mapping[str, int]) -> MemoryProfile:
-        """The same with the peaks of all ranks."""
+        """A copy with the peaks of all ranks."""
         return replace(self, facts=replace(self.facts, ranks=dict(peaks)))
 
 
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryProfile:
+    """Build a recording from the content of a file; ValueError if it is damaged."""
     windows = {
-        device: _window({name: arrays[f"{device}/{name}"].astype(np.int64) for name in COLUMNS}, facts)
+        device: _window({name: integers(arrays[f"{device}/{name}"]) for name in COLUMNS}, facts)
         for device, facts in table["windows"].items()
     }
-    return MemoryProfile(windows, _facts(table["facts"]))
+    facts = record(MemoryFacts, table["facts"])
+    if facts.reserved.keys() - windows.keys():
+        raise ValueError("it has facts about a device without a window")
+    return MemoryProfile(windows, facts)
 
 
 def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWindow:
-    names = [BlockName(*map(str, name)) for name in facts.pop("names")]
+    """Build a window from the content of a file; everything is checked, because the file may not be trustworthy."""
+    listed = facts.pop("names")
+    if not all(isinstance(name, list) and all(isinstance(part, str) for part in name) for name in listed):
+        raise ValueError("a name of a block is not a list of texts")
+    names = [BlockName(*name) for name in listed]
+    if any(column.ndim != 1 for column in columns.values()) or len({len(column) for column in columns.values()}) > 1:
+        raise ValueError("its columns have different lengths")
     if len(columns["name"]) and not 0 <= columns["name"].min() <= columns["name"].max() < len(names):
-        raise ValueError("a block has a name that is none")
+        raise ValueError("a block has a name index out of range")
     if any(name.kind not in KINDS for name in names):
-        raise ValueError("a block is of a kind that is none")
-    return MemoryWindow(columns, names, **facts)
+        raise ValueError("a block has an unknown kind")
+    if (columns["bytes"] < 0).any() or columns["bytes"].astype(float).sum() > _LARGEST_SUM:
+        raise ValueError("a block has an invalid size")
+    if (columns["died"] >= 0).any() and (columns["died"] < columns["born"])[columns["died"] >= 0].any():
+        raise ValueError("a block is freed before it is allocated")
+    numbers = record(_WindowNumbers, facts)
+    return MemoryWindow(columns, names, numbers.event, numbers.step, numbers.forgotten)
 
 
-def _facts(table: dict[str, Any]) -> MemoryFacts:
-    steps = {device: [StepPeak(**each) for each in peaks] for device, peaks in table.pop("steps", {}).items()}
-    return MemoryFacts(**table, steps=steps)
+@dataclass(frozen=True)
+class _WindowNumbers:
+    """The numbers of a window in the JSON table; see `MemoryWindow`."""
+
+    event: int
+    step: int = 0
+    forgotten: int = 0
+
+
+_LARGEST_SUM = float(1 << 60)
+"""Maximum sum of sizes that is accepted, so that int64 sums cannot overflow."""
 
 
 FORMAT = Format("a recording of memory", "shoestring-memory", 1, _profile)

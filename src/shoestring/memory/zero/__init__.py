@@ -1,1 +1,1 @@
-"""ZeRO: optimizer state and gradients divided among ranks, in buckets of shards of every parameter."""
+"""ZeRO: optimizer state and gradients are divided among ranks, in shards of every parameter, exchanged in buckets."""

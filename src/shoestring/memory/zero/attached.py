@@ -1,4 +1,4 @@
-"""Attaches ZeRO to a job: shards that the optimizer steps, and hooks that exchange gradients and gather parameters."""
+"""Attaches ZeRO to a job: shards that the optimizer updates, and hooks that reduce gradients and gather parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring._torch import allow_any_gradient, step_without_hooks
+from shoestring.collectives import broadcast_tensors
+from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
-from shoestring.core.job import Job
 from shoestring.memory.zero.buckets import ShardedParameter, deal_buckets
 from shoestring.memory.zero.buffers import Buffers
 from shoestring.memory.zero.collectives import Collectives
@@ -29,37 +29,41 @@ from shoestring.models.blocks import repeated
 if TYPE_CHECKING:
     from shoestring.memory.settings.zero import Zero
 
-PIECES = 32  # of the optimizer's step, at most, of which one at a time has gradients in float32
-SMALLEST_PIECE = 2**18  # elements of this rank, which take longer to step than torch takes to begin a step
+PIECES = 32  # maximum number of pieces of the optimizer's step; only one at a time has float32 gradients
+SMALLEST_PIECE = 2**18  # elements of this rank's shards: enough that a step takes longer than its overhead
 
 
-def divide(job: Job, settings: Zero) -> Divided | None:
-    """Divide what the optimizer steps among the ranks, where the settings place it."""
-    if job.world.ranks_over(settings.over) == 1 and not settings.steps_copies(job.trained.values()):
+def divide(attachments: Attachments, settings: Zero) -> Divided | None:
+    """Divide what the optimizer updates among the ranks; None if there is only one rank and no copies are needed."""
+    if attachments.world.ranks_over(settings.over) == 1 and not settings.steps_copies(attachments.trained.values()):
         return None
-    broadcast_tensors([*job.module.parameters(), *job.module.buffers()], job.world.group(DATA))
-    return Divided(job, settings)
+    broadcast_tensors([*attachments.module.parameters(), *attachments.module.buffers()], attachments.world.group(DATA))
+    return Divided(attachments, settings)
 
 
 class Divided:
-    """The shards of one rank, and all that happens to them in a step."""
+    """The shards of one rank, and the work of a step on these shards."""
 
-    def __init__(self, job: Job, settings: Zero) -> None:
-        self.job, self.stage = job, settings.stage
-        self.mesh = job.world.mesh_over(settings.divided_over)
-        group = job.world.group(settings.divided_over)
-        # Between hosts, where these hold the same shards.
+    def __init__(self, attachments: Attachments, settings: Zero) -> None:
+        self.attachments, self.stage = attachments, settings.stage
+        self.mesh = attachments.world.mesh_over(settings.divided_over)
+        group = attachments.world.group(settings.divided_over)
+        # The axes along which ranks hold the same shards: hosts, if the state is replicated across them.
         between = [axis for axis in settings.over if axis not in settings.divided_over]
-        across = Collectives(job.world.group(between)) if job.world.ranks_over(between) > 1 else None
+        across = Collectives(attachments.world.group(between)) if attachments.world.ranks_over(between) > 1 else None
         collectives = self.collectives = Collectives(group, across)
-        self.units = [] if _is_compiled(job.module) else repeated(job.module)
-        parts = self._parts(job, collectives)
+        # torch.compile traces inner modules together with their hooks, so a compiled module is one unit.
+        compiled = (
+            attachments.module._compiled_call_impl is not None or type(attachments.module).__name__ == "OptimizedModule"
+        )
+        self.units = [] if compiled else repeated(attachments.module)
+        parts = self._parts(attachments, collectives)
         self.buckets = deal_buckets(parts, int(1e6 * settings.bucket_mb))
-        placement = settings.placement(job, parts)
+        placement = settings.placement(attachments, parts)
         self.trained = {part.name: self.spread(part, placement.shard(part)) for part in parts}
         for tensor in self.trained.values():
             allow_any_gradient(tensor.requires_grad_())
-        buffers = Buffers(job.module.buffers(), collectives)
+        buffers = Buffers(attachments.module.buffers(), collectives)
         self.gradients = Gradients(
             self.buckets, buffers, collectives, 1e6 * settings.in_flight_mb, placement, self.accumulate
         )
@@ -67,38 +71,41 @@ class Divided:
         self.weights = Weights(self.buckets, collectives, placement)
         self.late = settings.late_steps(self)
         self.pieces = [range(len(self.buckets))]
-        self._hidden: dict[str, Tensor] = {}  # gradients of the pieces that are not stepped yet
+        self._hidden: dict[str, Tensor] = {}  # gradients of pieces not updated yet, by parameter name
         self._attach(settings.over)
 
     def check_optimizer(self, name: str) -> None:
-        """Refuse an optimizer that does not step shards as whole tensors; step in pieces where it allows that."""
-        optimizer = self.job.built_optimizer
+        """Refuse an optimizer that updates shards unlike whole tensors; divide its step into pieces if possible."""
+        optimizer = self.attachments.optimizer
         if self.mesh is not None:
             check_shardable(optimizer, self.mesh, name)
         if steps_apart(optimizer):
             self.pieces = deal_pieces([bucket.width for bucket in self.buckets])
         elif self.late is not None:
-            said = f"`{name}.late` lets parameters be stepped apart, which {type(optimizer).__name__} cannot do"
-            raise ConfigError(said, hint="leave it out, or use optim.AdamW or optim.SGD")
+            message = f"`{name}.late` updates parameters in several calls, which {type(optimizer).__name__} cannot do"
+            raise ConfigError(message, hint="leave it out, or use optim.AdamW or optim.SGD")
 
     # -- shards ------------------------------------------------------------------------------------------------------
 
-    def _parts(self, job: Job, collectives: Collectives) -> list[ShardedParameter]:
+    def _parts(self, attachments: Attachments, collectives: Collectives) -> list[ShardedParameter]:
+        """The trained parameters, each with its unit: the number of the only block that uses it, or 0."""
         units: dict[Tensor, set[int]] = {}
         for number, block in enumerate(self.units, 1):
             for parameter in block.parameters():
                 units.setdefault(parameter, set()).add(number)
-        of = {parameter: numbers.pop() for parameter, numbers in units.items() if len(numbers) == 1}
-        outside = {p for p in _parameters_outside(job.module, self.units) if p in of}  # shared with what is in no block
+        unit_of = {parameter: numbers.pop() for parameter, numbers in units.items() if len(numbers) == 1}
+        inside = {module for block in self.units for module in block.modules()}
+        for module in attachments.module.modules():
+            if module not in inside:
+                for parameter in module.parameters(recurse=False):
+                    unit_of.pop(parameter, None)  # shared with a module outside the blocks
         return [
-            ShardedParameter(
-                name, tensor, 0 if tensor in outside else of.get(tensor, 0), collectives.size, collectives.rank
-            )
-            for name, tensor in job.trained.items()
+            ShardedParameter(name, tensor, unit_of.get(tensor, 0), collectives.size, collectives.rank)
+            for name, tensor in attachments.trained.items()
         ]
 
     def spread(self, part: ShardedParameter, shard: Tensor) -> Tensor:
-        """A shard, or the gradient of one, as part of the whole tensor."""
+        """A shard, or the gradient of a shard, as a DTensor; unchanged on one rank."""
         if self.mesh is None:
             return shard
         shape, stride = part.parameter.shape, part.parameter.stride()
@@ -108,27 +115,29 @@ class Divided:
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def _attach(self, over: Sequence[str]) -> None:
-        job = self.job
-        job.shard(over=over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
-        job.exits.callback(self._close)
+        attachments = self.attachments
+        attachments.shard(over=over, sync=self.sync, trained=self.trained, refresh=self.weights.refresh)
+        attachments.exits.callback(self._close)
         for part in self.gradients.parts.values():
             hook = part.parameter.register_post_accumulate_grad_hook(partial(self._arrive, part))
-            job.exits.callback(hook.remove)
+            attachments.exits.callback(hook.remove)
         before: Any = torch.compiler.disable(self._before_forward)
-        job.exits.callback(job.module.register_forward_pre_hook(before).remove)
+        attachments.exits.callback(attachments.module.register_forward_pre_hook(before).remove)
         for number, block in enumerate(self.units, 1):
-            job.exits.callback(block.register_forward_pre_hook(partial(self._before_block, number)).remove)
-        job.exits.callback(job.module.register_state_dict_pre_hook(lambda *_: self.weights.wait()).remove)
-        job.surround_evaluation(self._evaluating)
-        # Before the work of other features, which may read or write what they find.
-        job.phases[Phase.FORWARD].insert(0, self._before_step)
-        job.phases[Phase.CLIP].insert(0, self.gradients.finish)
+            attachments.exits.callback(block.register_forward_pre_hook(partial(self._before_block, number)).remove)
+        attachments.exits.callback(
+            attachments.module.register_state_dict_pre_hook(lambda *_: self.weights.wait()).remove
+        )
+        attachments.surround_evaluation(self._evaluating)
+        # First in its phase, because the work of other features needs gathered weights and reduced gradients.
+        attachments.phases[Phase.FORWARD].insert(0, self._before_step)
+        attachments.phases[Phase.CLIP].insert(0, self.gradients.finish)
         if self.late is not None:
-            job.phases[Phase.CLIP].insert(0, self.late.end)
-        job.phases[Phase.PROJECT].insert(0, self._step_others)
-        job.at(Phase.WAIT, self._hide_others)
-        job.at(Phase.OUTER, self._gather_rest)
-        job.at(Phase.CAPTURE, StepMetrics(job, self.buckets, self.collectives).publish)
+            attachments.phases[Phase.CLIP].insert(0, self.late.end)
+        attachments.phases[Phase.PROJECT].insert(0, self._step_others)
+        attachments.at(Phase.WAIT, self._hide_others)
+        attachments.at(Phase.OUTER, self._gather_rest)
+        attachments.at(Phase.CAPTURE, StepMetrics(attachments, self.buckets, self.collectives).publish)
 
     def _arrive(self, part: ShardedParameter, _: Tensor) -> None:
         self.gradients.arrive(part)
@@ -142,14 +151,21 @@ class Divided:
         self.weights.wait(number)
 
     def _before_step(self) -> None:
+        others = [
+            work for work in self.attachments.phases[Phase.FORWARD] if work not in (self._before_step, self._begin_late)
+        ]
         if self.late is not None:
-            for work in self.job.phases[Phase.WAIT]:  # for what the late steps overwrite
+            # Other features may still read the weights that late updates overwrite.
+            for work in self.attachments.phases[Phase.WAIT]:
                 if work != self._hide_others:
                     work()
-            self.late.begin()
-        # Other work of this phase may read any parameter.
-        if len(self.job.phases[Phase.FORWARD]) > 1:
+            self.attachments.phases[Phase.FORWARD][:] = [self._before_step, *others, self._begin_late]
+        if others:  # other features may read any parameter
             self.weights.wait()
+
+    def _begin_late(self) -> None:
+        assert self.late is not None
+        self.late.begin()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -158,10 +174,10 @@ class Divided:
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
-        """For `Job.shard`: around each micro-batch."""
+        """Context of each micro-batch's forward and backward pass; see `Attachments.shard`."""
         gradients = self.gradients
         gradients.exchanging = last or self.stage == 2
-        gradients.narrow = last and not self.job.gradients
+        gradients.narrow = last and not self.attachments.gradients
         try:
             yield
             if gradients.exchanging:
@@ -182,7 +198,7 @@ class Divided:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, part: ShardedParameter, mean: Tensor) -> None:
-        """Add this rank's shard of a mean gradient to what the optimizer steps with."""
+        """Add this rank's shard of a mean gradient to the gradient that the optimizer will use."""
         trained = self.trained[part.name]
         if trained.grad is None:
             trained.grad = self.spread(part, mean)
@@ -194,8 +210,8 @@ class Divided:
             trained.grad = self.spread(part, held.float() + mean)
 
     def _hide_others(self) -> None:
-        """Leave the optimizer's own step the first piece, whose gradients get the type of what it steps."""
-        self.weights.wait()  # for what the last forward pass did not use
+        """Hide the gradients of all pieces but the first, so that the optimizer's own step updates only that piece."""
+        self.weights.wait()  # weights that the last forward pass did not use
         self.gradients.buffers.align()
         if self.late is not None:
             self.late.defer()
@@ -206,15 +222,15 @@ class Divided:
         self._show(self.pieces[0])
 
     def _step_others(self) -> None:
-        """Step piece after piece, each while the one before it is gathered."""
-        project, outer = (self.job.phases[phase] for phase in (Phase.PROJECT, Phase.OUTER))
-        gathering = len(project) == len(outer) == 1  # no other feature writes to what was stepped
+        """Update the other pieces one after another; meanwhile, the weights of the previous piece are gathered."""
+        project, outer = (self.attachments.phases[phase] for phase in (Phase.PROJECT, Phase.OUTER))
+        gathering = len(project) == len(outer) == 1  # no other feature will write to the updated weights
         if outer[-1] != self._gather_rest:
             outer.append(outer.pop(outer.index(self._gather_rest)))
         for number, piece in enumerate(self.pieces):
             if number:
                 self._show(piece)
-                step_without_hooks(self.job.built_optimizer)
+                step_without_hooks(self.attachments.optimizer)
             for part in self._parts_of(piece):
                 self.trained[part.name].grad = None
             if gathering:
@@ -232,6 +248,7 @@ class Divided:
                 self.weights.start(index)
 
     def _show(self, piece: range) -> None:
+        """Restore the gradients of a piece, in the data type of the shards."""
         for part in self._parts_of(piece):
             trained = self.trained[part.name]
             grad = self._hidden.pop(part.name, trained.grad)
@@ -242,36 +259,12 @@ class Divided:
 
 
 def deal_pieces(widths: Sequence[int]) -> list[range]:
-    """Runs of buckets of about the same number of elements."""
+    """Group successive buckets into pieces with about the same number of elements."""
     pieces: list[range] = []
-    passed, each = 0, max(sum(widths) / PIECES, SMALLEST_PIECE)
+    passed, length = 0, max(sum(widths) / PIECES, SMALLEST_PIECE)
     for index, width in enumerate(widths):
-        if not pieces or passed >= len(pieces) * each:
+        if not pieces or passed >= len(pieces) * length:
             pieces.append(range(index, index))
         pieces[-1] = range(pieces[-1].start, index + 1)
         passed += width
     return pieces
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all ranks the first one's parameters and buffers."""
-    if group is None:
-        return
-    for tensor in tensors:
-        dense = tensor.contiguous()
-        dist.broadcast(dense, group=group, group_src=0)
-        if dense is not tensor:
-            tensor.copy_(dense)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile traces it, and with it the hooks of the modules inside."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _parameters_outside(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Tensor]:
-    inside = {each for block in blocks for each in block.modules()}
-    for each in module.modules():
-        if each not in inside:
-            yield from each.parameters(recurse=False)

@@ -1,8 +1,8 @@
-"""How parameters are divided among ranks, and in which buckets their shards travel.
+"""Divides parameters among ranks, and groups their shards into the buckets that are exchanged.
 
-Every parameter is cut along its first dimension as `torch.chunk` does, which is what a DTensor with `Shard(0)` holds.
-A bucket is a matrix of one row a rank: row r holds rank r's shards of the bucket's parameters, padded to equal length.
-A large parameter that divides evenly is such a matrix by itself, so it travels without a copy.
+Every parameter is cut along its first dimension as by `torch.chunk`, like a DTensor with `Shard(0)`.
+A bucket is a matrix with a row for each rank: row r holds rank r's shards of the bucket's parameters, padded to equal
+length. A large parameter that divides evenly is itself such a matrix, so it is exchanged without a copy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-LARGE = (
-    2**18
-)  # bytes from which a parameter has a bucket of its own: 2 ms at 1 Gbit/s, ten times a collective's latency
+LARGE = 2**18
+"""A parameter of at least this many bytes has its own bucket: it takes 2 ms at 1 Gbit/s, ten times a collective's
+latency."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """One parameter, divided among ranks.
+    """A parameter that is divided among ranks.
 
     Args:
-        unit: the number of the block of the model that computes with it; 0 where no single block does.
+        unit: number of the only block of the model that uses the parameter; 0 if there is no such block.
+        ranks: number of ranks that hold shards.
     """
 
     name: str
@@ -35,31 +36,31 @@ class ShardedParameter:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has all of it: a tensor of no dimension cannot be cut."""
+        """Whether every rank holds the whole parameter, because a 0-d tensor cannot be cut."""
         return self.parameter.ndim == 0
 
     @cached_property
     def chunk(self) -> int:
-        """Rows of the largest shard."""
+        """Number of rows in the largest shard."""
         return 1 if self.whole else -(-len(self.parameter) // self.ranks)
 
     @cached_property
     def width(self) -> int:
-        """Elements of the largest shard."""
+        """Number of elements in the largest shard."""
         return self.chunk if self.whole else self.chunk * self.parameter[:1].numel()
 
     @property
     def even(self) -> bool:
-        """Whether all shards are equally large and follow each other in memory."""
+        """Whether all shards have the same size and are adjacent in memory."""
         return self.parameter.is_contiguous() and self.width * self.ranks == self.parameter.numel()
 
     def rows(self, rank: int) -> slice:
-        """The rows of a rank's shard."""
+        """The rows of the parameter in a rank's shard."""
         length = len(self.parameter)
         return slice(min(rank * self.chunk, length), min((rank + 1) * self.chunk, length))
 
     def shard_of(self, tensor: Tensor, rank: int | None = None) -> Tensor:
-        """A rank's shard (this one's by default) of a tensor of the parameter's shape, as a view."""
+        """A view of a rank's shard in a tensor of the parameter's shape; None is this rank."""
         return tensor if self.whole else tensor[self.rows(self.rank if rank is None else rank)]
 
 
@@ -76,7 +77,7 @@ class Bucket:
         self.nbytes = self.ranks * self.width * first.parameter.element_size()
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes as (ranks, width): a view of the only one where that is possible."""
+        """Pack tensors of the parameters' shapes into a matrix (ranks, width); avoids a copy if there is one tensor."""
         if self.in_place and tensors[0].is_contiguous():
             return tensors[0].view(self.ranks, self.width)
         matrix = torch.zeros(self.ranks, self.width, dtype=self.dtype, device=self.device)
@@ -87,13 +88,13 @@ class Bucket:
         return matrix
 
     def shards(self, row: Tensor) -> list[Tensor]:
-        """This rank's shards in its row, (width,), as views of the shards' shapes."""
+        """Split this rank's row, (width,), into views of the shards' shapes."""
         shapes = [part.shard_of(part.parameter).shape for part in self.parts]
         pieces = row.split([part.width for part in self.parts])
         return [piece[: shape.numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def matrix(self) -> Tensor:
-        """A matrix for an all-gather that holds this rank's row: of the parameters themselves, or a copy."""
+        """A matrix (ranks, width) for an all-gather, with this rank's row filled: a view of the parameter or a copy."""
         if self.in_place:
             return self.parts[0].parameter.detach().view(self.ranks, self.width)
         matrix = torch.empty(self.ranks, self.width, dtype=self.dtype, device=self.device)
@@ -102,7 +103,7 @@ class Bucket:
         return matrix
 
     def unpack(self, matrix: Tensor) -> None:
-        """Write the other ranks' rows into the parameters."""
+        """Copy the other ranks' rows of a gathered matrix into the parameters."""
         if self.in_place:
             return
         for part, columns in zip(self.parts, self._columns(matrix), strict=True):
@@ -116,10 +117,10 @@ class Bucket:
 
 
 def deal_buckets(parts: Iterable[ShardedParameter], nbytes: int) -> list[Bucket]:
-    """The buckets of parameters given in the order of the forward pass, in that order.
+    """Group parameters into buckets; parameters and buckets are in the order of the forward pass.
 
     Args:
-        nbytes: of the parameters that share a bucket, at most.
+        nbytes: maximum size in bytes of a bucket with several parameters.
     """
     buckets: list[Bucket] = []
     run: list[ShardedParameter] = []
@@ -132,11 +133,15 @@ def deal_buckets(parts: Iterable[ShardedParameter], nbytes: int) -> list[Bucket]
 
 
 def _deal_unit(parts: Sequence[ShardedParameter], nbytes: int) -> list[Bucket]:
-    """Small parameters first: the backward pass, which takes buckets in reverse, has all of them only at its end."""
+    """The buckets of one unit; buckets of small parameters come first.
+
+    Buckets are exchanged in reverse order, and a bucket with many parameters is complete only near the end of the
+    backward pass.
+    """
     large = [[part] for part in parts if part.parameter.nbytes >= LARGE]
     small: list[list[ShardedParameter]] = []
     for part in sorted((part for part in parts if part.parameter.nbytes < LARGE), key=_type_of):
-        full = small and sum(each.parameter.nbytes for each in small[-1]) + part.parameter.nbytes > nbytes
+        full = small and sum(other.parameter.nbytes for other in small[-1]) + part.parameter.nbytes > nbytes
         if not small or full or _type_of(small[-1][0]) != _type_of(part):
             small.append([])
         small[-1].append(part)

@@ -1,4 +1,7 @@
-"""ZeRO's two collectives over a matrix of one row a rank; each sends (N - 1)/N of the matrix."""
+"""ZeRO's collectives over a matrix with a row for each of N ranks: a mean (reduce-scatter) and an all-gather.
+
+In each collective, every rank sends (N - 1)/N of the matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +15,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring._torch import all_gather_single, reduce_scatter_single
+from shoestring.collectives import bytes_of
 from shoestring.core.trace import span
 
 P = ParamSpec("P")
-ACROSS = 1 << 19  # tag of messages across groups
-CHUNK = 2**16  # elements that are added up at a time, so that they stay in the cache and their sum in float32 is small
+ACROSS = 1 << 19  # tag of messages between groups
+CHUNK = 2**16  # number of elements added up at a time: they fit in the CPU's cache, and their float32 sum is small
 
 
 class Collectives:
-    """Collectives over one process group, which all ranks start in the same order. Without a group: one rank alone.
+    """Collectives over a process group; all ranks must start them in the same order. The group is None for one rank.
 
     Args:
-        across: of the ranks that hold the same rows in other groups, over which means, flags and broadcasts go on.
+        across: collectives among the ranks that hold the same row in different groups; means, flags and broadcasts
+            include these ranks. None if there is one group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, across: Collectives | None = None) -> None:
         self.group, self.across = group, across
         self.size, self.rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
         self._sent = 0
-        self.exposed = 0.0  # seconds that something waited for them
+        self.exposed = 0.0  # exposed communication time in seconds
 
     @property
     def sent(self) -> int:
-        """Bytes that have left this rank."""
+        """Bytes sent by this rank so far."""
         return self._sent + (self.across.sent if self.across is not None else 0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as exposed communication."""
+        """Count the time in this context as exposed communication."""
         began = time.perf_counter()
         with span("exposed", "wait"):
             yield
         self.exposed += time.perf_counter() - began
 
     def start_mean(self, matrix: Tensor) -> Callable[[torch.dtype], Tensor]:
-        """Start averaging this rank's row of all ranks' matrices; the part across groups begins with the wait.
+        """Start to average this rank's row over all ranks; the exchange between groups starts only with the wait.
 
         Args:
-            matrix: (ranks, width); it must not change before the end.
+            matrix: (ranks, width); must not be changed until the mean is returned.
 
         Returns:
-            A function that waits and returns the mean, (width,), in the data type that it is given. Rows are added in
-            float32 or wider, in the order of the ranks; NCCL adds by itself, in the matrix's type and its own order.
+            A function that waits, and returns the mean, (width,), in the data type that it is given. Rows are added in
+            float32 or wider, in the order of the ranks; NCCL adds in the matrix's data type and in its own order.
         """
         within = self._start_mean(matrix)
         if (across := self.across) is None:
@@ -61,9 +66,10 @@ class Collectives:
         return lambda dtype: across.mean_of_whole(within(matrix.dtype), dtype)
 
     def mean_of_whole(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mean of all ranks' tensors, (width,), the same bits on each; it waits.
+        """Compute the mean of all ranks' tensors, with the same bits on every rank, and wait for it.
 
-        Each rank averages a row of it, so what is sent is an all-reduce's bytes in the tensor's own type.
+        Each rank averages a part of the tensor, so a rank sends as many bytes as in an all-reduce in the tensor's data
+        type.
         """
         width = -(-tensor.numel() // self.size)
         matrix = tensor.new_zeros(self.size * width)
@@ -80,16 +86,19 @@ class Collectives:
             total = torch.empty_like(matrix[0])
             work = reduce_scatter_single(total, matrix.view(-1), group=self.group, async_op=True)
             return _after(work, lambda dtype: total.mul_(1 / self.size).to(dtype))
-        # Gloo's reduce-scatter is an all-reduce, which sends twice as much.
+        # An all-to-all, because Gloo implements reduce-scatter by an all-reduce, which sends twice as much.
         received = torch.empty_like(matrix)
         work = dist.all_to_all_single(received, matrix, group=self.group, async_op=True)
         return _after(work, lambda dtype: mean_of_rows(received, dtype), matrix)
 
     def start_gather(self, matrix: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Start filling the other ranks' rows of `matrix` with theirs, in place; returns a function that waits.
+        """Start an all-gather in place: every rank's own row of `matrix` is sent to all other ranks.
 
         Args:
-            tag: a number of its own for each that is under way.
+            tag: distinguishes the messages of all-gathers that are under way at the same time.
+
+        Returns:
+            A function that waits, and returns the matrix.
         """
         if self.group is None:
             return lambda: matrix
@@ -97,7 +106,7 @@ class Collectives:
         if matrix.is_cuda:
             work = all_gather_single(matrix.view(-1), matrix[self.rank], group=self.group, async_op=True)
             return _after(work, lambda: matrix)
-        # Gloo's all-gather holds a copy of all rows until its end. Messages arrive where they belong.
+        # Messages arrive in place, whereas Gloo's all-gather holds a copy of all rows until it ends.
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = [dist.irecv(matrix[rank], group=self.group, group_src=rank, tag=tag) for rank in reversed(others)]
         works += [dist.isend(matrix[self.rank], group=self.group, group_dst=rank, tag=tag) for rank in others]
@@ -111,7 +120,7 @@ class Collectives:
         return wait
 
     def start_any(self, flags: Tensor) -> Callable[[], Tensor]:
-        """Start finding, for each of this rank's flags (uint8), whether any rank has it set."""
+        """Start a logical OR over all ranks' flags (uint8); returns a function that waits, and returns the result."""
         matrix = flags.expand(self.size, -1).contiguous()
         if self.group is None:
             return lambda: flags
@@ -124,22 +133,21 @@ class Collectives:
         return _after(work, lambda: across.start_any(received.amax(0))(), matrix)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks the first one's tensors; those of one type travel together."""
-        tensors = list(tensors)
+        """Broadcast the first rank's tensors, in place, as one message."""
+        tensors = [tensor for tensor in tensors if tensor.numel()]
         if self.across is not None:
             self.across.broadcast(tensors)
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        for alike in by_type.values() if self.group is not None else ():
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(flat, group=self.group, group_src=0)
-            for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+        if self.group is None or not tensors:
+            return
+        contents = [bytes_of(tensor) for tensor in tensors]
+        flat = torch.cat(contents)
+        dist.broadcast(flat, group=self.group, group_src=0)
+        for tensor, content in zip(tensors, flat.split([len(content) for content in contents]), strict=True):
+            tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))  # clone to align
 
 
 def mean_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows added one after the other, in float32 or wider, and divided by their number; in another tensor."""
+    """The mean of the rows as a new tensor; rows are added in order, in float32 or wider."""
     mean = torch.empty(matrix.shape[1], dtype=dtype)
     for columns, target in zip(matrix.split(CHUNK, dim=1), mean.split(CHUNK), strict=True):
         total = columns[0].to(torch.promote_types(matrix.dtype, torch.float32), copy=True)
@@ -150,7 +158,7 @@ def mean_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _after(work: dist.Work | None, result: Callable[P, Tensor], *held: Tensor) -> Callable[P, Tensor]:
-    """Wait for the work; `held` is what it reads until then."""
+    """A function that waits for the work, and returns `result(…)`; it keeps tensors that the work reads alive."""
     assert work is not None
 
     def wait(*args: P.args, **kwargs: P.kwargs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients, exchanged bucket by bucket while the backward pass makes them."""
+"""Reduces gradients bucket by bucket while the backward pass computes them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from shoestring.memory.zero.placement import Placement
 
 
 class Gradients:
-    """Exchanges whole gradients for this rank's shards of their mean over the ranks, in rounds.
+    """Reduce-scatters gradients in rounds: takes whole gradients, and gives this rank's shards of the means over ranks.
 
-    In a round every bucket is exchanged once, in reverse of the forward pass's order, on all ranks alike: a bucket
-    waits for those before it, so unused parameters and ranks of unequal speed change no order. A parameter without a
-    gradient counts as zeros, unless no rank has one. A second gradient of one parameter ends the round.
+    In a round, every bucket is exchanged once, in the reverse order of the forward pass. All ranks keep this order,
+    even with unused parameters and at unequal speed, because a bucket waits for the buckets before it. A missing
+    gradient counts as zeros, unless it is missing on all ranks. A second gradient for the same parameter ends the
+    round.
 
     Args:
-        buckets: in the order of the forward pass.
-        buffers: which rounds align, because a round is where ranks learn of each other.
-        in_flight: bytes of gradients that may be under way while the backward pass continues.
-        placement: where shards of mean gradients go.
-        give: takes a parameter and this rank's shard of its mean gradient, at the end of each round.
+        buckets: all buckets, in the order of the forward pass.
+        buffers: the model's buffers; at the end of each round, ranks exchange which of them have changed.
+        in_flight: maximum bytes of gradients that are being exchanged while the backward pass continues.
+        placement: where the shards of mean gradients are stored.
+        give: called at the end of each round with each parameter and this rank's shard of its mean gradient.
     """
 
     def __init__(
@@ -43,19 +44,20 @@ class Gradients:
         self.parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
         self.bucket_of = {part.name: index for index, bucket in enumerate(self.buckets) for part in bucket.parts}
         self.exchanging = True  # whether gradients are exchanged as they arrive
-        self.narrow = True  # whether means have the parameters' 16 bits, which is enough where none is added
-        self._means: dict[str, Tensor] = {}  # of the round that is being collected
-        self._flags: Callable[[], Tensor] | None = None
-        self._pending: deque[tuple[Bucket, Callable[[torch.dtype], Tensor]]] = deque()
+        self.narrow = True  # whether means have the parameters' 16 bits, enough for one micro-batch
+        self._means: dict[str, Tensor] = {}  # mean shards of the current round
+        self._flags: Callable[[], Tensor] | None = None  # function that waits for the flags of a closed round
+        self._pending: deque[tuple[Bucket, Callable[[torch.dtype], Tensor]]] = deque()  # being exchanged
         self._begin()
 
     def _begin(self) -> None:
-        self.arrived: set[str] = set()
-        self._missing = [len(bucket.parts) for bucket in self.buckets]
-        self._started = 0  # buckets
+        """Begin a round."""
+        self.arrived: set[str] = set()  # parameters whose gradient has arrived
+        self._missing = [len(bucket.parts) for bucket in self.buckets]  # missing gradients per bucket
+        self._started = 0  # number of buckets whose exchange has started
 
     def arrive(self, part: ShardedParameter) -> None:
-        """A gradient of the parameter has been accumulated; called by autograd, after `parameter.grad` was set."""
+        """Take the gradient of a parameter; autograd calls this when `parameter.grad` is set."""
         if not self.exchanging:
             return
         if part.name in self.arrived:
@@ -68,7 +70,7 @@ class Gradients:
             self._start()
 
     def close(self) -> None:
-        """End the round: exchange what has not arrived as zeros."""
+        """End the round: exchange missing gradients as zeros, and start the exchange of the flags."""
         if self._flags is not None:
             self.collect()
         while self._started < len(self.buckets):
@@ -79,7 +81,7 @@ class Gradients:
         self._begin()
 
     def collect(self) -> None:
-        """Wait for a round that was closed."""
+        """Wait for a closed round, and call `give` with its mean gradients."""
         if self._flags is None:
             return
         with self.collectives.waiting():
@@ -95,7 +97,7 @@ class Gradients:
                 self.give(part, means.pop(part.name))
 
     def finish(self) -> None:
-        """Exchange all gradients there are, for a loop that does not say where a step's last backward pass ends."""
+        """Exchange all remaining gradients, for a training loop that does not mark the last backward pass."""
         self.exchanging, before = True, self.exchanging
         for part in reversed(self.parts.values()):
             if part.parameter.grad is not None and part.name not in self.arrived:
@@ -106,7 +108,7 @@ class Gradients:
         self.exchanging = before
 
     def abandon(self) -> None:
-        """Drop a round that an error broke off, and all gradients."""
+        """Drop all gradients and the current round, after an error."""
         for part in self.parts.values():
             part.parameter.grad = None
         self._pending.clear()
@@ -115,26 +117,25 @@ class Gradients:
         self._begin()
 
     def _start(self) -> None:
+        """Start to exchange the next bucket, after waiting until enough earlier buckets have finished."""
         bucket = self.buckets[self._started]
         self._started += 1
-        while self._pending and self._in_flight() + bucket.nbytes > self.in_flight:
+        while self._pending and sum(other.nbytes for other, _ in self._pending) + bucket.nbytes > self.in_flight:
             self._finish()
         grads = []
         for part in bucket.parts:
             grad, part.parameter.grad = part.parameter.grad, None
             if grad is not None:
-                self.arrived.add(part.name)  # in an earlier micro-batch, if not now
+                self.arrived.add(part.name)  # perhaps of an earlier, unexchanged micro-batch
             grads.append(torch.zeros_like(part.parameter) if grad is None else grad)
         self._pending.append((bucket, self.collectives.start_mean(bucket.pack(grads))))
-        if self.collectives.size == 1:  # nothing is under way
+        if self.collectives.size == 1:  # there is nothing to wait for
             self._finish()
 
-    def _in_flight(self) -> int:
-        return sum(bucket.nbytes for bucket, _ in self._pending)
-
     def _finish(self) -> None:
+        """Wait for the oldest bucket under way, and store its means."""
         bucket, wait = self._pending.popleft()
-        alone = self.collectives.size == 1  # nothing was added up
+        alone = self.collectives.size == 1  # then no sum needs more bits
         mean = wait(bucket.dtype if self.narrow or alone else torch.promote_types(bucket.dtype, torch.float32))
         for part, shard in zip(bucket.parts, bucket.shards(mean), strict=True):
             self._means[part.name] = self.placement.keep(part, shard)

@@ -1,4 +1,4 @@
-"""Where the shards that the optimizer steps lie, with their gradients: on the parameters' own device."""
+"""Storage for the shards that the optimizer updates and for their gradients; `OnDevice` uses the parameters' device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from shoestring.memory.zero.buckets import ShardedParameter
 
 Wait = Callable[[], None]
+"""Function that waits for work that was started."""
 
 
 class Placement(Protocol):
-    """Makes shards, and moves what the device computes to them and what the optimizer wrote back."""
+    """Stores shards: moves gradients from the device to the shards, and updated weights back into the parameters."""
 
     def shard(self, part: ShardedParameter) -> Tensor:
-        """What the optimizer steps of a parameter, on this rank."""
+        """The tensor that the optimizer updates for this rank's shard of a parameter."""
         ...
 
     def keep(self, part: ShardedParameter, mean: Tensor) -> Tensor:
-        """The shard of a mean gradient where the optimizer wants it; it may arrive until `settle` returns."""
+        """Store this rank's shard of a mean gradient for the optimizer; the copy may run until `settle` returns."""
         ...
 
     def settle(self) -> None:
@@ -29,12 +30,12 @@ class Placement(Protocol):
         ...
 
     def write(self, parts: Sequence[ShardedParameter]) -> Wait:
-        """Start writing what the optimizer stepped into this rank's rows of parameters; returns what waits for it."""
+        """Start to write updated shards into this rank's rows of the parameters; returns a function that waits."""
         ...
 
 
 class OnDevice:
-    """Shards are views of the parameters, or master copies of them."""
+    """Shards on the device: views of the parameters, or float32 master copies of parameters in 16 bits."""
 
     def __init__(self, masters: bool) -> None:
         self.masters = masters
@@ -64,5 +65,5 @@ class OnDevice:
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether its elements have 16 bits."""
+    """Whether a tensor is in bfloat16 or float16."""
     return tensor.dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Whether an optimizer steps shards as it steps whole tensors, found by letting it do both."""
+"""Tests whether an optimizer updates shards as it updates whole tensors, by trying the optimizer on both."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ OWN_STATE = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_s
 
 
 def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> None:
-    """Raise ConfigError where a shard of a parameter would not be stepped as within the whole of it; a collective."""
-    said = f"`{feature}` lets ranks step shards of the parameters, which {type(optimizer).__name__}"
+    """Check that an optimizer updates a shard as it updates these rows of the whole parameter; a collective.
+
+    Raises:
+        ConfigError: the optimizer does not, or cannot be tried.
+    """
+    message = f"`{feature}` lets each rank update its shards of the parameters, but {type(optimizer).__name__}"
     hint = "use optim.AdamW or optim.SGD, or shard nothing with parallel.DDP()"
     for group in optimizer.param_groups:
         settings = {name: value for name, value in group.items() if name != "params"} | {"lr": 1.0}
@@ -29,25 +33,29 @@ def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> Non
             whole = _stepped(optimizer, settings, None, mesh)
             sharded = _stepped(optimizer, settings, mesh, mesh)
         except Exception as error:
-            raise ConfigError(f"{said} cannot be tried on: {type(error).__name__}: {error}", hint=hint) from error
-        if not (whole - sharded).abs().max() < 1e-3:  # of steps of about the learning rate, which is 1 here
-            raise ConfigError(f"{said} does not step as it steps the whole of them", hint=hint)
+            raise ConfigError(f"{message} fails on them: {type(error).__name__}: {error}", hint=hint) from error
+        if not (whole - sharded).abs().max() < 1e-3:  # updates have about the size of the learning rate, here 1
+            raise ConfigError(f"{message} updates shards unlike whole parameters", hint=hint)
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
-    """Whether parameters may be stepped by one call after the other: true of torch's own, which keep no other state."""
+    """Whether an optimizer may update its parameters in several calls: if it is torch's and has no shared state."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh | None, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a matrix after three steps of an optimizer like `optimizer`: whole, or sharded on a mesh."""
+    """This rank's rows of a matrix after three steps of a copy of `optimizer`.
+
+    Args:
+        on: the mesh on which the matrix is sharded; None for the whole matrix.
+    """
     size, rank, device = mesh.size(), mesh.get_local_rank(), optimizer.param_groups[0]["params"][0].device
     rows = slice(8 * rank, 8 * rank + 8)
     generator = torch.Generator().manual_seed(0)
     scale = torch.arange(1, 8 * size + 1)[:, None]
     drawn = [(torch.randn(8 * size, 8, generator=generator) * scale).to(device) for _ in range(4)]
     if on is not None:
-        drawn = [DTensor.from_local(each[rows].clone(), on, [Shard(0)], run_check=False) for each in drawn]
+        drawn = [DTensor.from_local(tensor[rows].clone(), on, [Shard(0)], run_check=False) for tensor in drawn]
     matrix, *gradients = drawn
     alike = _alike(optimizer, settings, [matrix.requires_grad_()])
     for gradient in gradients:
@@ -57,7 +65,7 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
 
 
 def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:
-    """An optimizer of the same class and attributes over other parameters, with no state yet."""
+    """An optimizer with the same class and attributes for other parameters, without state."""
     alike = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name not in OWN_STATE:
@@ -70,7 +78,8 @@ def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequen
 
 
 def _copied(value: Any) -> Any:
-    """What it keeps of its own must not be changed; process groups and the like cannot be copied, and do not change."""
+    """A copy of an attribute, so that the trial does not change the original. Attributes that cannot be copied, such as
+    process groups, are shared."""
     try:
         return copy.deepcopy(value)
     except (TypeError, RuntimeError):

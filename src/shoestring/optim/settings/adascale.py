@@ -1,4 +1,4 @@
-"""Learning rates for large batches from how noisy gradients are."""
+"""Settings of AdaScale, which adapts the learning rate of large batches to the gradient noise."""
 
 from __future__ import annotations
 
@@ -8,55 +8,100 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Curve, Feature, Reduction, Seam
+from shoestring.optim.settings.averaging import trains_apart
 from shoestring.optim.settings.ranges import at_least_zero
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaScale(Feature):
-    """Larger steps for larger batches, by how noisy gradients are (Johnson et al., 2020).
+    """Scale the learning rate of a large batch by a gain measured from the gradient noise (Johnson et al., 2020).
 
-    `run.steps`, the learning rate and its schedule stay those of the small batch; a step of the large batch counts for
-    as many of them as it is worth, its gain.
+    `run.steps`, the learning rate and its schedule stay those of the small batch. Each large-batch step counts as
+    several small-batch steps: as many as its gain.
     """
 
     scale: float = 0.0
-    """Size of the batch, as a multiple of the one that the learning rate and `run.steps` are for; 0 takes the number of
-    micro-batches on all ranks."""
+    """Batch size, as a multiple of the small batch that the learning rate and `run.steps` are for; 0 takes the number
+    of micro-batches on all ranks."""
     rule: Literal["auto", "sgd", "adam"] = "auto"
-    """Factor of the learning rate: the gain (`sgd`), or its root, with gradients measured as Adam scales them (`adam`);
-    `auto` takes what belongs to the optimizer."""
-    smoothing: float = -1.0
-    """Weight of the past in the running averages of both estimates, below 1; negative takes 1 - scale / 1000."""
+    """Rule for the learning rate: multiply it by the gain (`sgd`), or by its square root, measuring gradients after
+    Adam's scaling (`adam`); `auto` follows the optimizer."""
+    decay: float = -1.0
+    """Weight of the past in the running averages of gradient variance and squared norm, below 1; a negative value takes
+    1 - scale / 1000."""
     consecutive: bool = False
-    """Whether noise is estimated from gradients of consecutive steps, which takes memory for one more gradient. Needed
-    where there is one rank and one micro-batch, and under FSDP, whose ranks have no gradient of their own."""
+    """Estimate the noise from the gradients of consecutive steps, which takes memory for one more gradient. Needed with
+    one rank and one micro-batch, and under FSDP, whose ranks have no gradient of their own."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         at_least_zero(self, "scale")
         if 0 < self.scale < 1:
-            raise ConfigError(f"`{self.name}.scale` must be 1 or more, or 0 to find it, got {self.scale}")
-        if self.smoothing >= 1:
-            raise ConfigError(f"`{self.name}.smoothing` must be below 1, got {self.smoothing}")
-        if job.engine == "fsdp" and not self.consecutive:
+            raise ConfigError(f"`{self.name}.scale` must be 1 or more, or 0 to count micro-batches, got {self.scale}")
+        if self.decay >= 1:
+            raise ConfigError(f"`{self.name}.decay` must be below 1, got {self.decay}")
+        self._check_exact(attachments)
+        if attachments.divided == "parameters" and not self.consecutive:
             raise ConfigError(
-                f"`{self.name}` finds no gradients of single ranks under FSDP",
+                f"`{self.name}` needs the gradients of single ranks, which FSDP does not keep",
                 hint=f"set {self.name}.consecutive = true",
             )
         if self.consecutive and not self.scale:
-            raise ConfigError(f"`{self.name}.consecutive` needs `scale`, how many small batches a batch is")
+            raise ConfigError(f"`{self.name}.consecutive` needs `scale`, the batch size as a multiple of the small one")
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def _check_exact(self, attachments: Attachments) -> None:
+        """Raise ConfigError if gradients are inexact, because the errors would be measured as noise, or if ranks take
+        local steps."""
+        from shoestring._torch import has_hook
+
+        apart = trains_apart(attachments)
+        exchanges = [feature for feature in attachments.features if Seam.WIRE in feature.seams and feature.inexact]
+        if self.consecutive:  # compares averaged gradients, where rounding is negligible
+            exchanges = [feature for feature in exchanges if feature.inexact != "numbers"]
+        inexact = exchanges[0].name if exchanges else ""
+        if apart is not None:
+            raise ConfigError(
+                f"`{self.name}` needs the gradients of all ranks at each step, and `{apart.name}` exchanges none",
+                hint=f"remove [{apart.name}] or [{self.name}]",
+            )
+        if inexact or has_hook(attachments.model):
+            what = f"`{inexact}`" if inexact else "DDP's communication hook"
+            raise ConfigError(
+                f"`{self.name}` would measure the errors of {what} as gradient noise",
+                hint="exchange exact gradients: parallel.DDP, or comm.Dense without `transport.kb_per_step`",
+            )
+        divides = next((feature for feature in attachments.features if feature.divided == "optimizer"), None)
+        if divides is not None and not self.consecutive and self.rule != "sgd":
+            owner = next((feature for feature in attachments.features if Seam.OPTIM in feature.seams), None)
+            if self.rule == "adam" or owner is None or hasattr(owner, "betas"):
+                raise ConfigError(
+                    f"`{self.name}` needs Adam's second moments whole, and `{divides.name}` divides them among ranks",
+                    hint=f'set {self.name}.consecutive = true, or {self.name}.rule = "sgd"',
+                )
+
+    def check_gradients(self, count: int) -> None:
+        """Raise ConfigError if a step has only one gradient, because noise cannot be estimated from one.
+
+        Args:
+            count: number of gradients in a step: micro-batches on all ranks.
+        """
+        if count == 1 and not self.consecutive:
+            raise ConfigError(
+                f"`{self.name}` cannot measure noise from one gradient a step (one rank, no accumulation)",
+                hint=f"set {self.name}.consecutive = true, or run.accumulate",
+            )
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.adascale import follow_gain
 
-        follow_gain(job, self)
+        follow_gain(attachments, self)
 
-    def explain(self, job: Job) -> str:
+    def explain(self, attachments: Attachments) -> str:
         return "steps of the run and of its schedule are those of the small batch"
 
     def reduction(self, trace: Trace) -> Reduction | None:

@@ -1,4 +1,4 @@
-"""What happens to gradients and learning rates around the optimizer's step."""
+"""Settings of gradient clipping and of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from shoestring.naming import resolve
 from shoestring.optim.settings.ranges import at_least_zero, positive
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Feature):
-    """Scale all gradients down together where their norm exceeds a bound (Pascanu et al., 2013)."""
+    """Clip gradients: scale all of them down by one factor if their global norm exceeds a bound (Pascanu et al.,
+    2013)."""
 
     max_norm: float = 1.0
-    """Upper bound of the 2-norm of all gradients together; `inf` only measures the norm."""
+    """Upper bound of the global norm, the 2-norm of all gradients together; `inf` only measures the norm."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         if self.max_norm != math.inf:
             positive(self, "max_norm")
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.clip import clipper
 
-        job.at(Phase.CLIP, clipper(job, self.max_norm))
+        attachments.at(Phase.CLIP, clipper(attachments, self.max_norm))
 
 
 Clip.neutral = Clip(max_norm=math.inf)
@@ -39,10 +40,10 @@ Clip.neutral = Clip(max_norm=math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Feature):
-    """Linear warm-up of the learning rate, then its decay over the steps of the run."""
+    """Learning-rate schedule: a linear warm-up, then a decay over the steps of the run."""
 
     shape: Literal["cosine", "trapezoid", "constant"] = "cosine"
-    """Shape of the decay: `cosine` begins after the warm-up; `trapezoid` is level, then linear in the cool-down."""
+    """Shape after the warm-up: `cosine` decays at once; `trapezoid` is constant, then linear in the cool-down."""
     warmup: int = 100
     """Steps of the linear warm-up from 0."""
     cooldown: float = 0.2
@@ -50,35 +51,54 @@ class Schedule(Feature):
     final: float = 0.1
     """Learning rate after the last step, as a fraction of the highest one."""
     function: str = ""
-    """Schedule of your own, `package.module:callable` from (step, total steps) to the factor of the learning rate; used
-    in place of all other settings here."""
+    """Schedule of your own: `package.module:callable`, a function of (step, total steps) that returns the factor of the
+    learning rate; replaces all other settings of the schedule."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         at_least_zero(self, "warmup", "cooldown", "final")
         if self.function:
-            _check_factor(self.factor(0, job.progress.total), self.function)
+            factor: object = self.factor(0, attachments.progress.total)
+            if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+                raise ConfigError(
+                    f"`optim.schedule.function`: `{self.function}` returned {factor!r} for the first step",
+                    hint="return the factor of the learning rate, zero or a positive number",
+                )
             return
         for name in ("cooldown", "final"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"`{self.name}.{name}` is a share and must lie in [0, 1], got {getattr(self, name)}")
-        if job.progress.total and self.shape != "constant" and self.warmup >= job.progress.total:
+        if attachments.progress.total and self.shape != "constant" and self.warmup >= attachments.progress.total:
             raise ConfigError(
-                f"`{self.name}.warmup` of {self.warmup} steps leaves nothing of a run of {job.progress.total}",
-                hint=f"set it to {max(1, job.progress.total // 20)}",
+                f"`{self.name}.warmup` of {self.warmup} steps leaves nothing of a run of {attachments.progress.total}",
+                hint=f"set it to {max(1, attachments.progress.total // 20)}",
             )
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.schedule import follow
 
-        job.at(Phase.RATE, follow(job, self.factor))
+        attachments.at(Phase.RATE, follow(attachments, self.factor))
 
-    def explain(self, job: Job) -> str:
+    def explain(self, attachments: Attachments) -> str:
         return f"by `{self.function}`" if self.function else ""
 
+    def explain_resume(self, attachments: Attachments) -> str:
+        progress = attachments.progress
+        if progress.planned in (0, progress.total):
+            return ""
+        base = float(attachments.optimizer.param_groups[0]["lr"])  # not yet set by the schedule after a resume
+        last = base * self.factor(max(progress.position - progress.gain, 0.0), progress.planned)
+        now = base * self.factor(progress.position, progress.total)
+        if math.isclose(last, now, rel_tol=1e-6):
+            return ""
+        return (
+            f"the schedule was for {progress.planned} steps and is now for {progress.total}: the learning rate goes "
+            f"from {last:.3g} at step {progress.step} to {now:.3g} at the next"
+        )
+
     def factor(self, step: float, total: int) -> float:
-        """Factor of the learning rate in step `step` (from 0) of `total`; a total of 0 is not known yet."""
+        """Factor of the learning rate in step `step`, counted from 0, of `total` steps; a total of 0 means unknown."""
         if self.function:
             return resolve(self.function, f"{self.name}.function")(step, total)
         if step < self.warmup:
@@ -86,16 +106,10 @@ class Schedule(Feature):
         if self.shape == "constant" or not total:
             return 1.0
         if self.shape == "cosine":
-            done = min((step - self.warmup) / max(total - self.warmup, 1), 1.0)
-            return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
-        left = (total - step) / max(self.cooldown * total, 1)
-        return self.final + (1 - self.final) * min(max(left, 0.0), 1.0)
+            decayed = min((step - self.warmup) / max(total - self.warmup, 1), 1.0)
+            return self.final + (1 - self.final) * (1 + math.cos(math.pi * decayed)) / 2
+        remaining = (total - step) / max(self.cooldown * total, 1)  # above 1 before the cool-down
+        return self.final + (1 - self.final) * min(max(remaining, 0.0), 1.0)
 
 
 Schedule.neutral = Schedule(shape="constant", warmup=0)
-
-
-def _check_factor(factor: object, function: str) -> None:
-    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-        said = f"`optim.schedule.function`: `{function}` returned {factor!r} for the first step"
-        raise ConfigError(said, hint="return the factor of the learning rate, zero or a positive number")

@@ -1,4 +1,4 @@
-"""Weights that are averaged over steps, for evaluations and for what a run exports."""
+"""Settings of averages of the weights, which evaluations and exports use."""
 
 from __future__ import annotations
 
@@ -14,103 +14,156 @@ from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, pos
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
+
+
+def trains_apart(attachments: Attachments) -> Feature | None:
+    """The feature under which ranks take local steps: each rank trains its own weights, which are merged at intervals.
+    None if there is no such feature."""
+    for feature in attachments.features:
+        if feature.inexact in ("replicas", "fragments") and attachments.world.ranks_over(feature.over) > 1:
+            return feature
+    return None
+
+
+def check_not_divided(feature: Feature, attachments: Attachments) -> None:
+    """Raise ConfigError if another feature makes the optimizer update copies of the parameters (ZeRO, offloading)."""
+    for owner in attachments.features:
+        if owner.divided != "optimizer":
+            continue
+        copies = getattr(owner, "steps_copies", None)  # also true on one rank if weights are offloaded
+        if attachments.world.ranks_over(owner.over) > 1 or (copies and copies(attachments.trained.values())):
+            raise ConfigError(
+                f"`{feature.name}` cannot evaluate its weights: `{owner.name}` updates copies of the parameters",
+                hint="use parallel.FSDP() or parallel.DDP()",
+            )
+
+
+def check_averaged(feature: Feature, attachments: Attachments) -> None:
+    """Raise ConfigError if ranks never all hold the same weights, so that there are no common weights to average."""
+    check_not_divided(feature, attachments)
+    apart = trains_apart(attachments)
+    if apart is not None and apart.inexact == "fragments":
+        raise ConfigError(
+            f"`{feature.name}` averages merged weights, and `{apart.name}` merges them in parts or late",
+            hint=f"set {apart.name}.fragments = 1 and {apart.name}.delay = 0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EMA(Feature):
-    """Exponential moving average of the weights, for evaluations and for what a run exports."""
+    """Exponential moving average of the weights, for evaluations and exports.
+
+    With local steps it averages the merged weights: one update at each merge, with the decay of all steps since the
+    previous merge.
+    """
 
     decay: float = 0.999
-    """Weight of the past in each step's average, below 1; it is smaller in the first steps, to forget the start."""
+    """Weight of the previous average in each step's update, below 1. The first steps use a smaller weight, to forget
+    the initial weights."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         if not 0 <= self.decay < 1:
             raise ConfigError(f"`{self.name}.decay` must lie in [0, 1), got {self.decay}")
+        check_averaged(self, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.averaging import MovingAverage, attach
 
-        attach(job, self.name, MovingAverage(self.decay))
+        attach(attachments, self.name, lambda: MovingAverage(self.decay))
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.optim.averaging import exported
 
-        return exported(weights, kept[self.name]["average"])
+        return exported(weights, kept[self.name]["average"], kept, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LAWA(Feature):
-    """Mean of the latest weights that were set aside (Kaddour, 2022), for evaluations and for what a run exports."""
+    """Mean of the latest snapshots of the weights (Kaddour, 2022), for evaluations and exports.
+
+    With local steps a snapshot is taken at the first merge after it is due.
+    """
 
     count: int = 5
-    """Number of weights that are averaged; each takes the memory of the model's."""
+    """Number of snapshots that are averaged; each takes as much memory as the model's weights."""
     every: int = 50
-    """Steps between two that are set aside."""
+    """Steps between two snapshots."""
 
     seams: ClassVar = (Seam.STEP,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         for name in ("count", "every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{self.name}.{name}` must be at least 1, got {getattr(self, name)}")
+        check_averaged(self, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.averaging import LatestAverage, attach
 
-        attach(job, self.name, LatestAverage(self.count, self.every))
+        attach(attachments, self.name, lambda: LatestAverage(self.count, self.every))
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.optim.averaging import exported
 
-        return exported(weights, kept[self.name]["average"])
+        return exported(weights, kept[self.name]["average"], kept, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFree(Feature):
-    """AdamW that averages its weights in place of a schedule (Defazio et al., 2024); they need no number of steps.
+    """AdamW that averages its weights instead of decaying the learning rate (Defazio et al., 2024).
 
-    Evaluations and what a run exports take the average.
+    The number of steps need not be known in advance. Evaluations and exports use the average.
     """
 
     lr: float = 2.5e-3
     """Learning rate, constant after a warm-up by [optim.schedule] with `shape = "constant"`."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Interpolation between the average and the newest weights, at which gradients are taken; decay rate of the running
-    average of squared gradients."""
+    """Two coefficients: the share of the average in the point between average and newest weights at which gradients are
+    taken, and the decay rate of the running average of squared gradients."""
     eps: float = 1e-8
-    """Constant added to the root of that average, against division by zero."""
+    """Constant added to the root of the average of squared gradients, against division by zero."""
     weight_decay: float = 0.1
     """Weight decay of matrices and larger tensors; biases and norms do not decay."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps")
         at_least_zero(self, "weight_decay")
         betas_below_one(self, self.betas)
         if not self.betas[0]:
-            raise ConfigError(f"`{self.name}.betas` must begin with a positive number: the average follows from it")
-        check_groups(self, self.groups, job)
-        for feature in job.features:
+            raise ConfigError(
+                f"`{self.name}.betas` must begin with a positive number: computing the average divides by it"
+            )
+        check_groups(self, self.groups, attachments)
+        check_not_divided(self, attachments)
+        if apart := trains_apart(attachments):
+            raise ConfigError(
+                f"`{self.name}` averages each rank's own weights, which `{apart.name}` does not merge",
+                hint="use optim.adamw, with optim.ema for an average of the merged weights",
+            )
+        for feature in attachments.features:
             if feature.name == "optim.schedule" and getattr(feature, "shape", "") != "constant":
                 hint = 'set optim.schedule.shape = "constant"'
                 raise ConfigError(f"`{self.name}` replaces the decay of the learning rate", hint=hint)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.schedule_free import build_schedule_free, evaluate_average
 
-        (build_schedule_free if seam is Seam.OPTIM else evaluate_average)(job, self)
+        (build_schedule_free if seam is Seam.OPTIM else evaluate_average)(attachments, self)
 
     def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        from shoestring.optim.averaging import exported
         from shoestring.optim.schedule_free import averaged
 
-        return weights | {
+        averages = {
             name: averaged(weights[name], state["z"], self.betas[0])
             for name, state in kept["optimizer"]["state"].items()
-            if name in weights
+            if name in weights and state["step"][0]
         }
+        return exported(weights, averages, kept, self.name)

@@ -1,4 +1,4 @@
-"""AdamW with running averages of 8 bits."""
+"""Settings of AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Seam
+from shoestring.core.feature import Inexact, Seam
 from shoestring.optim.settings.standard import AdamW
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit(AdamW):
-    """AdamW whose two running averages take 8 bits an element instead of 32 (Dettmers et al., 2022), rounded in blocks
-    of 256; those of small tensors keep 32. Optimizer state takes a quarter of the memory, and a step some more time."""
+    """AdamW with 8-bit moments (running averages of the gradient and of its square) in place of 32-bit ones (Dettmers
+    et al., 2022), rounded in blocks of 256 elements; small tensors keep 32 bits. Optimizer state takes a quarter of the
+    memory, and a step takes longer."""
 
-    def check(self, job: Job) -> None:
-        AdamW.check(self, job)
-        if job.engine == "fsdp":
-            raise ConfigError(f"`{self.name}` rounds whole tensors, and FSDP2 shards them", hint="use optim.adamw")
+    @property
+    def inexact(self) -> Inexact:
+        return "numbers"
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def check(self, attachments: Attachments) -> None:
+        AdamW.check(self, attachments)
+        for feature in attachments.features:
+            if feature.divided and attachments.world.ranks_over(feature.over) > 1:
+                raise ConfigError(
+                    f"`{self.name}` rounds whole tensors, and `{feature.name}` divides them among ranks",
+                    hint="use optim.adamw",
+                )
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.eight_bit import build
 
-        job.build_with(build(job, self))
+        attachments.build_with(build(attachments, self))

@@ -1,4 +1,4 @@
-"""Optimizers that give each tensor a rate of its own, for large batches."""
+"""Settings of LARS and LAMB, which scale each tensor's step for large batches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Curve, Feature, Seam
 from shoestring.optim.groups import Group, check_groups
-from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, positive
+from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, momentum_of_nesterov, positive
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class LARS(Feature):
-    """SGD with a trust ratio for each tensor, the norm of its weights over that of its gradient (You et al., 2017).
+    """SGD with a trust ratio for each tensor, the norm of its weights divided by the norm of its gradient (You et al.,
+    2017).
 
     Biases and norms are neither scaled nor decayed, and have a learning rate of their own.
     """
@@ -27,10 +28,10 @@ class LARS(Feature):
     """Learning rate of matrices and larger tensors before any schedule; it multiplies their trust ratio."""
     vector_lr: float = 0.0
     """Learning rate of biases and norms, which have no trust ratio; it must be given."""
-    trust: float = 0.001
-    """Trust coefficient: the length of a step of rate 1, as a part of the weights' norm."""
+    trust_coefficient: float = 0.001
+    """Trust coefficient: norm of a step at a learning rate of 1, as a fraction of the weights' norm."""
     momentum: float = 0.9
-    """Decay rate of the velocity; 0 is without."""
+    """Decay rate of the velocity; 0 turns momentum off."""
     nesterov: bool = False
     """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     weight_decay: float = 1e-4
@@ -38,41 +39,43 @@ class LARS(Feature):
     eps: float = 1e-8
     """Constant added to the denominator of the trust ratio."""
     rate_in_velocity: bool = True
-    """Whether the velocity adds up steps, learning rate included, as in the paper; otherwise gradients, as torch's SGD
-    does. They differ while the learning rate changes."""
-    clip: Literal["none", "larc", "dynamic"] = "none"
-    """Upper bound of trust ratios: `larc` lets no tensor step further than with the learning rate alone; `dynamic` is
-    a running quantile over the tensors, times `bound`, which grows from 1 over the first `anneal` steps."""
+    """Whether the velocity accumulates steps, learning rate included, as in the paper; if false, it accumulates
+    gradients, as in torch's SGD. The two differ while the learning rate changes."""
+    ratio_clip: Literal["none", "larc", "dynamic"] = "none"
+    """Upper bound of trust ratios: `larc` limits each tensor's step to the length that it has without a trust ratio;
+    `dynamic` is a running quantile over the tensors, times `bound`, which grows from 1 over the first `bound_warmup`
+    steps."""
     quantile: float = 0.5
-    """Quantile of the trust ratios of all tensors, which the dynamic bound follows."""
+    """Quantile of all tensors' trust ratios that the dynamic bound follows."""
     bound: float = 10.0
-    """Factor of the quantile in the dynamic bound, after the first `anneal` steps."""
-    anneal: int = 100
-    """Steps in which the factor of the dynamic bound grows from 1 to `bound`."""
+    """Factor by which the dynamic bound exceeds the quantile after the first `bound_warmup` steps."""
+    bound_warmup: int = 100
+    """Steps over which the factor of the dynamic bound grows from 1 to `bound`."""
     share_norms: bool = False
-    """Whether replicas divide the tensors among them, compute the norms of their own share, and exchange these."""
+    """Whether replicas divide the computation of norms among them and exchange the results."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 
-    def check(self, job: Job) -> None:
-        positive(self, "lr", "trust", "eps", "bound")
-        at_least_zero(self, "momentum", "weight_decay", "anneal")
+    def check(self, attachments: Attachments) -> None:
+        positive(self, "lr", "trust_coefficient", "eps", "bound")
+        at_least_zero(self, "momentum", "weight_decay", "bound_warmup")
+        momentum_of_nesterov(self)
         if not 0 < self.quantile < 1:
             raise ConfigError(f"`{self.name}.quantile` must lie between 0 and 1, got {self.quantile}")
-        vectors = [name for name, parameter in job.trained.items() if parameter.ndim < 2]
+        vectors = [name for name, parameter in attachments.trained.items() if parameter.ndim < 2]
         if self.vector_lr <= 0 and vectors:
             raise ConfigError(
                 f"`{self.name}.vector_lr` is not given, and `{vectors[0]}` has no trust ratio to scale its rate",
                 hint="give the learning rate that plain SGD would take, such as 0.1",
             )
-        check_groups(self, self.groups, job)
+        check_groups(self, self.groups, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.layerwise import build_lars, publish
 
-        (build_lars if seam is Seam.OPTIM else publish)(job, self)
+        (build_lars if seam is Seam.OPTIM else publish)(attachments, self)
 
     def report_items(self, trace: Trace) -> Sequence[Curve]:
         return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)
@@ -80,38 +83,38 @@ class LARS(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Feature):
-    """Adam whose step each tensor scales to the norm of its weights (You et al., 2020).
+    """Adam whose step is scaled, tensor by tensor, in proportion to the norm of the weights (You et al., 2020).
 
     Biases and norms are neither scaled nor decayed.
     """
 
     lr: float = 2e-3
-    """Learning rate before any schedule: the length of a step, as a part of the weights' norm."""
+    """Learning rate before any schedule: norm of a step, as a fraction of the weights' norm."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the running averages of the gradient and of its square."""
     eps: float = 1e-6
-    """Constant added to the root of the second average, against division by zero."""
+    """Constant added to the root of the average of squared gradients, against division by zero."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     max_ratio: float = 10.0
     """Upper bound of trust ratios; 1 is LAMBC (Fong et al., 2020)."""
     share_norms: bool = False
-    """Whether replicas divide the tensors among them, compute the norms of their own share, and exchange these."""
+    """Whether replicas divide the computation of norms among them and exchange the results."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps", "max_ratio")
         at_least_zero(self, "weight_decay")
         betas_below_one(self, self.betas)
-        check_groups(self, self.groups, job)
+        check_groups(self, self.groups, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.layerwise import build_lamb, publish
 
-        (build_lamb if seam is Seam.OPTIM else publish)(job, self)
+        (build_lamb if seam is Seam.OPTIM else publish)(attachments, self)
 
     def report_items(self, trace: Trace) -> Sequence[Curve]:
         return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)

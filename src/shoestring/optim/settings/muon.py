@@ -1,4 +1,4 @@
-"""Optimizers that orthogonalise the steps of matrices."""
+"""Settings of Muon, which orthogonalises the steps of matrices."""
 
 from __future__ import annotations
 
@@ -8,57 +8,62 @@ from typing import TYPE_CHECKING, ClassVar
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 from shoestring.optim.groups import Group, check_groups
-from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, positive
+from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, momentum_of_nesterov, positive
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Feature):
-    """Momentum whose step is orthogonalised, for matrices (Jordan et al., 2024); AdamW for everything else.
+    """Orthogonalised momentum for matrices (Jordan et al., 2024), and AdamW for all other parameters.
 
-    Everything else is embeddings, output heads, biases, norms, and what `adamw` names.
+    AdamW updates embeddings, output heads, biases, norms, and the parameters that `adamw` names.
     """
 
     lr: float = 2e-3
     """Learning rate of matrices before any schedule."""
     adamw_lr: float = 0.0
-    """Learning rate of everything else; 0 takes `lr`."""
+    """Learning rate of the parameters that AdamW updates; 0 takes `lr`."""
     momentum: float = 0.95
     """Decay rate of the velocity."""
     nesterov: bool = True
     """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     iterations: int = 5
-    """Newton-Schulz iterations; each takes three products of a matrix's size."""
+    """Number of Newton-Schulz iterations per step; each takes three matrix products."""
     match_adamw: bool = True
-    """Scale steps to the size that AdamW's have (Liu et al., 2025), so that its learning rate and weight decay serve;
-    otherwise by the root of rows over columns where that is above 1, as the first Muon did."""
+    """Scale steps to the size of AdamW's steps (Liu et al., 2025), so that AdamW's learning rate and weight decay can
+    be used; if false, scale by sqrt(max(1, rows / columns)), as the original Muon does."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: float = 1e-8
-    """Constant added to the root of AdamW's second average, against division by zero."""
+    """Constant added to the root of AdamW's average of squared gradients, against division by zero."""
     adamw: tuple[str, ...] = ()
-    """Names of more parameters that AdamW takes, with the wildcards `*` and `?`."""
-    share: bool = False
+    """Names of further parameters that AdamW updates, with the wildcards `*` and `?`."""
+    share_steps: bool = False
     """Whether replicas divide the matrices among them and send each other the steps: less arithmetic, more traffic.
-    Ranks that hold parts of a matrix do so in any case."""
+    Ranks that hold shards of a matrix do so in any case."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps")
         at_least_zero(self, "adamw_lr", "momentum", "weight_decay")
+        momentum_of_nesterov(self)
         betas_below_one(self, self.betas)
         if self.iterations < 1:
             raise ConfigError(f"`{self.name}.iterations` must be at least 1, got {self.iterations}")
-        check_groups(self, self.groups, job)
+        check_groups(self, self.groups, attachments)
+        if not any(feature.adds_parameters for feature in attachments.features):  # they are added after the checks
+            from shoestring.optim.muon import matrices_of
 
-    def apply(self, job: Job, seam: Seam) -> None:
+            matrices_of(attachments, self)
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         from shoestring.optim.muon import build_muon
 
-        build_muon(job, self)
+        build_muon(attachments, self)

@@ -1,4 +1,4 @@
-"""The optimizers that torch has fused kernels of."""
+"""Settings of torch's own optimizers, AdamW and SGD."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoestring.core.feature import Feature, Seam
 from shoestring.optim.groups import Group, check_groups
-from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, positive
+from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, momentum_of_nesterov, positive
 
 if TYPE_CHECKING:
-    from shoestring.core.job import Job
+    from shoestring.core.attachments import Attachments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +22,27 @@ class AdamW(Feature):
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the running averages of the gradient and of its square."""
     eps: float = 1e-8
-    """Constant added to the root of the second average, against division by zero."""
+    """Constant added to the root of the average of squared gradients, against division by zero."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps")
         at_least_zero(self, "weight_decay")
         betas_below_one(self, self.betas)
-        check_groups(self, self.groups, job)
+        check_groups(self, self.groups, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         import torch
 
         from shoestring.optim.standard import factory
 
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
-        job.build_with(factory(torch.optim.AdamW, job, self.weight_decay, self.groups, settings))
+        attachments.build_with(factory(torch.optim.AdamW, attachments, self.weight_decay, self.groups, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +52,26 @@ class SGD(Feature):
     lr: float = 0.1
     """Learning rate before any schedule."""
     momentum: float = 0.9
-    """Decay rate of the velocity; 0 is plain gradient descent."""
+    """Decay rate of the velocity; 0 turns momentum off, and needs `nesterov = false`."""
     nesterov: bool = True
     """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     weight_decay: float = 0.0
     """Weight decay of matrices and larger tensors, added to the gradient; biases and norms do not decay."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale` for parameters by name; the first that matches counts."""
+    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
-    def check(self, job: Job) -> None:
+    def check(self, attachments: Attachments) -> None:
         positive(self, "lr")
         at_least_zero(self, "weight_decay", "momentum")
-        check_groups(self, self.groups, job)
+        momentum_of_nesterov(self)
+        check_groups(self, self.groups, attachments)
 
-    def apply(self, job: Job, seam: Seam) -> None:
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
         import torch
 
         from shoestring.optim.standard import factory
 
-        settings = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
-        job.build_with(factory(torch.optim.SGD, job, self.weight_decay, self.groups, settings))
+        settings = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
+        attachments.build_with(factory(torch.optim.SGD, attachments, self.weight_decay, self.groups, settings))

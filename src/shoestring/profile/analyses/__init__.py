@@ -1,4 +1,4 @@
-"""Analyses: functions from a profile to findings. `find` runs all of them."""
+"""Analyses: functions that take a profile and return findings. `find` runs all analyses."""
 
 from __future__ import annotations
 

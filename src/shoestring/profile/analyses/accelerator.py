@@ -1,24 +1,25 @@
-"""On an accelerator: gaps in which it waits for the next kernel to be launched, and copies that run alone."""
+"""Analyses of an accelerator's time: waits for the next kernel to be launched, and copies without overlap."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoestring.profile.analyses.reading import Place, Reading, milliseconds
+from shoestring.figures import nanoseconds, percent, seconds
+from shoestring.profile.analyses.reading import Place, Reading
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind
 
 IDLE = 0.3
-"""Share of its time in which the accelerator has nothing to run, at least."""
+"""Minimum fraction of the time that the accelerator must be idle for a finding."""
 SHORT = 20_000
-"""Nanoseconds of a kernel that is over before the next can be launched."""
+"""Nanoseconds; a kernel shorter than this ends before the next one can be launched."""
 ALONE = 0.05
-"""Share of the time that copies take beside which no kernel runs, at least."""
+"""Minimum share of the profiled time that copies must take while no kernel runs, for a finding."""
 
 
 def launch_bound(reading: Reading) -> list[Finding]:
-    """The line before whose kernels the accelerator waits longest, if these are so short that launching them is why."""
+    """Find the line whose kernels the accelerator waits for longest, if short kernels cause most of the waiting."""
     tree = reading.tree
     kernels = (tree.kind == NodeKind.KERNEL) & (tree.count > 0)
     short = kernels & (tree.device < SHORT * tree.count)
@@ -34,9 +35,9 @@ def launch_bound(reading: Reading) -> list[Finding]:
         reading.finding(
             "the accelerator waits for kernels to be launched",
             place,
-            f"It has nothing to run for {milliseconds(waited)}, {waited / (gaps + busy):.0%} of its time, before"
-            f" {count} kernels that take {tree.device[short].sum() / count / 1000:.1f} us each;"
-            f" {milliseconds(lines[place])} of that on this line.",
+            f"It has nothing to run for {nanoseconds(waited)}, {percent(waited / (gaps + busy))} of its time, before"
+            f" {count} kernels that take {seconds(tree.device[short].sum() / count / 1e9)} each;"
+            f" {nanoseconds(lines[place])} of that on this line.",
             "Launch many kernels at once: CUDA graphs, torch.compile(mode='reduce-overhead'), fused operators, larger"
             " batches.",
             None,
@@ -46,7 +47,7 @@ def launch_bound(reading: Reading) -> list[Finding]:
 
 
 def copies_alone(reading: Reading) -> list[Finding]:
-    """The line whose copies take longest while no kernel runs."""
+    """Find the line whose copies take longest while no kernel runs."""
     tree = reading.tree
     copies = (tree.kind == NodeKind.KERNEL) & (tree.alone > 0)
     taken = int(tree.alone[copies].sum())
@@ -59,8 +60,8 @@ def copies_alone(reading: Reading) -> list[Finding]:
         reading.finding(
             "copies run while the accelerator computes nothing",
             place,
-            f"Copies take {milliseconds(taken)}, {reading.share(taken):.0%} of the time, in which no kernel runs;"
-            f" {milliseconds(lines[place])} of that on this line.",
+            f"Copies take {reading.spent(taken)}, in which no kernel runs;"
+            f" {nanoseconds(lines[place])} of that on this line.",
             "Copy from pinned memory (pin_memory=True) with non_blocking=True, one batch ahead of the computation.",
             reading.gain("overlap", lines[place], nodes),
             nodes,
@@ -69,6 +70,7 @@ def copies_alone(reading: Reading) -> list[Finding]:
 
 
 def _by_line(reading: Reading, wanted: NDArray[np.bool_], time: Integers) -> dict[Place, int]:
+    """Sum `time` over the `wanted` nodes (a mask), by line."""
     lines: dict[Place, int] = {}
     for node in np.flatnonzero(wanted).tolist():
         lines[reading.place(node)] = lines.get(reading.place(node), 0) + int(time[node])

@@ -1,4 +1,4 @@
-"""Exposed communication: the step waits for collectives that could be fewer, or overlapped."""
+"""Exposed communication: steps wait for collectives that could be merged, or overlapped with computation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
+from shoestring.figures import nanoseconds, percent
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
@@ -17,7 +18,7 @@ _COLLECTIVE = re.compile(
     r"(?!init_process|new_|destroy_|_new|get_|is_|isend|irecv|batch_isend_irecv)"
 )
 _BEGUN = re.compile(r"/torch/distributed/distributed_c10d\.py\t(isend|irecv|batch_isend_irecv)$")
-"""What returns before anything has arrived."""
+"""Matches functions of torch.distributed that return before the data has arrived."""
 _BLOCKS = re.compile(r"/torch/distributed/distributed_c10d\.py\t(send|recv)$")
 _OPERATORS = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|communication)")
 
@@ -28,35 +29,35 @@ _ACCUMULATE = re.compile(r"AccumulateGrad$")
 _AVERAGED = re.compile(r"ddp\.reducer::copy_bucket_to_grad$")
 _BEGINS = re.compile(r"\b(batch_isend_irecv|isend|irecv)\(|async_op\s*=\s*True")
 ALWAYS = 0.9
-"""Gradients that are averaged, of those that a backward pass computes, where each pass averages."""
+"""Ratio of averaged to computed gradients; below it, some backward passes do not average (gradient accumulation)."""
 IN_BACKWARD = 0.32
-"""Share of the time that a backward pass that averages gradients spends outside of its functions, to be a finding."""
+"""Minimum share of the profiled time that the engine must spend outside backward functions, for a finding."""
 FARTHEST = 40
-"""Lines before one that waits, among which the one that begins is looked for."""
+"""Number of lines before a waiting line that are searched for the line that starts the communication."""
 SINGLE = 0.5
-"""Share of the time that waiting for one collective a step takes, from which on it is worth a change."""
+"""Minimum share of the profiled time that waiting for a single collective per step must take, for a finding."""
 AT_ONCE = 0.2
-"""The same where a line waits for what the function has just begun, and has computed nothing in between."""
+"""Minimum share of the profiled time, for a finding, of a line that waits for communication begun just before it."""
 TINY = 1024
-"""Elements of what is sent, up to which it is the latency that a step waits for."""
+"""Maximum number of elements of a message whose time is mostly latency."""
 
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:
-    """Lines on which the program waits for other ranks."""
+    """Find lines on which the program waits for other ranks."""
     yield from _collectives(reading)
     yield from _in_backward(reading)
 
 
 def _in_backward(reading: Reading) -> Iterator[Finding]:
-    """What the backward pass of DistributedDataParallel waits for: the engine's time that no function of it takes."""
+    """Find waits in the backward pass of DistributedDataParallel: time of the engine outside backward functions."""
     tree = reading.tree
     if not reading.matching(_DISTRIBUTED).any():
         return
     accumulates = reading.matching(_ACCUMULATE) & (tree.kind == NodeKind.BACKWARD)
     averaged = tree.count[reading.matching(_AVERAGED)].sum() / max(tree.count[accumulates].sum(), 1)
     if 0 < averaged < ALWAYS:
-        return  # it accumulates gradients, and averages them once
-    engine = reading.behind & reading.matching(_ACCUMULATE)  # after which a bucket is sent
+        return  # the program accumulates gradients over several passes, and averages them once
+    engine = reading.behind & reading.matching(_ACCUMULATE)  # where full buckets are sent
     engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
     waits: dict[Place, list[int]] = {}
     for node in np.flatnonzero(engine & (tree.own > 0)).tolist():
@@ -67,8 +68,8 @@ def _in_backward(reading: Reading) -> Iterator[Finding]:
             yield reading.finding(
                 "the backward pass waits for the averaging of gradients",
                 place,
-                f"After or between its functions, the backward pass waits {milliseconds(taken)},"
-                f" {reading.share(taken):.0%} of the time.",
+                f"After or between its functions, the backward pass waits {nanoseconds(taken)},"
+                f" {percent(reading.share(taken))} of the time.",
                 "Average less often (no_sync() while gradients are accumulated), in buckets that are sent while others"
                 " are computed (bucket_cap_mb), or in fewer bytes (a compressing communication hook).",
                 None,
@@ -103,12 +104,12 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
         small = _beside(reading, sent, waits)
         beside |= small
         taken += sum(int(tree.inclusive[waits[other]].sum()) for other in small)
-        each = max(calls / _steps(reading, sent), 1.0) + len(small)
-        many = each > 1.5
-        gain = taken * (1 - 0.5 / each) if many else taken
+        calls_per_step = max(calls / _steps(reading, sent), 1.0) + len(small)
+        many = calls_per_step > 1.5
+        gain = taken * (1 - 0.5 / calls_per_step) if many else taken
         waiting = ".wait(" in reading.text(place)
         if not many and waiting and (nodes or _meanwhile(reading, place)):
-            continue  # it has begun earlier
+            continue  # the communication has begun earlier, and overlaps with the work since
         saves = reading.gain("communication", gain, nodes)
         if reading.share(taken) < AT_ONCE if waiting and not many else saves.expected < (MATTERS if many else SINGLE):
             continue
@@ -116,29 +117,29 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
         yield reading.finding(
             "the step waits for communication",
             place,
-            f"{calls} collectives take {milliseconds(taken)}, {reading.share(taken):.0%} of the time, on this line,"
-            f" about {each:.0f} a step, and nothing overlaps them.",
+            f"{calls} collectives take {reading.spent(taken)}, on this line,"
+            f" about {calls_per_step:.0f} a step, and nothing overlaps them.",
             f"{fewer}Begin them early (async_op=True, DistributedDataParallel) and wait only where the result is used.",
-            saves if many else replace(saves, told=False),  # what can be done meanwhile is not known
+            saves if many else replace(saves, told=False),  # it is unknown how much other work could overlap
             nodes,
         )
 
 
 def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
-    """Of the program; where that is not known, as often as functions ran that communicate, by what they call least."""
+    """Number of steps; if unknown, the count of the least frequent call in the functions that communicate."""
     if reading.steps > 1:
         return reading.steps
     counts: dict[tuple[int, int], list[int]] = {call.frame: [] for call in sent}
     for call in reading.calls:
         if call.frame in counts:
             counts[call.frame].append(call.count)
-    return sum(min(each) for each in counts.values()) or 1
+    return sum(min(of_function) for of_function in counts.values()) or 1
 
 
 def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place, Sequence[int]]) -> set[Place]:
-    """Other lines of the function that send as little: what each step waits for is the latency of every one of them.
+    """Other lines that wait for small messages in the same function; their latencies add up in each step.
 
-    A question and its answer cannot be sent together.
+    Only messages in the same direction count, because a request and its answer cannot be sent together.
     """
     if not sent or any(call.elements > TINY or call.count < reading.steps for call in sent):
         return set()
@@ -150,11 +151,12 @@ def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place
 
 
 def _way(call: OperatorCall) -> str:
+    """The direction of a point-to-point message; empty for collectives."""
     return next((way for way in ("send", "recv") if way in call.name), "")
 
 
 def _meanwhile(reading: Reading, place: Place) -> bool:
-    """Whether the function does anything between the line that begins communication and this one, which waits."""
+    """Whether the function computes anything between starting a communication and `place`, which waits for it."""
     tree, (file, line) = reading.tree, place
     begun = [number for number in range(line - FARTHEST, line) if _BEGINS.search(reading.text((file, number)))]
     begins = reading.matching(_BEGUN)

@@ -1,33 +1,34 @@
-"""Repeated copies: values go to an accelerator and back, one by one, or through Python's lists."""
+"""Repeated copies: tensors move to another device and back one at a time, or become Python lists and back."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
+from shoestring.figures import nanoseconds, percent
 from shoestring.profile.analyses.layout import copying
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest, milliseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest
 from shoestring.profile.analyses.statements import Text, called, names_read
 from shoestring.profile.findings import Finding
 
 COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::cpu", "aten::cuda"})
 OFTEN = 4.0
-"""Copies that one line makes in a step, from which on it is a loop."""
+"""Minimum number of copies per step that a line in a loop must make, for a finding."""
 _FROM_LISTS = re.compile(r"\b(tensor|as_tensor|FloatTensor|LongTensor)\(")
 
 
 def repeated_copies(reading: Reading) -> Iterator[Finding]:
-    """Lines that copy between devices again and again, and tensors that are made of lists that were tensors."""
+    """Find lines that repeatedly copy between devices, or make tensors of lists that were made of tensors."""
     copies = copying(reading)
-    moved = [call for call in reading.calls if call.name in COPIES and copies[call.node] and _between_devices(call)]
+    moved = [
+        call
+        for call in reading.calls
+        if call.name in COPIES and copies[call.node] and call.given and call.made and call.place[0]
+        if call.given[0].device != call.made[0].device
+    ]
     yield from _back_and_forth(reading, moved)
     yield from _in_a_loop(reading, moved)
     yield from _through_lists(reading)
-
-
-def _between_devices(call: OperatorCall) -> bool:
-    given, made = call.given, call.made
-    return bool(given and made and call.place[0] and given[0].device != made[0].device)
 
 
 def _back_and_forth(reading: Reading, moved: list[OperatorCall]) -> Iterator[Finding]:
@@ -36,7 +37,7 @@ def _back_and_forth(reading: Reading, moved: list[OperatorCall]) -> Iterator[Fin
         functions.setdefault(call.frame, []).append(call)
     for calls in functions.values():
         ways = {(call.given[0].device, call.made[0].device, call.made[0].elements): call for call in calls}
-        back = [call for (given, made, size), call in ways.items() if (made, given, size) in ways]
+        back = [call for (source, target, size), call in ways.items() if (target, source, size) in ways]
         if back:
             yield _finding(
                 reading,
@@ -63,8 +64,8 @@ def _finding(reading: Reading, title: str, calls: list[OperatorCall], advice: st
     return reading.finding(
         title,
         costliest(calls).place,
-        f"{sum(call.count for call in calls)} copies from {ways} take {milliseconds(taken)},"
-        f" {reading.share(taken):.0%} of the time.",
+        f"{sum(call.count for call in calls)} copies from {ways} take {nanoseconds(taken)},"
+        f" {percent(reading.share(taken))} of the time.",
         advice,
         reading.gain("copies", taken, nodes),
         nodes,
@@ -72,7 +73,7 @@ def _finding(reading: Reading, title: str, calls: list[OperatorCall], advice: st
 
 
 def _through_lists(reading: Reading) -> Iterator[Finding]:
-    """Lines that make a tensor of what the same function has taken out of one, value by value."""
+    """Find lines that make a tensor of values that the same function has taken out of another tensor."""
     for place, python in reading.line_itself.items():
         text = reading.syntax(place[0])
         statement = text.at(place[1]) if text else None
@@ -82,7 +83,7 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
         calls = [call for call in reading.calls if call.place == place]
         if not calls or (not names_read(statement) & lists and "tolist" not in called(statement)):
             continue
-        lines = {(place[0], each.lineno) for each in text.statements if "tolist" in called(each)}
+        lines = {(place[0], other.lineno) for other in text.statements if "tolist" in called(other)}
         taken = python + sum(call.forward for call in calls)
         taken += sum(reading.line_itself.get(line, 0) for line in lines - {place})
         nodes = [call.node for call in calls]
@@ -91,8 +92,8 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
             yield reading.finding(
                 "a tensor goes through a list of Python and becomes one again",
                 place,
-                f"Taking values out of a tensor and making one of them takes {milliseconds(taken)},"
-                f" {reading.share(taken):.0%} of the time; on an accelerator each step waits for both copies.",
+                f"Taking values out of a tensor and making one of them takes {nanoseconds(taken)},"
+                f" {percent(reading.share(taken))} of the time; on an accelerator each step waits for both copies.",
                 "Compute with the tensor itself: indexing, torch.where and sorting need no lists.",
                 saves,
                 nodes,
@@ -100,16 +101,13 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
 
 
 def _taken_out(text: Text, function: object) -> set[str]:
-    """Names in a function that have what was taken out of a tensor, or was made of that."""
-    found = set[str]()
-    for _ in range(3):
+    """Names in a function whose values were taken out of a tensor, or computed from such values."""
+    names = set[str]()
+    for _ in range(3):  # names may depend on each other, in any order of lines
         for statement in text.statements:
             if text.function(statement) is function and hasattr(statement, "targets"):
                 value = statement.value
-                if value is not None and ("tolist" in called(value) or names_read(value) & found):
-                    found |= {name for target in getattr(statement, "targets", ()) for name in _written(target)}
-    return found
-
-
-def _written(target: object) -> set[str]:
-    return {target.id} if hasattr(target, "id") else set()
+                if value is not None and ("tolist" in called(value) or names_read(value) & names):
+                    targets = getattr(statement, "targets", ())
+                    names |= {target.id for target in targets if hasattr(target, "id")}
+    return names

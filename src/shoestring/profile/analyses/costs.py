@@ -1,4 +1,4 @@
-"""What operators cost on a CPU, relative to each other: `cpu.json`, as `benchmarks/profile/baselines.py` wrote it."""
+"""Relative costs of operators on a CPU, from `cpu.json`, which `benchmarks/profile/baselines.py` wrote."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LIKE = {
     "aten::tanh": "tan atan sinh cosh",
     "aten::softplus": "log_sigmoid logaddexp",
 }
-"""Operators that take about as long as one of the table does, because they compute much the same."""
+"""Maps operators without costs to operators in the table that take about as long."""
 LARGEST = 1 << 28
-"""Elements beyond which a size is not searched for."""
+"""Largest number of elements that `elements_of` searches."""
 
 
 @cache
@@ -43,7 +43,7 @@ def known(name: str, direction: Direction = "forward") -> bool:
 
 
 def nanoseconds(name: str, direction: Direction, elements: float) -> float:
-    """Of one call, on a tensor of this many elements: between measured sizes and beyond them on straight lines.
+    """Nanoseconds of a call on a tensor of `elements` elements, interpolated or extrapolated linearly.
 
     Raises:
         KeyError: the operator is not in the table.
@@ -56,16 +56,16 @@ def nanoseconds(name: str, direction: Direction, elements: float) -> float:
     for (low, before), (high, after) in pairwise(points):
         if elements <= high or high == points[-1][0]:
             return before + (after - before) * (elements - low) / (high - low)
-    raise AssertionError("a table of fewer than two sizes")
+    raise AssertionError("the table of costs has fewer than two sizes")
 
 
 def ratio(name: str) -> float:
-    """Time of a gradient over that of its operator, at most: at the size of the table where it is largest."""
+    """The largest ratio of backward to forward time of an operator, over the sizes in the table."""
     return max(nanoseconds(name, "backward", size) / nanoseconds(name, "forward", size) for size in _table()[0])
 
 
 def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: float) -> float:
-    """Nanoseconds of (operator, calls); those that are not in the table count as `aten::mul`."""
+    """Nanoseconds of (operator, number of calls) pairs; operators outside the table count as `aten::mul`."""
     return sum(
         count * nanoseconds(name if known(name, direction) else "aten::mul", direction, elements)
         for name, count in calls
@@ -73,12 +73,12 @@ def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: fl
 
 
 def elements_of(calls: Iterable[tuple[str, float]], measured: float, known: float = 0) -> tuple[float, float]:
-    """How many elements calls had that took `measured` nanoseconds forward, and this machine's time over the table's.
+    """The number of elements per call, and the ratio of times on this machine to times in the table.
 
     Args:
-        calls: operator and number of calls.
-        measured: nanoseconds of all.
-        known: elements, where they were recorded; else they are those with which the table has the same time.
+        calls: operators and their numbers of calls.
+        measured: nanoseconds of all calls, forward.
+        known: recorded number of elements; 0 searches the number for which the table has the measured time.
     """
     counted = list(calls)
     if known:

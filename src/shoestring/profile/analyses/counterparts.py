@@ -1,4 +1,4 @@
-"""Operators of torch on arrays of numpy, in double precision. A reduction keeps its dimension."""
+"""Implements torch's operators on numpy arrays, in double precision. Reduced dimensions are kept, with size 1."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def number(array: Array) -> Array:
 
 
 def leaky_relu(x: Array, y: Array) -> Array:
-    """With the slope that a value has below zero."""
+    """Leaky ReLU of x, with the negative slope fitted to the result y; NaN if no slope fits."""
     if x.shape != y.shape or not (x < 0).any():
         return np.full_like(x, np.nan)
     slope = np.median(y[x < 0] / x[x < 0])
@@ -109,19 +109,23 @@ def bce(p: Array, t: Array) -> Array:
 
 
 def huber(x: Array, target: Array, y: Array) -> Array:
-    """With the `delta` of F.huber_loss, or the `beta` of F.smooth_l1_loss, that the largest error of a value has."""
+    """Huber or smooth L1 loss, with the `delta` or `beta` fitted to the result y at the largest error.
+
+    Returns the loss that is closer to y; NaN if neither parameter is plausible.
+    """
     size = np.abs(x - target)
     if y.shape != size.shape:
         return np.full_like(x, np.nan)
     most = np.argmax(size)
     d, loss = float(size.flat[most]), float(y.flat[most])
     delta, beta = d - math.sqrt(max(d * d - 2 * loss, 0.0)), 2 * (d - loss)
-    found = [np.full_like(x, np.nan)]
+    candidates = [np.full_like(x, np.nan)]
     if 0.05 < (size < delta).mean() < 0.95:
-        found.append(np.where(size < delta, 0.5 * size**2, delta * (size - 0.5 * delta)))
+        candidates.append(np.where(size < delta, 0.5 * size**2, delta * (size - 0.5 * delta)))
     if 0.05 < (size < beta).mean() < 0.95:
-        found.append(np.where(size < beta, 0.5 * size**2 / beta, size - 0.5 * beta))
-    return min(found[::-1], key=lambda each: float(np.abs(each - y).max()))
+        candidates.append(np.where(size < beta, 0.5 * size**2 / beta, size - 0.5 * beta))
+    # `min` returns its first item if that is compared with NaN, so the array of NaN must come last
+    return min(candidates[::-1], key=lambda candidate: float(np.abs(candidate - y).max()))
 
 
 def masked_softmax(x: Array, mask: Array, axis: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Gradients kept in evaluation: a forward pass records what a backward pass would need, and none follows."""
+"""Evaluation with autograd: a forward pass saves tensors for a backward pass that never runs."""
 
 from __future__ import annotations
 
@@ -8,47 +8,55 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from shoestring.figures import nanoseconds
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import OperatorCall, Place, Reading, milliseconds
-from shoestring.profile.analyses.statements import Function, Loop, Text
+from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
+from shoestring.profile.analyses.statements import Function, Loop
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind, totals
 
 SHARE = 0.08
-"""Of the time, what such a forward pass takes at least."""
+"""Minimum share of the profiled time that such a forward pass must take, for a finding."""
 MOSTLY = 0.9
+"""Fraction of the time of such forward passes that must lie below one function for it to be taken as their caller."""
 
 
 def kept_gradients(reading: Reading) -> Iterator[Finding]:
-    """Lines that run a forward pass with gradients of which no backward pass is run."""
+    """Find lines that run a forward pass with autograd enabled, but no backward pass."""
     tree = reading.tree
     useless = np.zeros(len(tree), np.int64)
     for call in reading.calls:
         useless[call.node] = call.forward if call.graphed else 0
-    kept = totals(tree.parent, useless)
+    graphed = totals(tree.parent, useless)
     own = (reading.lines == np.arange(len(tree))) & (tree.kind == NodeKind.PYTHON) & ~reading.behind
-    for node in reading.topmost(own & (kept > 0) & (reading.gradients == 0)):
-        if reading.share(int(kept[node])) >= SHARE:
-            yield _finding(reading, _of_one_function(reading, own, kept, node), kept)
+    for node in reading.topmost(own & (graphed > 0) & (reading.gradients == 0)):
+        if reading.share(int(graphed[node])) >= SHARE:
+            yield _finding(reading, _of_one_function(reading, own, graphed, node), graphed)
 
 
-def _of_one_function(reading: Reading, own: NDArray[np.bool_], kept: Integers, node: int) -> list[int]:
-    """The lines of the function that calls the model, from a line above them."""
+def _of_one_function(reading: Reading, own: NDArray[np.bool_], graphed: Integers, node: int) -> list[int]:
+    """Descend from a line to the lines of the function that calls the model.
+
+    Args:
+        own: mask of the program's own lines.
+        graphed: for each node, nanoseconds of the operators at and below it that recorded functions for a backward
+            pass.
+    """
     tree, nodes = reading.tree, [node]
     while True:
-        inside = [
-            each for each in np.flatnonzero(own & (kept > 0)).tolist() if _nearest_own(reading, own, each) in nodes
-        ]
-        calls = max(nodes, key=lambda each: kept[each])
-        functions = {int(tree.name[each]) for each in inside if kept[each] > (1 - MOSTLY) * kept[calls]}
-        below = sum(int(kept[each]) for each in inside)
-        enters = below >= MOSTLY * sum(int(kept[each]) for each in nodes) and len(functions) == 1
+        candidates = np.flatnonzero(own & (graphed > 0)).tolist()
+        inside = [line for line in candidates if _nearest_own(reading, own, line) in nodes]
+        calls = max(nodes, key=lambda line: graphed[line])
+        functions = {int(tree.name[line]) for line in inside if graphed[line] > (1 - MOSTLY) * graphed[calls]}
+        below = sum(int(graphed[line]) for line in inside)
+        enters = below >= MOSTLY * sum(int(graphed[line]) for line in nodes) and len(functions) == 1
         if not (enters and _evaluates(reading, calls, tree.names[functions.pop()])):
             return nodes
         nodes = inside
 
 
 def _nearest_own(reading: Reading, own: NDArray[np.bool_], node: int) -> int:
+    """The nearest node above `node` that is a line of the program's own code; the root if there is none."""
     above = int(reading.tree.parent[node])
     while above > 0 and not own[above]:
         above = int(reading.tree.parent[above])
@@ -56,23 +64,25 @@ def _nearest_own(reading: Reading, own: NDArray[np.bool_], node: int) -> int:
 
 
 def _evaluates(reading: Reading, line: int, name: str) -> bool:
-    """Whether a function that a line calls is a part of the program that evaluates, and no part of the model."""
+    """Whether the function that a line calls belongs to the evaluation code rather than to the model."""
     file, _, function = name.partition("\t")
     if function.rpartition(".")[2] in ("forward", "__call__"):
         return False
     outer, inner = reading.syntax(reading.place(line)[0]), reading.syntax(file)
     statement = outer.at(reading.place(line)[1]) if outer else None
     looped = outer is not None and statement is not None and outer.loop(statement) is not None
-    return not looped or (inner is not None and _loops(inner, function.rpartition(".")[2]))
+    if not looped:
+        return True
+    # a function that is called in a loop belongs to the evaluation code only if it has a loop itself
+    for node in ast.walk(inner.module) if inner else ():
+        named = isinstance(node, Function) and node.name == function.rpartition(".")[2]
+        if named and any(isinstance(part, Loop) for part in ast.walk(node)):
+            return True
+    return False
 
 
-def _loops(text: Text, function: str) -> bool:
-    named = [node for node in ast.walk(text.module) if isinstance(node, Function) and node.name == function]
-    return any(isinstance(each, Loop) for node in named for each in ast.walk(node))
-
-
-def _finding(reading: Reading, nodes: list[int], kept: Integers) -> Finding:
-    line = max(nodes, key=lambda each: kept[each])
+def _finding(reading: Reading, nodes: list[int], graphed: Integers) -> Finding:
+    line = max(nodes, key=lambda node: graphed[node])
     inside = np.zeros(len(reading.tree), bool)
     for node in nodes:
         inside |= reading.below(node)
@@ -83,7 +93,7 @@ def _finding(reading: Reading, nodes: list[int], kept: Integers) -> Finding:
         "a forward pass that no backward pass follows keeps what gradients would need",
         place,
         f"{functions} functions of a backward pass are recorded below this line, whose operators take"
-        f" {milliseconds(sum(call.forward for call in calls))}, and none of them runs.",
+        f" {nanoseconds(sum(call.forward for call in calls))}, and none of them runs.",
         "Evaluate within torch.inference_mode() (or torch.no_grad()), which records nothing and frees each result as"
         " soon as it is used.",
         reading.gain("evaluation", sum(_recording(reading, call) for call in calls), [call.node for call in calls]),
@@ -92,8 +102,9 @@ def _finding(reading: Reading, nodes: list[int], kept: Integers) -> Finding:
 
 
 def _recording(reading: Reading, call: OperatorCall) -> float:
-    """Nanoseconds that an operator's calls take longer because they record for the backward pass."""
+    """Additional nanoseconds of an operator's calls that are due to autograd recording them."""
     nodes = reading.below(call.node)
     recorded = int(reading.tree.graphed[nodes].sum())
-    each = costs.nanoseconds("recording", "forward", call.made[0].elements if call.made else call.elements or 1)
-    return min(recorded * reading.slower * each, 0.9 * call.forward + reading.slower * each * recorded)
+    elements = call.made[0].elements if call.made else call.elements or 1
+    taken = reading.slower * recorded * costs.nanoseconds("recording", "forward", elements)
+    return min(taken, 0.9 * call.forward + taken)

@@ -1,6 +1,6 @@
-"""Formulas that a function of the program spells out, known by what they compute and not by how they are spelt.
+"""Recognizes formulas that a program writes out by hand; it compares their results, not their text.
 
-Where a value that a function computes equals an operator of torch, applied to other values of it, the function computes
+If a value in a function equals an operator of torch applied to other values of that function, the function computes
 that operator by hand.
 """
 
@@ -20,29 +20,29 @@ from shoestring.profile.analyses.interpreting import SHAPE, Interpreter, Value
 from shoestring.profile.analyses.statements import Function, Text
 
 TOLERANCE = 1e-4
-"""Relative. Formulas add a small number where they divide, and round their constants."""
+"""Relative tolerance of equality: formulas add a small number before they divide, and round their constants."""
 DEEPEST = 40
-"""Values that one is computed from, at most: what is larger is no formula."""
+"""Maximum number of intermediate values between the inputs of a formula and its result."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """An operator of torch that a function spells out."""
+    """An operator of torch that a function computes by hand."""
 
     operator: str
-    """As `costs` knows it."""
+    """Name of the operator, as in the table of `costs`."""
     instead: str
-    """How it is called."""
+    """Call that replaces the formula, as source text."""
     parts: tuple[Value, ...]
-    """What is computed on the way, the result last."""
+    """Intermediate values of the formula; its result is the last."""
 
     @property
     def lines(self) -> set[int]:
-        """Of the statements that it is spelt out in."""
+        """Lines of the statements that compute the formula."""
         return {line for part in self.parts for line in part.lines}
 
     def has(self, name: str, line: int) -> bool:
-        """Whether an operator that is called on a line is a part of it."""
+        """Whether the call of operator `name` on line `line` is part of the formula."""
         return any(line in part.lines and name in _NAMES.get(part.operator, {part.operator}) for part in self.parts)
 
 
@@ -58,27 +58,27 @@ _NAMES = {
     "logsigmoid": {"log_sigmoid"},
     "norm": {"norm", "linalg_vector_norm"},
 }
-"""As what the parts of a formula may be called, where that is not their own name."""
+"""Maps operators in a formula to the names under which they may be recorded, if these differ."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """An operator of torch."""
+    """An operator of torch that can be recognized."""
 
     operator: str
-    """As `costs` knows it."""
+    """Name of the operator, as in the table of `costs`."""
     instead: str
     compute: Callable[..., Array]
     axes: bool = False
-    """Whether it is over a dimension."""
+    """Whether the operator reduces or normalizes over dimensions."""
     loss: bool = False
-    """Whether it is a loss, whose sign may be changed after a sum or mean."""
+    """Whether the operator is a loss; a program may negate a loss before or after its sum or mean."""
     fits: bool = False
-    """Whether it has a constant, for which it must be given the result as well."""
+    """Whether `compute` also takes the result of the formula, to fit a constant to it."""
     least: int = 3
-    """Operators that spell it out, at least."""
+    """Minimum number of operators in a formula for this operator."""
     uses: frozenset[str] = frozenset()
-    """Operators without one of which it is another formula that happens to give the same; any, where empty."""
+    """Operators of which the formula must use one, because equality without them is a coincidence; empty for none."""
 
 
 _EXPONENTIALS = frozenset({"exp", "softmax", "log_softmax", "logsumexp"})
@@ -119,26 +119,26 @@ KNOWN_OF_TWO = (
 )
 BATCH_NORM = Known("aten::layer_norm", "F.batch_norm", counterparts.batch_norm)
 EPSILONS = (1e-5, 1e-3, 1e-6, 0.0)
-"""Of batch norm, added to a variance that may be small."""
+"""Values of `eps` that are tried for batch norm."""
 AXES = tuple(axes for count in (1, 2, 3) for axes in combinations(range(len(SHAPE)), count))
 
 
-def spelt_out(text: Text, scope: Function | ast.Lambda | ast.Module) -> list[Formula]:
-    """The formulas of a function, the largest first, none a part of another."""
+def spelt_out(text: Text, scope: Function | ast.Module) -> list[Formula]:
+    """The formulas in a function, the largest first; formulas that overlap a larger one are left out."""
     try:
         values = Interpreter(text).function(scope)
-    except RecursionError:  # an expression that is nested too deeply for a formula
+    except RecursionError:  # an expression is nested too deeply to be a formula
         return []
-    found = [formula for value in values for formula in _formulas(value)]
+    formulas = [formula for value in values for formula in _formulas(value)]
     chosen: list[Formula] = []
-    for formula in sorted(found, key=lambda formula: -len(formula.parts)):
+    for formula in sorted(formulas, key=lambda formula: -len(formula.parts)):
         if not any(set(formula.parts) & set(other.parts) for other in chosen):
             chosen.append(formula)
     return chosen
 
 
 def _formulas(result: Value) -> Iterator[Formula]:
-    """What a value is of others."""
+    """Find operators that map one, two or (batch norm) five of the values below `result` to `result`."""
     below = _below(result)
     if not 2 <= len(below) <= DEEPEST or (result.array.shape != SHAPE and result.array.size == 1):
         return
@@ -151,15 +151,16 @@ def _formulas(result: Value) -> Iterator[Formula]:
         parts = _between(result, pair)
         if parts is not None and all(pair[0] is not part and pair[1] is not part for part in parts):
             yield from _known(KNOWN_OF_TWO, result, pair, parts)
-    given = [value for value in below if value.given]
-    if len(given) == 5:
-        for order in permutations(given):
-            yield from _known((BATCH_NORM,), result, order, _between(result, given) or ())
+    inputs = [value for value in below if value.given]
+    if len(inputs) == 5:
+        for order in permutations(inputs):
+            yield from _known((BATCH_NORM,), result, order, _between(result, inputs) or ())
 
 
-def _known(known: Sequence[Known], result: Value, of: Sequence[Value], parts: Sequence[Value]) -> Iterator[Formula]:
-    arrays, operators = [number(value.array) for value in of], {part.operator for part in parts}
-    if any(_equal(array, result.array) for array in arrays):  # so would any function be that is x for large x
+def _known(known: Sequence[Known], result: Value, inputs: Sequence[Value], parts: Sequence[Value]) -> Iterator[Formula]:
+    """Formulas for those operators in `known` that map `inputs` to `result`."""
+    arrays, operators = [number(value.array) for value in inputs], {part.operator for part in parts}
+    if any(_equal(array, result.array) for array in arrays):  # ReLU-like functions of large x return x
         return
     for operator in known:
         itself = operator.operator.removeprefix("aten::") in operators and not operator.loss
@@ -171,40 +172,40 @@ def _known(known: Sequence[Known], result: Value, of: Sequence[Value], parts: Se
         elif operator is BATCH_NORM:
             more = [(epsilon,) for epsilon in EPSILONS]
         with np.errstate(all="ignore"):
-            computed = [operator.compute(*arrays, *each) for each in more]
+            computed = [operator.compute(*arrays, *extra) for extra in more]
             if any(
                 _equal(array, result.array) or (operator.loss and _equal(-array, result.array)) for array in computed
             ):
                 yield Formula(operator.operator, operator.instead, tuple(parts))
 
 
-def _equal(one: Array, other: Array) -> bool:
-    """Whether they are the same where they are numbers, which is in most places."""
-    if one.shape != other.shape or other.dtype == bool:
+def _equal(left: Array, right: Array) -> bool:
+    """Whether two arrays are equal within tolerance, and finite at the same positions and at enough of these."""
+    if left.shape != right.shape or right.dtype == bool:
         return False
-    numbers = np.isfinite(one)
-    if numbers.mean() < 0.3 or (numbers != np.isfinite(other)).any():
+    numbers = np.isfinite(left)
+    if numbers.mean() < 0.3 or (numbers != np.isfinite(right)).any():
         return False
     with np.errstate(all="ignore"):
-        near = TOLERANCE * min(float(other[numbers].std()), 1.0)
-    return bool(np.allclose(one[numbers], other[numbers], rtol=TOLERANCE, atol=near))
+        near = TOLERANCE * min(float(right[numbers].std()), 1.0)
+    return bool(np.allclose(left[numbers], right[numbers], rtol=TOLERANCE, atol=near))
 
 
 def _below(result: Value) -> list[Value]:
-    """A value and those that it is computed from, without constants."""
-    found: dict[Value, None] = {}
+    """`result` and all values that it is computed from, without constants."""
+    values: dict[Value, None] = {}
     stack = [result]
-    while stack and len(found) <= DEEPEST:
+    while stack and len(values) <= DEEPEST:
         value = stack.pop()
-        if value not in found and value.array.ndim:
-            found[value] = None
+        if value not in values and value.array.ndim:
+            values[value] = None
             stack.extend(value.of)
-    return list(found)
+    return list(values)
 
 
 def _between(result: Value, ends: Sequence[Value]) -> list[Value] | None:
-    """What is computed from `ends` on the way to a value; None where it depends on anything else, or on one not."""
-    found: dict[Value, None] = {}
+    """The values computed between `ends` and `result`; None if `result` has other inputs or lacks one of `ends`."""
+    values: dict[Value, None] = {}
     reached = set[Value]()
     stack = [result]
     while stack:
@@ -213,7 +214,7 @@ def _between(result: Value, ends: Sequence[Value]) -> list[Value] | None:
             reached.add(value)
         elif value.given:
             return None
-        elif value not in found and value.array.ndim:
-            found[value] = None
+        elif value not in values and value.array.ndim:
+            values[value] = None
             stack.extend(value.of)
-    return list(found)[::-1] if len(reached) == len(ends) else None
+    return list(values)[::-1] if len(reached) == len(ends) else None

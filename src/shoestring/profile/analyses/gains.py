@@ -1,8 +1,8 @@
-"""Predicted gains as intervals: an estimate, and how far such estimates were from gains that were measured.
+"""Predicted gains as intervals: an estimate, widened by the known errors of such estimates.
 
-`calibration.json` has of each analysis the errors of its estimates on the programs that its author planted, as
-`benchmarks/profile/calibration.py` measured them: the gain after the fix less the estimate, both as log odds of a share
-of the time, their mean and their spread.
+`calibration.json` has the errors of each analysis on programs with planted faults, as measured by
+`benchmarks/profile/calibration.py`. An error is the log odds of the measured gain minus the log odds of the estimate
+(both are shares of the time); the file has mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -14,55 +14,56 @@ from functools import cache
 from pathlib import Path
 
 LIKELY = 1.4
-"""Standard deviations either way: an interval is to have the gain in it in five of six cases."""
+"""Half width of an interval in standard deviations, so that it contains the gain in five of six cases."""
 
 LARGEST = 0.995
-"""Share of the time that a change is taken to save at most."""
+"""Largest share of the time that a change is assumed to save."""
+
+TOLD = 0.98
+"""Largest share of the time that is shown as a gain (50 times as fast); larger gains depend on remaining work that is
+too short to measure."""
 
 WIDEST = 1.5
-"""Most over least of an interval that is told. What is known less well has no figure: what the lines take, which the
-evidence says, then tells as much."""
+"""Largest ratio of the upper to the lower end of an interval that is shown. A less certain gain is not shown, because
+it says no more than the time of the lines, which the evidence states."""
 
 
 @dataclass(frozen=True)
 class PredictedGain:
-    """What a change saves, as shares of the time."""
+    """The predicted saving of a change, as shares of the profiled time: expected value and interval."""
 
     expected: float
     least: float
     most: float
     told: bool = True
-    """Whether it may have a figure: how much of a wait can be hidden depends on what else there is to do."""
+    """Whether the gain may be shown; False for waits, because other work decides how much of them can be overlapped."""
 
     @property
     def figure(self) -> tuple[float, float] | None:
-        """Least and most, if that says enough."""
+        """The interval (`least`, `most`) if it is narrow enough to be shown; otherwise None."""
         known = self.told and self.expected > 0 and self.most <= WIDEST * self.least
         return (self.least, self.most) if known else None
 
 
 @cache
 def errors() -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of the errors by analysis; that of all analyses has an empty name."""
-    return {name: tuple(pair) for name, pair in json.loads(_path().read_text()).items()}
-
-
-def _path() -> Path:
-    return Path(__file__).with_name("calibration.json")
+    """Mean and standard deviation of the errors by analysis; the empty name stands for all analyses together."""
+    table = json.loads(Path(__file__).with_name("calibration.json").read_text())
+    return {name: tuple(pair) for name, pair in table.items()}
 
 
 def log_odds(share: float) -> float:
-    """Of a share of the time, which is taken to be neither nothing nor all of it."""
+    """Log odds of a share of the time, clipped to avoid 0 and 1."""
     share = min(max(share, 1e-9), LARGEST)
     return math.log(share / (1 - share))
 
 
 def gain(analysis: str, share: float, spread: float = 0.0) -> PredictedGain:
-    """What a change saves.
+    """Predict the share of the time that a change saves, as an interval.
 
     Args:
-        share: the estimate.
-        spread: its standard error from one run to the next.
+        share: the estimate, as a share of the time.
+        spread: standard error of the estimate between runs.
     """
     if share <= 0:
         return PredictedGain(0.0, 0.0, 0.0)
@@ -70,15 +71,11 @@ def gain(analysis: str, share: float, spread: float = 0.0) -> PredictedGain:
     share = min(share, LARGEST)
     half = LIKELY * math.hypot(error, spread / (share * (1 - share)))
     middle = log_odds(share) + mean
-    least, expected, most = (min(_share(middle + way * half), LARGEST) for way in (-1, 0, 1))
+    least, expected, most = (min(1 / (1 + math.exp(-odds)), TOLD) for odds in (middle - half, middle, middle + half))
     return PredictedGain(expected, least, most)
 
 
 def estimate(analysis: str, expected: float) -> float:
-    """Log odds of the estimate of which the gain that is expected was made."""
+    """Log odds of the estimate from which `gain` computed an expected gain."""
     mean, _ = errors().get(analysis, errors()[""])
     return log_odds(expected) - mean
-
-
-def _share(odds: float) -> float:
-    return 1 / (1 + math.exp(-odds))

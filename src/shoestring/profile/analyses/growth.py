@@ -1,10 +1,11 @@
-"""Allocation growth: the process holds more and more, as something keeps what each step made."""
+"""Memory growth: the process allocates more and more memory, because something holds the results of each step."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from shoestring import figures
 from shoestring.profile.analyses.drift import rising
 from shoestring.profile.analyses.reading import Place, Reading
 from shoestring.profile.analyses.statements import Loop, Text, called, names_read
@@ -12,28 +13,29 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 FEWEST = 8
-"""Moments at which memory was looked at."""
+"""Minimum number of measurements of memory."""
 LEAST, SHARE = 24 << 20, 0.05
-"""Bytes of the growth, and its part of what is held."""
+"""Minimum growth, in bytes and as a fraction of the allocated memory, for a finding."""
 SETTLED = 0.25
-"""Part of the time after which a program's buffers are there."""
+"""Fraction of the run after which a program is assumed to have allocated its buffers."""
 _PLAIN = {"item", "float", "int", "len", "str", "bool", "tolist", "append", "perf_counter", "time"}
 
 
 def growths(reading: Reading) -> Iterator[Finding]:
-    """The line that keeps what each step made, where memory grows to the end."""
+    """Find the line that holds the results of each step, if memory grows until the end."""
     memory = reading.profile.facts.memory
-    held = [each.allocated for each in memory if each.seconds >= SETTLED * memory[-1].seconds]
+    held = [moment.allocated for moment in memory if moment.seconds >= SETTLED * memory[-1].seconds]
     grown = held[-1] - held[0] if held else 0
-    if len(held) < FEWEST or grown < max(LEAST, SHARE * held[-1]) or not rising([float(each) for each in held]):
+    if len(held) < FEWEST or grown < max(LEAST, SHARE * held[-1]) or not rising(list(map(float, held))):
         return
-    keepers = sorted(_keepers(reading), key=lambda keeper: -keeper[1])
+    keepers = sorted(_keepers(reading, _step_lines(reading)), key=lambda keeper: -keeper[1])
     if not keepers:
         return
     yield reading.finding(
         "memory grows with every step",
         keepers[0][0],
-        f"The process held {held[0] >> 20} MiB after a quarter of the time and {held[-1] >> 20} MiB at the end, and"
+        f"The process held {figures.memory(held[0])} after a quarter of the time and {figures.memory(held[-1])} at the"
+        " end, and"
         " rose throughout; this line keeps what each step made.",
         "Keep numbers instead of tensors (item()), or detach() what is kept from the graph that made it, or bound what"
         " is kept to the last few.",
@@ -41,12 +43,47 @@ def growths(reading: Reading) -> Iterator[Finding]:
     )
 
 
-def _keepers(reading: Reading) -> Iterator[tuple[Place, float]]:
-    """Statements that ran and add to what outlives a step, with how likely it is that they hold much."""
-    ran = {
-        tuple(reading.tree.names[name].split("\t"))
-        for name in set(reading.tree.name[reading.tree.kind == NodeKind.PYTHON].tolist())
+def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
+    """Lines of the loop over training steps, and (file, name) of the functions that the loop calls.
+
+    The loop over steps is the outermost loop in which an optimizer steps; without optimizers, the loop that takes most
+    time.
+    """
+    tree = reading.tree
+    loops: dict[Place, Loop] = {}
+    within: dict[Place, int] = {}
+    head = [("", 0)] * len(tree)  # (file, line) of the outermost loop around each node
+    for node in range(1, len(tree)):
+        head[node] = head[int(tree.parent[node])]
+        if reading.lines[node] != node:
+            continue
+        file, line = reading.place(node)
+        text = reading.syntax(file)
+        around = [loop for loop in text.loops if loop.lineno <= line <= (loop.end_lineno or 0)] if text else []
+        if around and not head[node][0]:
+            outermost = min(around, key=lambda loop: loop.lineno)
+            head[node] = file, outermost.lineno
+            loops[head[node]] = outermost
+    for node in range(1, len(tree)):
+        if head[node][0]:
+            within[head[node]] = within.get(head[node], 0) + int(tree.own[node])
+    stepping = {head[node] for node in reading.spans if head[node][0]}
+    chosen = max(stepping or within, key=lambda loop: within.get(loop, 0), default=None)
+    if chosen is None:
+        return set(), set()
+    last = loops[chosen].end_lineno or chosen[1]
+    lines = {(chosen[0], line) for line in range(chosen[1], last + 1)}
+    functions = {
+        (tree.place(node)[0], reading.names(node).partition("\t")[2].rpartition(".")[2])
+        for node in range(1, len(tree))
+        if head[node] == chosen and tree.kind[node] == NodeKind.PYTHON and tree.place(node) not in lines
     }
+    return lines, functions
+
+
+def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -> Iterator[tuple[Place, float]]:
+    """Statements in the loop over steps that add to an object that outlives a step, scored by the tensors they hold."""
+    lines, functions = steps
     bytes_of = {call.place: 0 for call in reading.calls}
     for call in reading.calls:
         bytes_of[call.place] += int(reading.tree.bytes[call.node])
@@ -56,16 +93,16 @@ def _keepers(reading: Reading) -> Iterator[tuple[Place, float]]:
             assert text is not None
             function = text.function(statement)
             name = getattr(function, "name", "<module>")
-            kept = _kept(statement)
-            ran_here = any(place[0] == file and place[-1].rpartition(".")[2] == name for place in ran)
-            if kept is None or not ran_here or _of_numbers(kept) or not _outlives(text, function, statement):
+            added = _added(statement)
+            ran_here = (file, statement.lineno) in lines or (file, name) in functions
+            if added is None or not ran_here or _is_number(added) or not _outlives(text, function, statement):
                 continue
-            sizes = [bytes_of.get((file, line), 0) for line in _made_at(text, function, kept)]
-            yield (file, statement.lineno), float(max(sizes, default=0)) + ("detach" not in called(kept))
+            sizes = [bytes_of.get((file, line), 0) for line in _made_at(function, added)]
+            yield (file, statement.lineno), float(max(sizes, default=0)) + ("detach" not in called(added))
 
 
-def _kept(statement: ast.stmt) -> ast.expr | None:
-    """What a statement adds to something that it does not replace."""
+def _added(statement: ast.stmt) -> ast.expr | None:
+    """The value that a statement adds to a container, sum or attribute; None for other statements."""
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Expr) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         grows = value.func.attr in ("append", "add", "extend", "insert", "setdefault", "appendleft", "put")
@@ -82,23 +119,24 @@ def _kept(statement: ast.stmt) -> ast.expr | None:
 
 
 def _adds_to(target: ast.expr, value: ast.expr) -> bool:
-    """Whether a value is what the target was, and something besides."""
+    """Whether `value` is the old value of `target` with something added to it."""
     itself = ast.unparse(target)
     parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
     if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
-        parts = [each for each in ast.walk(value) if isinstance(each, ast.expr)]
+        parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
     return any(ast.unparse(part) == itself for part in parts)
 
 
-def _of_numbers(kept: ast.expr) -> bool:
-    names = called(kept) if isinstance(kept, ast.Call) else set()
-    outer = kept.func if isinstance(kept, ast.Call) else None
+def _is_number(value: ast.expr) -> bool:
+    """Whether a value is a number or text, which holds no tensor."""
+    names = called(value) if isinstance(value, ast.Call) else set()
+    outer = value.func if isinstance(value, ast.Call) else None
     last = outer.attr if isinstance(outer, ast.Attribute) else outer.id if isinstance(outer, ast.Name) else ""
-    return isinstance(kept, ast.Constant | ast.JoinedStr) or (bool(names) and last in _PLAIN)
+    return isinstance(value, ast.Constant | ast.JoinedStr) or (bool(names) and last in _PLAIN)
 
 
 def _outlives(text: Text, function: ast.AST, statement: ast.stmt) -> bool:
-    """Whether what it adds to was there before the loop, or the call, that it is in."""
+    """Whether the object that a statement adds to existed before the loop or call that contains the statement."""
     if text.loop(statement) is None and isinstance(function, ast.Module):
         return False
     value = getattr(statement, "value", None)
@@ -116,24 +154,18 @@ def _outlives(text: Text, function: ast.AST, statement: ast.stmt) -> bool:
         if around is function:
             break
         outermost = around if isinstance(around, Loop) else outermost
-    inside = {id(each) for each in ast.walk(outermost)}
-    assigned = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == target.id]
-    stored = [each for each in assigned if isinstance(each.ctx, ast.Store)]
-    in_function = any(id(each) not in inside for each in stored)
-    return (
-        in_function
-        if isinstance(statement, ast.Assign | ast.AugAssign) and not _is_item(statement)
-        else not any(id(each) in inside for each in stored)
-    )
+    inside = {id(node) for node in ast.walk(outermost)}
+    uses = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == target.id]
+    stored = [id(node) for node in uses if isinstance(node.ctx, ast.Store)]
+    sets_item = isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript)
+    if isinstance(statement, ast.Assign | ast.AugAssign) and not sets_item:
+        return any(store not in inside for store in stored)  # `statement` itself is an assignment within the loop
+    return not any(store in inside for store in stored)
 
 
-def _is_item(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript)
-
-
-def _made_at(text: Text, function: ast.AST, kept: ast.expr) -> list[int]:
-    """Lines that make what is kept: its own, and those that assign the names in it."""
-    lines, names = [kept.lineno], names_read(kept)
+def _made_at(function: ast.AST, value: ast.expr) -> list[int]:
+    """Lines that compute a value: the line of its expression, and lines that assign the names in the expression."""
+    lines, names = [value.lineno], names_read(value)
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(
             names & {n.id for n in ast.walk(t) if isinstance(n, ast.Name)} for t in node.targets

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shoestring.figures import percent
 from shoestring.profile.analyses.association import costly_orders
 from shoestring.profile.analyses.products import wasted_products
 from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
@@ -13,29 +14,30 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 LARGE = 0.5
-"""Share of the time."""
+"""Minimum share of the profiled time that a line must take, for a finding."""
 PRODUCTS = 0.15
-"""Share of the time of a product on the same line, from which on the line is taken for a part of the model."""
+"""Share of the profiled time of a matrix product on a line, above which the line is assumed to call the model."""
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Lines that take much of the time and need not: products that waste it, and whatever takes more than half."""
+    """Find wasteful matrix products, and the line that takes more than half of the time."""
     yield from wasted_products(reading)
     yield from costly_orders(reading)
     yield from _largest(reading)
 
 
 def _largest(reading: Reading) -> Iterator[Finding]:
-    """The line that takes more than half of the time with the operators that it calls and their gradients.
+    """Find the line that takes more than half of the time with the operators that it calls and their gradients.
 
-    Matrix products, convolutions and attention do not count, for they are what a model is for and run near the speed of
-    the machine; nor do lines that call a whole model: what takes their time is within, or in layers of a library.
+    Matrix products, convolutions and attention are not reported, because a model needs them and they run near the speed
+    of the machine. Lines that call a whole model are not reported either, because their time belongs to lines or layers
+    inside the model.
     """
     times: dict[Place, float] = {}
     waiting = _starting(reading)
-    for (file, line), time in reading.line_itself.items():  # a loop in Python is on its head and on its body
+    for (file, line), time in reading.line_itself.items():  # samples of a short loop lie on its head or its body
         around = [reading.line_itself.get((file, near), 0) for near in (line - 1, line + 1)]
-        if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):  # where nothing is computed
+        if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):  # these lines compute nothing
             times[file, line] = float(time + sum(other for other in around if other < time))
     calls = dict[Place, list[OperatorCall]]()
     for call in reading.calls:
@@ -50,11 +52,25 @@ def _largest(reading: Reading) -> Iterator[Finding]:
     parts = sorted(calls.get(place, ()), key=lambda call: -call.time)[:3]
     shares = [(call.name.removeprefix("aten::"), call.time) for call in parts]
     shares.append(("Python itself", reading.line_itself.get(place, 0)))
-    largest = ", ".join(f"{name} {reading.share(time):.0%}" for name, time in shares if reading.share(time) > 0.01)
+    largest = ", ".join(f"{name} {percent(reading.share(time))}" for name, time in shares if reading.share(time) > 0.01)
+    if reading.waits(place):
+        advice = (
+            "Look here first: this loop ends when a clock or a condition says so, and computing less in it saves"
+            " nothing. Find out what it waits for, and whether it must; an event or a lock waits without computing."
+        )
+        yield reading.finding(
+            "one line takes most of the time, in a loop that waits",
+            place,
+            f"{percent(reading.share(times[place]))} of the time is spent on this line: {largest}.",
+            advice,
+            None,
+            [call.node for call in parts],
+        )
+        return
     yield reading.finding(
         "one line takes most of the time",
         place,
-        f"{reading.share(times[place]):.0%} of the time is spent on this line and on its gradients: {largest}.",
+        f"{percent(reading.share(times[place]))} of the time is spent on this line and on its gradients: {largest}.",
         "Look here first: compute less (a cheaper formulation, less precision, fewer elements), or compute it once.",
         None,
         [call.node for call in parts],
@@ -62,7 +78,7 @@ def _largest(reading: Reading) -> Iterator[Finding]:
 
 
 def _starting(reading: Reading) -> set[Place]:
-    """Lines that call compiled functions of JAX: what they take themselves is mostly waiting for what they called."""
+    """Lines that call compiled functions of JAX; their own time is mostly spent waiting for these functions."""
     if "jax" not in reading.profile.facts.versions:
         return set()
     tree = reading.tree

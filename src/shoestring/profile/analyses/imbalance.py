@@ -1,16 +1,16 @@
-"""Forward/backward imbalance: gradients that take far longer than those of their operator usually do."""
+"""Forward/backward imbalance: operators whose gradients take far longer than is usual for the operator."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from shoestring.figures import nanoseconds, percent
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds, tensors_of
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, tensors_of
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
@@ -20,37 +20,37 @@ _DENSE_TABLE = re.compile(r"embedding\w*_dense_backward$")
 _TABLE = re.compile(r"\w+\[(\d+),(\d+)\]")
 EMBEDDINGS = frozenset({"aten::embedding", "aten::embedding_bag"})
 FEW = 4
-"""Rows of a table for each that is taken, from which on a gradient of all rows is a waste."""
+"""Minimum ratio of an embedding table's rows to looked-up rows at which a dense gradient is wasteful."""
 UNDISTURBED = 3.0
-"""Times the shortest calls that calls take, at most, if nothing disturbs them."""
+"""Maximum ratio of the mean to the shortest time of calls; above it, other processes are assumed to interrupt them."""
 FAR = 4.0
-"""Times what the gradients of an operator usually take."""
+"""Minimum ratio of a gradient's time to the usual time, for a finding."""
 ALONE = 12_000.0
-"""Nanoseconds of a gradient that need no reason: the engine's, and those of small operators."""
+"""Nanoseconds that a gradient may always take: the overhead of autograd's engine and of small operators."""
 VIEWS = frozenset({"aten::select", "aten::slice", "aten::narrow", "aten::diagonal", "aten::as_strided", "aten::unfold"})
 PICKS = frozenset({"aten::gather", "aten::index", "aten::index_select", "aten::take_along_dim", "aten::masked_select"})
 EXPANDS = frozenset(
     {"aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat", "aten::repeat_interleave"}
 )
 SHARE = 0.1
-"""Of the time, what the gradients take at least."""
+"""Minimum share of the profiled time that the gradients must take, for a finding."""
 
 
 @dataclass(frozen=True)
 class Usual:
-    """What an operator's gradient usually takes, and what to do about one that takes longer."""
+    """The usual time of an operator's gradient, and advice if the gradient takes longer."""
 
     backward: float
-    """Nanoseconds a call."""
+    """Nanoseconds that the gradient of one call usually takes."""
     forward: float
-    """Nanoseconds a call, of the operator that is better."""
+    """Nanoseconds of one forward call of the operator that `advice` recommends."""
     advice: str
     slower: float = 1.0
-    """This machine's time over the table's."""
+    """Ratio of times on this machine to times in the table of costs."""
 
 
 def imbalances(reading: Reading) -> Iterator[Finding]:
-    """Operators whose gradients take at least four times what the table of operators lets expect."""
+    """Find operators whose gradients take at least four times as long as the table of costs predicts."""
     yield from _written_slices(reading)
     yield from _copies(reading)
     yield from _tables(reading)
@@ -62,12 +62,16 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             or checkpointed[call.node]
             or (call.name in EMBEDDINGS and call.given)
         ):
-            continue  # the backward pass of checkpointed activations runs the forward pass again
+            continue  # with activation checkpointing, the backward pass includes a second forward pass
         forward, backward = call.forward / call.count, call.backward / max(call.count, call.evaluated)
         usual = _usual(reading, call, forward)
         far = FAR * usual.backward + ALONE * max(usual.slower, 1.0)
-        # Where other programs interrupt many calls, the shortest of them tell that.
-        quiet = backward if call.name in VIEWS else min(backward, UNDISTURBED * _shortest(reading, call))
+        quiet = backward
+        if call.name not in VIEWS:
+            # other processes may interrupt many calls, so the shortest calls bound the time
+            tree, recorded = reading.tree, _functions(reading, call)
+            least = float((tree.least * tree.count)[recorded].sum()) / max(call.count, call.evaluated)
+            quiet = min(backward, UNDISTURBED * least * (1 + reading.engine_share)) if least else backward
         if call.name != "aten::index" and quiet < far:
             continue
         gain = (backward - usual.backward + max(forward - usual.forward, 0.0)) * call.count
@@ -78,8 +82,8 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             f"the gradient of {call.name.removeprefix('aten::')} takes {backward / max(forward, 1):.1f} times as long"
             " as the operator itself",
             call.place,
-            f"{call.count} calls take {milliseconds(call.forward)} forward and {milliseconds(call.backward)} backward;"
-            f" {milliseconds(usual.backward * call.count)} backward would be usual.",
+            f"{call.count} calls take {nanoseconds(call.forward)} forward and {nanoseconds(call.backward)} backward;"
+            f" {nanoseconds(usual.backward * call.count)} backward would be usual.",
             _other_layout(reading, call) or usual.advice,
             saves,
             [call.node],
@@ -87,7 +91,7 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
 
 
 def _other_layout(reading: Reading, call: OperatorCall) -> str:
-    """What to do where a gradient comes in another layout than what the operator was given; empty where it does not."""
+    """Advice if a gradient has another layout than the operator's arguments; empty if it has the same."""
     for function in _functions(reading, call):
         for node in np.flatnonzero(reading.below(function) & (reading.tree.kind == NodeKind.OPERATOR)).tolist():
             kinds = tensors_of(reading.tree.names[reading.tree.inputs[node]].partition("->")[0])
@@ -101,21 +105,14 @@ def _other_layout(reading: Reading, call: OperatorCall) -> str:
 
 
 def _functions(reading: Reading, call: OperatorCall) -> list[int]:
-    """The functions of the backward pass that a call recorded."""
+    """Nodes of the backward functions that a call recorded."""
     tree = reading.tree
     links = (tree.kind == NodeKind.LINK) & (tree.link >= 0) & reading.below(call.node)[tree.link]
     return np.flatnonzero((tree.kind == NodeKind.BACKWARD) & links[tree.parent]).tolist()
 
 
-def _shortest(reading: Reading, call: OperatorCall) -> float:
-    """Nanoseconds of the gradients of a call, if each of their functions takes as long as it did at best."""
-    tree, functions = reading.tree, _functions(reading, call)
-    least = float((tree.least * tree.count)[functions].sum()) / max(call.count, call.evaluated)
-    return least * (1 + reading.engine_share) if least else math.inf
-
-
 def _tables(reading: Reading) -> Iterator[Finding]:
-    """Embeddings whose gradients have all rows of their tables for the few that were taken."""
+    """Find embeddings with dense gradients over all rows of a table, of which only a few rows were looked up."""
     tree = reading.tree
     fills = reading.matching(_DENSE_TABLE)
     for call in reading.calls:
@@ -129,8 +126,9 @@ def _tables(reading: Reading) -> Iterator[Finding]:
             (reading.below(link) & fills).any() for link in links.tolist()
         ):
             continue
-        updates = [each for each in reading.calls if each.name.endswith("_") and each.arguments.startswith(shape[0])]
-        taken = call.backward + sum(each.forward for each in updates if each.count >= call.count / 2)
+        in_place = [update for update in reading.calls if update.name.endswith("_")]
+        updates = [update for update in in_place if update.arguments.startswith(shape[0])]
+        taken = call.backward + sum(update.forward for update in updates if update.count >= call.count / 2)
         usual, _ = _of_table(reading, "aten::embedding", call.forward / call.count, call.given[1].elements * width)
         saves = reading.gain("imbalance", taken - min(usual * call.count, call.backward), [call.node])
         if reading.share(taken) < SHARE or saves.expected < MATTERS:
@@ -139,7 +137,7 @@ def _tables(reading: Reading) -> Iterator[Finding]:
             f"the gradient of {call.name.removeprefix('aten::')} fills the whole table",
             call.place,
             f"{call.count} calls take {call.given[1].elements} of {rows} rows each. Their gradients have all rows,"
-            f" which takes {milliseconds(taken)} with the updates of the table, {reading.share(taken):.0%} of the"
+            f" which takes {nanoseconds(taken)} with the updates of the table, {percent(reading.share(taken))} of the"
             " time.",
             "Use sparse=True with an optimizer that takes sparse gradients.",
             saves,
@@ -148,7 +146,7 @@ def _tables(reading: Reading) -> Iterator[Finding]:
 
 
 def _copies(reading: Reading) -> Iterator[Finding]:
-    """Few elements taken out of an expanded tensor, whose gradient is that of every copy of it."""
+    """Find lines that select few elements of an expanded tensor; the gradient covers the whole expanded tensor."""
     lines: dict[Place, list[tuple[OperatorCall, OperatorCall]]] = {}
     for grown in reading.calls:
         if grown.name in EXPANDS and grown.given and grown.made:
@@ -165,15 +163,15 @@ def _copies(reading: Reading) -> Iterator[Finding]:
         usual = reading.slower * sum(
             pick.count * costs.nanoseconds("aten::index_select", "backward", pick.made[0].elements) for pick, _ in pairs
         )
-        nodes = [each.node for pair in pairs for each in pair]
+        nodes = [member.node for pair in pairs for member in pair]
         saves = reading.gain("imbalance", taken - min(usual, taken), nodes)
         if reading.share(taken) >= SHARE and saves.expected >= MATTERS:
             yield reading.finding(
                 f"the gradient of {call.name.removeprefix('aten::')} is that of every copy in an expanded tensor",
                 place,
                 f"{call.count} calls take {call.made[0].elements} elements each out of {call.given[0].elements}, which"
-                f" are copies of {grown.given[0].elements}. Their gradients take {milliseconds(taken)},"
-                f" {reading.share(taken):.0%} of the time.",
+                f" are copies of {grown.given[0].elements}. Their gradients take {nanoseconds(taken)},"
+                f" {percent(reading.share(taken))} of the time.",
                 "Take the elements out of the tensor itself (index_select, F.embedding), before it is expanded.",
                 saves,
                 nodes,
@@ -181,7 +179,7 @@ def _copies(reading: Reading) -> Iterator[Finding]:
 
 
 def _written_slices(reading: Reading) -> Iterator[Finding]:
-    """Writes into parts of a tensor, whose gradients copy the gradient of the whole each time."""
+    """Find writes into parts of a tensor, whose gradients each copy the gradient of the whole tensor."""
     tree = reading.tree
     copies = (tree.kind == NodeKind.BACKWARD) & reading.matching(_COPY_SLICES)
     count, taken = int(tree.count[copies].sum()), float(tree.inclusive[copies].sum())
@@ -194,7 +192,7 @@ def _written_slices(reading: Reading) -> Iterator[Finding]:
     yield reading.finding(
         "the gradient of each write into a tensor copies the gradient of the whole tensor",
         call.place,
-        f"{count} gradients of writes in place take {milliseconds(taken)}, {reading.share(taken):.0%} of the time.",
+        f"{count} gradients of writes in place take {reading.spent(taken)}.",
         "Collect the parts in a list and join them once, with torch.stack or torch.cat.",
         reading.gain("imbalance", gain, [call.node]),
         [call.node],
@@ -210,7 +208,7 @@ def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
     if call.name == "aten::index":
         backward, _ = _of_table(reading, "aten::index_select", forward, made)
         advice = "Take rows by index_select or F.embedding, which look less into the indices, forward and backward."
-        # Forward as where the rows are in a cache, which in the table they are where they are few.
+        # forward times in the table hold only for rows in the CPU's cache, so a fraction of the measured time is used
         return Usual(min(backward, call.backward / call.count), 0.2 * forward, advice)
     if call.name in ("aten::embedding", "aten::embedding_bag"):
         backward, slower = _of_table(reading, "aten::embedding", forward, made)
@@ -225,7 +223,7 @@ def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
 
 
 def _of_table(reading: Reading, name: str, forward: float, elements: int) -> tuple[float, float]:
-    """What the gradient of an operator takes by the table, and this machine's time over the table's."""
+    """Estimated nanoseconds of an operator's gradient on this machine, and the ratio of its times to the table's."""
     elements_there, slower = costs.elements_of([(name, 1)], forward, elements)
     slower = min(slower, 2 * reading.slower)
     return slower * costs.nanoseconds(name, "backward", elements_there), slower

@@ -1,4 +1,4 @@
-"""Layout and data type ping-pong: conversions that a later one takes back."""
+"""Conversions of layout or data type back and forth: later conversions undo earlier ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, milliseconds, named
+from shoestring.figures import nanoseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, costliest, named
 from shoestring.profile.findings import Finding
 
 TYPES = frozenset({"aten::to", "aten::type_as", "aten::_to_copy"})
@@ -23,18 +24,18 @@ _NAMED = {
     "byte": "uint8",
     "bool": "bool",
 } | {name: name for name in ("float16", "float32", "float64", "bfloat16", "int64", "int32", "uint8")}
-"""What methods and types of torch convert to."""
+"""Maps names of torch's types and conversion methods to the data type that they convert to."""
 FEWEST = 4
-"""Times that a conversion is made, at least, where it is not known how often each step makes it."""
+"""Minimum number of times that a conversion must run, for a finding."""
 TO_DENSE, TO_SPARSE = named("to_dense"), named("to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr")
 IN_DOUBLE = 0.5
-"""Of the time of an operator in double precision, what single precision saves."""
+"""Fraction of an operator's time in double precision that is saved by single precision."""
 
 
 def conversions(reading: Reading) -> Iterator[Finding]:
-    """Conversions of which two or more follow each other in what one function does.
+    """Find functions that convert tensors back and forth between two layouts or data types.
 
-    Those that a library makes within what a line calls are not the program's to change.
+    Conversions inside library functions are not reported, because the program cannot change them.
     """
     copies = copying(reading)
     changing = [call for call in reading.calls if copies[call.node] and call.place[0] and call.direct]
@@ -51,7 +52,7 @@ def conversions(reading: Reading) -> Iterator[Finding]:
 
 
 def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
-    """Whether an operator of the same function converts what it is given into the layout that was converted from."""
+    """Whether another operator of the same function undoes a conversion from `channels_last`."""
     if not (conversion.given and conversion.made) or conversion.given[0].layout != "channels_last":
         return False
     size = conversion.given[0].elements
@@ -66,11 +67,11 @@ def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
 
 
 def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
-    """Of conversions of the data type, those that others take back; what is done at first only is none of them."""
-    often = [call for call in calls if call.count >= max(0.5 * reading.steps, FEWEST)]
-    known = [(call, given, made) for call in often if call.given and call.made for given, made in _pairs(reading, call)]
-    backwards = {(made, given) for _, given, made in known if made != given}
-    back = list({call.node: call for call, given, made in known if (given, made) in backwards}.values())
+    """Find conversions of the data type that other conversions undo, unless they run only at the beginning."""
+    often = [call for call in calls if call.count >= max(0.5 * reading.steps, FEWEST) and call.given and call.made]
+    known = [(call, source, target) for call in often for source, target in _pairs(reading, call)]
+    backwards = {(target, source) for _, source, target in known if target != source}
+    back = list({call.node: call for call, source, target in known if (source, target) in backwards}.values())
     unknown: dict[tuple[str, int], list[OperatorCall]] = {}
     for call in calls:
         if not (call.given and call.made):
@@ -82,7 +83,7 @@ def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
 
 
 def _promoted(reading: Reading) -> Iterator[Finding]:
-    """Operators that make double precision of single precision because another factor has it, and is taken back."""
+    """Find operators in double precision because of one argument, if the result is converted back to single."""
     calls = [call for call in reading.calls if call.made and call.place[0]]
     sources = [
         call
@@ -109,7 +110,7 @@ def _promoted(reading: Reading) -> Iterator[Finding]:
             "single precision becomes double precision on the way",
             costliest(sources).place,
             f"{', '.join(dict.fromkeys(call.name.removeprefix('aten::') for call in wide))} compute in float64, which"
-            f" takes {milliseconds(taken)}, {reading.share(taken):.0%} of the time, because one of the tensors on this"
+            f" takes {reading.spent(taken)}, because one of the tensors on this"
             f" line has it; line {costliest(back).place[1]} converts back.",
             "Keep that tensor in float32: convert it once, where it is made.",
             saves,
@@ -118,7 +119,7 @@ def _promoted(reading: Reading) -> Iterator[Finding]:
 
 
 def _sparse(reading: Reading) -> Iterator[Finding]:
-    """Sparse tensors that become dense ones and sparse again."""
+    """Find sparse tensors that are converted to dense tensors and back."""
     often = [call for call in reading.calls if call.direct and call.count >= max(0.5 * reading.steps, FEWEST)]
     dense = [call for call in often if call.name in TO_DENSE and call.place[0]]
     sizes = {call.elements for call in dense}
@@ -128,18 +129,18 @@ def _sparse(reading: Reading) -> Iterator[Finding]:
 
 
 def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:
-    """Types from and to which a line converts: of different calls the first is recorded."""
-    given, made = call.given[0].dtype, call.made[0].dtype
+    """Pairs (source, target) of data types that a line converts, by its first recorded call and by its source text."""
+    source, target = call.given[0].dtype, call.made[0].dtype
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None
     if reading.tree.variants[call.node] < 2 or statement is None:
-        return [(given, made)]
-    named = [_NAMED[each] for each in _METHOD.findall(ast.unparse(statement)) if each in _NAMED]
-    return [(given, made), *((made, other) for other in named if other != made)]
+        return [(source, target)]
+    named = [_NAMED[method] for method in _METHOD.findall(ast.unparse(statement)) if method in _NAMED]
+    return [(source, target), *((target, other) for other in named if other != target)]
 
 
 def copying(reading: Reading) -> np.ndarray:
-    """Which nodes copy, themselves or below."""
+    """Mask of the nodes that copy a tensor, directly or in a node below."""
     tree = reading.tree
     copying = np.array([name in ("aten::copy_", "aten::_to_copy", "aten::clone") for name in tree.names])[tree.name]
     copying &= tree.count > 0
@@ -148,24 +149,24 @@ def copying(reading: Reading) -> np.ndarray:
     return copying
 
 
-def _with_gradient(kind: str, call: OperatorCall) -> float:
-    """Nanoseconds; the gradient of another layout is copied, too, by whatever computes with it next."""
-    again = call.forward if kind == "layout" and call.graphed else 0
-    return call.forward + max(call.backward, again)
-
-
 def _function(
     reading: Reading, kind: str, calls: list[OperatorCall], *, taken_back: bool = False, to_and_fro: bool = False
 ) -> Iterator[Finding]:
-    """Args:
-    taken_back: another operator takes all of them back, in as long.
-    to_and_fro: one line converts both ways.
+    """Report a function's conversions, if several are made in each run or one of the flags is set.
+
+    Args:
+        taken_back: another operator undoes all conversions, and takes as long again.
+        to_and_fro: a single line converts in both directions.
     """
     runs = min(call.count for call in calls)
-    each = sum(call.count for call in calls) / runs
-    if each < 2 and not taken_back and not to_and_fro:
+    if sum(call.count for call in calls) / runs < 2 and not taken_back and not to_and_fro:
         return
-    taken = sum(_with_gradient(kind, call) for call in calls) * (2 if taken_back else 1)
+    taken = 0.0
+    for call in calls:
+        # the gradient has the other layout too, so the operator that uses it next copies it
+        copied = call.forward if kind == "layout" and call.graphed else 0
+        taken += call.forward + max(call.backward, copied)
+    taken *= 2 if taken_back else 1
     gain = taken + reading.python_of({call.place for call in calls}, sum(call.count for call in calls))
     nodes = [call.node for call in calls]
     saves = reading.gain("layout", gain, nodes)
@@ -177,7 +178,7 @@ def _function(
         f"the {kind} is converted back and forth",
         costliest(calls).place,
         f"{sum(call.count for call in calls)} conversions on {'lines' if len(places) > 1 else 'line'} {lines} take"
-        f" {milliseconds(taken)}, forward and backward.",
+        f" {nanoseconds(taken)}, forward and backward.",
         f"Keep one {kind} throughout: convert once, before the loop or at the model's inputs.",
         saves,
         nodes,

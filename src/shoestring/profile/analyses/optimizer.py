@@ -1,31 +1,32 @@
-"""Unfused optimizer: parameters are updated one by one, with several small operators for each of them."""
+"""Unfused optimizers: parameters are updated one by one, each with several small operators."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from shoestring.figures import nanoseconds
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest, milliseconds, named
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Reading, costliest, named
 from shoestring.profile.analyses.statements import called
 from shoestring.profile.findings import Finding
 
 UPDATES = named("add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ sign_ clamp_ fill_")
 FUNCTIONAL = named("add sub mul div lerp addcmul addcdiv")
 PARAMETERS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
-"""Methods of modules that give what a loop goes through."""
+"""Methods of modules; a loop over what one of them returns is a loop over parameters."""
 _COUNTED = {"SGD": "add", "RMSprop": "addcdiv", "Adagrad": "addcdiv"}
-"""The operator that each optimizer calls once for each parameter; `addcdiv_` for the others."""
+"""Maps optimizers to the in-place operator that they call once per parameter; `addcdiv_` for all others."""
 FOREACH = 0.6
-"""Of what a step of SGD takes for a parameter with foreach, the part of its one operator."""
+"""Fraction of the time of a `foreach` step of SGD that its single operator takes."""
 FEWEST = 6
-"""Parameters that a step updates, from which on it matters that it updates each by itself."""
+"""Minimum number of parameters in a step for which updating them one by one matters."""
 MANY = 6
-"""Calls of one line a step, from which on it is a loop over parameters."""
+"""Minimum number of calls per step of a line that is assumed to loop over parameters."""
 
 
 def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
-    """Steps of optimizers that are neither fused nor `foreach`, and updates that a loop of the program makes."""
+    """Find optimizer steps without `fused` or `foreach`, and the program's own loops that update parameters."""
     known = [
         node for node in reading.spans if costs.known(f"{_class(reading, node)} single") and not _own(reading, node)
     ]
@@ -33,18 +34,18 @@ def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
         yield from _step(reading, node)
     for node in sorted({*reading.spans} - {*known}):
         yield from _unknown_step(reading, node)
-    if reading.behind.any():  # something is trained
+    if reading.behind.any():  # there is a backward pass, so the program trains
         yield from _loops(reading, known)
 
 
 def _own(reading: Reading, node: int) -> bool:
-    """Whether the program itself has the optimizer's step, whatever it is called."""
+    """Whether the program itself implements the optimizer's step."""
     inside = reading.below(node)
     return any(inside[call.node] and call.direct for call in reading.calls)
 
 
 def _class(reading: Reading, node: int) -> str:
-    """The optimizer's, of the span of its step."""
+    """The class name of an optimizer, from the span of its step."""
     return reading.names(node).partition("#")[2].partition(".")[0]
 
 
@@ -55,9 +56,9 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
     for call in reading.calls:
         if inside[call.node]:
             counts[call.name] = counts.get(call.name, 0) + call.count
-    if any("_foreach_" in called or "_fused_" in called for called in counts) or not tree.count[node]:
+    if any("_foreach_" in operator or "_fused_" in operator for operator in counts) or not tree.count[node]:
         return
-    optimizers = max(1, round(int(tree.count[node]) / reading.steps))  # on this line, such as one for each layer
+    optimizers = max(1, round(int(tree.count[node]) / reading.steps))  # on this line, such as one per layer
     steps, taken = max(1, int(tree.count[node]) // optimizers), int(tree.inclusive[node])
     kind = "SGD momentum" if name == "SGD" and "aten::mul_" in counts else name
     updates = max(counts.get(f"aten::{_COUNTED.get(name, 'addcdiv')}_", 0), 0)
@@ -78,7 +79,7 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
     yield reading.finding(
         "the optimizer updates each parameter by itself",
         reading.place(node),
-        f"{steps} steps of {name} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
+        f"{steps} steps of {name} take {reading.spent(taken)}:"
         f" {sum(counts.values()) / steps:.0f} operators a step for about {parameters:.0f} parameters.",
         f"Pass {way}=True to {name}, which updates all parameters in one call."
         + " One optimizer can have a group of parameters for each rate." * (optimizers > 1),
@@ -88,7 +89,7 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
 
 
 def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
-    """A step of an optimizer of a library whose costs are not known: by the operators that it calls."""
+    """Estimate the saving for an optimizer without measured costs, from the operators that its step calls."""
     inside, steps = reading.below(node), max(int(reading.tree.count[node]), 1)
     calls = [call for call in reading.calls if inside[call.node] and not call.direct]
     updates = [call for call in calls if call.name in UPDATES and call.count >= FEWEST * steps]
@@ -109,7 +110,7 @@ def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
     yield reading.finding(
         "the optimizer updates each parameter by itself",
         reading.place(node),
-        f"{steps} steps of {_class(reading, node)} take {milliseconds(taken)} ({reading.share(taken):.0%} of the time):"
+        f"{steps} steps of {_class(reading, node)} take {reading.spent(taken)}:"
         f" {count / steps:.0f} operators a step for about {parameters:.0f} parameters.",
         f"Pass foreach=True to {_class(reading, node)}, which updates all parameters in few calls.",
         saves,
@@ -118,12 +119,13 @@ def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
 
 
 def _mean_elements(reading: Reading, calls: list[OperatorCall]) -> float:
-    """Elements of a tensor that these calls update, on average; 0 is not known."""
+    """Mean number of elements of the tensors that these calls update, at 4 bytes per element; 0 if unknown."""
     tensors = sum(call.count * sum(tensor.elements > 1 for tensor in (*call.given, *call.made)) for call in calls)
     return float(sum(reading.tree.bytes[call.node] for call in calls)) / 4 / max(tensors, 1)
 
 
 def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
+    """Find the program's own loops that update parameters, outside the optimizer steps in `known`."""
     inside = set()
     for node in known:
         inside |= set(reading.below(node).nonzero()[0].tolist())
@@ -139,7 +141,7 @@ def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
 
 
 def _replaces(reading: Reading, call: OperatorCall) -> bool:
-    """Whether it computes something for each parameter in turn, such as its average."""
+    """Whether a call is in a loop over parameters and computes a new tensor for each, such as its moving average."""
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None
     loop = text.loop(statement) if text and statement else None
@@ -154,8 +156,7 @@ def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCal
     computing = [call for call in calls if call.name not in ("aten::detach", "aten::alias", "aten::set_data")]
     counted = [(call.name.removesuffix("_"), call.count / parameters) for call in computing]
     elements, slower = costs.elements_of(counted, taken / parameters, _mean_elements(reading, updates))
-    each = FOREACH * slower * costs.nanoseconds("SGD foreach", "forward", elements)
-    after = parameters * each * len(computing)
+    after = parameters * len(computing) * FOREACH * slower * costs.nanoseconds("SGD foreach", "forward", elements)
     if any("sqrt" in call.name for call in calls):
         after = parameters * slower * costs.nanoseconds("Adam fused", "forward", elements)
     nodes = [call.node for call in calls]
@@ -166,7 +167,7 @@ def _loop(reading: Reading, calls: list[OperatorCall], updates: list[OperatorCal
     yield reading.finding(
         "a loop updates tensors one by one",
         costliest(updates).place,
-        f"{names} run for {parameters / reading.steps:.0f} tensors a step and take {milliseconds(taken)}, besides what"
+        f"{names} run for {parameters / reading.steps:.0f} tensors a step and take {nanoseconds(taken)}, besides what"
         " Python takes between them.",
         "Update all tensors in one call: a fused optimizer of torch.optim, or torch._foreach_ operators.",
         saves,

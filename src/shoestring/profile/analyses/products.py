@@ -1,8 +1,8 @@
-"""Products of matrices that need not be computed: a factor is nearly all zeros, or nobody uses what they make.
+"""Wasted matrix products: a factor is nearly all zeros, or most of the result is not used.
 
-The recorder samples how much of the factors is zero (`native/zeros.h`). Zeros in the gradient that comes to a product
-are no waste by themselves, for what computes a maximum has them, too; so what uses its result must leave most of it
-out.
+The recorder samples the share of zeros in factors (`native/zeros.h`). Zeros in the gradient of a product's result are
+not enough, because the gradient of a maximum has zeros as well; the operators that use the result must also leave most
+of it out.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import OperatorCall, Place, Reading, milliseconds, named
+from shoestring.profile.analyses.reading import OperatorCall, Place, Reading, named
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 _ZEROS = re.compile(r"; argument \d is ([\d.e+]+)% zeros, as are ([\d.e+]+)% of its rows or columns")
 _FACTOR = re.compile(r"\[([\d,]+)\]")
 EMPTY = 0.9
-"""Share of a factor's elements that are zero, from which on a lookup or a sparse product is cheaper."""
+"""Fraction of zeros in a factor, above which a lookup or a sparse product is cheaper."""
 UNUSED = 0.6
-"""Share of the rows of a product that nothing uses, at least."""
+"""Minimum fraction of a product's rows that must be unused, for a finding."""
 SAVES = 0.1
-"""Share of the time that the change is expected to save, at least."""
+"""Minimum share of the profiled time that the change must be expected to save, for a finding."""
 PASSES = 3.0
-"""Passes over the elements that remain: taken, weighted and added up."""
+"""Assumed number of passes over the non-zero elements: one each to select, to weight and to add them."""
 WITH_ZEROS = "a product of matrices computes with zeros"
 NOT_USED = "most of what a product of matrices makes is not used"
 ADVICE = {
@@ -37,7 +37,7 @@ ADVICE = {
     " before the product.",
 }
 BY_ROWS = named("linear addmm mm matmul bmm")
-"""Products of which each row of the result needs one row only of what is given: attention needs all."""
+"""Products in which each row of the result depends on one row of the first factor; in attention, it depends on all."""
 LEAVES_OUT = named(
     "cross_entropy_loss nll_loss nll_loss_nd select slice narrow index index_select masked_select gather"
 )
@@ -46,107 +46,96 @@ VIEWS = named("view reshape transpose permute unsqueeze squeeze flatten unflatte
 
 @dataclass(frozen=True)
 class Waste:
-    """Of a product."""
+    """The avoidable work of a matrix product."""
 
     calls: list[OperatorCall]
-    """It, and what else would not run, or on less."""
+    """The call of the product, and other calls that the change would avoid or shorten."""
     saved: float
-    """Nanoseconds."""
+    """Nanoseconds that the change could save."""
     share: float
-    """Of its work."""
+    """Fraction of the factor's elements that are zero, or of the product's rows that are unused."""
 
 
 def wasted_products(reading: Reading) -> Iterator[Finding]:
-    """Lines with products of which a factor is nearly all zeros, and with those of whose result little is used."""
+    """Find lines with products of which a factor is nearly all zeros, or the result is mostly unused."""
     waste: dict[tuple[Place, str], list[Waste]] = {}
     for call in reading.calls:
         if call.dense and call.place[0] and reading.share(call.time) >= SAVES / 4:
-            zeros, unused = _zeros(reading, call), _unused(reading, call)
+            shares = [float(zeros) / 100 for text in _texts(reading, call.node) for zeros, _ in _ZEROS.findall(text)]
+            zeros, unused = max(shares, default=0.0), _unused(reading, call)
             if zeros >= EMPTY:
                 waste.setdefault((call.place, WITH_ZEROS), []).append(_without_zeros(reading, call, zeros))
             elif unused >= UNUSED:
-                waste.setdefault((call.place, NOT_USED), []).append(_of_rows(reading, call, unused))
-    for (place, title), found in waste.items():
-        calls = [call for each in found for call in each.calls]
+                calls = [call, *_consumers(reading, call)]
+                saved = unused * sum(user.time for user in calls)
+                waste.setdefault((call.place, NOT_USED), []).append(Waste(calls, saved, unused))
+    for (place, title), parts in waste.items():
+        calls = [call for part in parts for call in part.calls]
         nodes = [call.node for call in calls]
-        saves = reading.gain("hotspot", sum(each.saved for each in found), nodes)
+        saves = reading.gain("hotspot", sum(part.saved for part in parts), nodes)
         taken = sum(call.time for call in calls)
         if saves.expected >= SAVES:
             yield reading.finding(
                 title,
                 place,
                 f"{', '.join(dict.fromkeys(call.name.removeprefix('aten::') for call in calls))} take"
-                f" {milliseconds(taken)}, {reading.share(taken):.0%} of the time, forward and backward.",
-                ADVICE[title].format(share=100 * max(each.share for each in found)),
+                f" {reading.spent(taken)}, forward and backward.",
+                ADVICE[title].format(share=100 * max(part.share for part in parts)),
                 saves,
                 nodes,
             )
 
 
-def _zeros(reading: Reading, call: OperatorCall) -> float:
-    """Share of zeros in the emptier factor of a call's product."""
-    shares = [float(zeros) / 100 for text in _texts(reading, call.node) for zeros, _ in _ZEROS.findall(text)]
-    return max(shares, default=0.0)
-
-
 def _texts(reading: Reading, node: int) -> list[str]:
-    """Arguments of operators below a node."""
+    """Recorded arguments of the operators at and below a node."""
     tree = reading.tree
-    return [tree.names[tree.inputs[each]] for each in np.flatnonzero(reading.below(node) & (tree.inputs > 0)).tolist()]
+    operators = np.flatnonzero(reading.below(node) & (tree.inputs > 0)).tolist()
+    return [tree.names[tree.inputs[operator]] for operator in operators]
 
 
 def _unused(reading: Reading, call: OperatorCall) -> float:
-    """Share of what a product makes that is left out by all that is given it."""
+    """Fraction of a product's result that no operator uses; 0 if unknown."""
     consumers = _consumers(reading, call) if call.name in BY_ROWS else []
-    if not consumers or any(each.name not in LEAVES_OUT for each in consumers):
+    if not consumers or any(consumer.name not in LEAVES_OUT for consumer in consumers):
         return 0.0
     if call.backward:
         tree, below = reading.tree, reading.below(call.node)
         links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0) & below[tree.link]).tolist()
         texts = [text for link in links for text in _texts(reading, link)]
         return max((float(rows) / 100 for text in texts for _, rows in _ZEROS.findall(text)), default=0.0)
-    if call.graphed or any(not each.made for each in consumers):
+    if call.graphed or any(not consumer.made for consumer in consumers):
         return 0.0
-    taken = sum(each.count * each.made[0].elements for each in consumers) / (call.count * call.made[0].elements)
-    return 1 - min(taken, 1.0)
+    taken = sum(consumer.count * consumer.made[0].elements for consumer in consumers)
+    return 1 - min(taken / (call.count * call.made[0].elements), 1.0)
 
 
 def _consumers(reading: Reading, call: OperatorCall) -> list[OperatorCall]:
-    """Calls that are given as many elements as the product makes, but for those that only view or move them.
+    """Calls that may use a product's result: an argument has as many elements, and they do more than view or move it.
 
-    Earlier ones, too: in a loop they may be given what the run before has made.
+    Earlier calls are included, because in a loop they may use the result of the previous iteration.
     """
     size = call.made[0].elements if call.made else 0
     return [
-        each
-        for each in reading.calls
-        if each.node != call.node and any(kind.elements == size > 0 for kind in each.given)
-        if each.name not in VIEWS and (each.name not in LEAVES_OUT or [kind.elements for kind in each.made] != [size])
+        user
+        for user in reading.calls
+        if user.node != call.node and any(kind.elements == size > 0 for kind in user.given)
+        if user.name not in VIEWS and (user.name not in LEAVES_OUT or [kind.elements for kind in user.made] != [size])
     ]
 
 
 def _without_zeros(reading: Reading, call: OperatorCall, zeros: float) -> Waste:
-    """Of a product, and of making the factor on the same line, all but passes over what is not zero."""
+    """The waste of a product with a sparse factor: all of its time but a few passes over the non-zero elements."""
     factor = next((kind.elements for kind in call.given), call.elements)
-    made = [
-        each
-        for each in reading.calls
-        if each.place == call.place and not each.dense and [kind.elements for kind in each.made] == [factor]
+    makers = [
+        maker
+        for maker in reading.calls
+        if maker.place == call.place and not maker.dense and [kind.elements for kind in maker.made] == [factor]
     ]
-    width = call.made[0].elements * _columns(call) / factor if call.made else 1.0
+    sizes = _FACTOR.search(call.arguments)
+    columns = float(sizes[1].rpartition(",")[2]) if sizes else 1.0  # of the first factor; the sum runs over them
+    width = call.made[0].elements * columns / factor if call.made else 1.0
     left = PASSES * (1 - zeros) * factor * width
     ways: list[costs.Direction] = ["forward", "backward"] if call.backward else ["forward"]
     after = sum(reading.slower * costs.nanoseconds("aten::index_select", way, left) for way in ways)
-    taken = call.time + sum(each.time for each in made)
-    return Waste([call, *made], max(taken - after * call.count, 0.0), zeros)
-
-
-def _columns(call: OperatorCall) -> float:
-    """Last size of the first factor, over which the product adds up."""
-    sizes = _FACTOR.search(call.arguments)
-    return float(sizes[1].rpartition(",")[2]) if sizes else 1.0
-
-
-def _of_rows(reading: Reading, call: OperatorCall, unused: float) -> Waste:
-    calls = [call, *_consumers(reading, call)]
-    return Waste(calls, unused * sum(each.time for each in calls), unused)
+    taken = call.time + sum(maker.time for maker in makers)
+    return Waste([call, *makers], max(taken - after * call.count, 0.0), zeros)

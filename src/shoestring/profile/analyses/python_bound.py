@@ -1,4 +1,4 @@
-"""Python-bound step: Python computes, or calls operators so small that they take less time than calling them."""
+"""Python-bound steps: Python itself computes, or calls operators that take less time than the calls themselves."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from statistics import mode
 
 import numpy as np
 
+from shoestring.figures import nanoseconds, percent
 from shoestring.profile.analyses import costs
-from shoestring.profile.analyses.reading import OperatorCall, Place, Reading, milliseconds
+from shoestring.profile.analyses.reading import OperatorCall, Place, Reading
 from shoestring.profile.analyses.statements import Loop, Text, names_read, names_written
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 LARGE = 0.2
-"""Share of the time that Python, or the loop over small operators, takes at least."""
+"""Minimum share of the profiled time that Python, or a loop over small operators, must take, for a finding."""
 ALONE = 15_000
-"""Nanoseconds of Python for each operator that the same lines call, from which on Python computes by itself."""
+"""Minimum nanoseconds of Python per operator call on the same lines, at which Python itself is taken to compute."""
 SMALL = 12_000.0
-"""Nanoseconds of an operator, forward, that counts as small."""
+"""Maximum forward time of a small operator, in nanoseconds per call."""
 OFTEN = 12.0
-"""Times a step that a loop calls its operators, at least."""
+"""Minimum number of calls per step of an operator in a loop, for a finding."""
 _WAITS = re.compile(
     r"sleep|\.wait\(|\.get\(|recv|\.read|\.join\(\)|open\(|input\(|print\(|\.result\(|next\(|synchronize"
 )
@@ -33,7 +34,7 @@ _TAKES = frozenset({"aten::item", "aten::is_nonzero", "aten::_local_scalar_dense
 
 
 def python_bound(reading: Reading) -> Iterator[Finding]:
-    """Functions that compute in Python, and loops over operators that are small."""
+    """Find functions in which Python itself computes, and loops over small operators."""
     yield from _python_alone(reading)
     yield from _small_operators(reading)
 
@@ -52,7 +53,7 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
     for (file, _), lines in functions.items():
         calls = [call for call in reading.calls if call.place in lines]
         if jax & lines.keys() or any("::" not in call.name for call in calls):
-            continue  # which waits for what it has started
+            continue  # this time is spent waiting for compiled code
         taken = sum(lines.values())
         if reading.share(taken) < LARGE or taken < ALONE * sum(call.count for call in calls):
             continue
@@ -64,10 +65,12 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
         nodes = [
             node for node in range(1, len(tree)) if reading.lines[node] == node and reading.place(node) in computing
         ]
+        if sum(int(tree.own[node]) for node in nodes if reading.waiting[node]) > 0.5 * sum(computing.values()):
+            continue  # a busy wait does not get shorter if it computes less
         yield reading.finding(
             "Python computes what operators could",
             place,
-            f"Python itself takes {milliseconds(taken)} in this function, {reading.share(taken):.0%} of the time,"
+            f"Python itself takes {nanoseconds(taken)} in this function, {percent(reading.share(taken))} of the time,"
             " outside of operators.",
             "Compute on whole tensors (or with NumPy) instead of single values in a Python loop.",
             reading.gain("python", sum(computing.values()), nodes),
@@ -76,7 +79,7 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
 
 
 def _computes(reading: Reading, text: Text, place: Place) -> bool:
-    """Whether a line is, or is in, a loop or a comprehension without operators, and does not wait."""
+    """Whether a line does not wait and belongs to a loop or comprehension that calls no operators."""
     if _WAITS.search(reading.text(place)):
         return False
     inside = [node for node in ast.walk(text.module) if isinstance(node, _LOOPS) and _of(node, place[1])]
@@ -85,6 +88,7 @@ def _computes(reading: Reading, text: Text, place: Place) -> bool:
 
 
 def _of(node: ast.AST, line: int) -> bool:
+    """Whether a node of the syntax tree spans a line."""
     return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
 
 
@@ -103,7 +107,7 @@ def _small_operators(reading: Reading) -> Iterator[Finding]:
 def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterator[Finding]:
     runs = mode(sorted(call.count for call in calls))
     often = [call for call in calls if call.count >= 0.5 * runs]
-    each = runs / reading.steps
+    runs_per_step = runs / reading.steps
     taken = sum(call.time for call in often)
     python = sum(reading.python.get(place, 0) for place in {call.place for call in often})
     if reading.share(taken + python) < LARGE or any(call.name in _TAKES for call in calls):
@@ -111,8 +115,8 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     if any(call.forward > SMALL * max(reading.slower, 1.0) * call.count for call in often) or _carried(loop):
         return
     if all(call.name.endswith("_") for call in often):
-        return  # an optimizer's own
-    once = sum(_once(reading, call, each) for call in often)
+        return  # updates in place belong to an optimizer
+    once = sum(_once(reading, call, runs_per_step) for call in often)
     saved = taken + python - once
     place = max({call.place for call in often}, key=lambda place: sum(c.time for c in often if c.place == place))
     nodes = [call.node for call in often]
@@ -122,8 +126,9 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     yield reading.finding(
         "a Python loop calls small operators one at a time",
         place,
-        f"The loop runs {each:.0f} times{' a step' * (reading.steps > 1)}; its operators take {milliseconds(taken)}"
-        f" and Python between them {milliseconds(python)}, {reading.share(taken + python):.0%} of the time together.",
+        f"The loop runs {runs_per_step:.0f} times{' a step' * (reading.steps > 1)}; its operators take"
+        f" {nanoseconds(taken)} and Python between them {nanoseconds(python)}, together"
+        f" {reading.spent(taken + python)}.",
         "Compute all at once on a tensor with one more dimension (a batch, torch.vmap), or compile the loop"
         " (torch.compile).",
         saves,
@@ -131,20 +136,20 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     )
 
 
-def _once(reading: Reading, call: OperatorCall, each: float) -> float:
-    """Nanoseconds of one call in the place of so many, on a tensor that is so many times as large."""
+def _once(reading: Reading, call: OperatorCall, runs: float) -> float:
+    """Estimated nanoseconds if every `runs` calls are replaced by one call on a tensor `runs` times as large."""
     elements = (call.made[0].elements if call.made else call.elements) or 1
     name = call.name if costs.known(call.name) else "aten::matmul" if call.dense else "aten::mul"
-    grown = costs.nanoseconds(name, "forward", elements * each) * reading.slower
+    grown = costs.nanoseconds(name, "forward", elements * runs) * reading.slower
     backward = grown * 2 if call.backward else 0.0
-    return min(grown + backward, call.time / call.count * each) * call.count / each
+    return min(grown + backward, call.time / call.count * runs) * call.count / runs
 
 
 def _carried(loop: ast.AST) -> bool:
-    """Whether a run of a loop needs what the run before has computed."""
+    """Whether an iteration of a loop depends on the previous iteration, other than by collecting results."""
     body: list[ast.stmt] = getattr(loop, "body", [])
     seen, carried = set[str](), False
-    changed = set[str]().union(*(names_written(each) for each in body)) if body else set[str]()
+    changed = set[str]().union(*(names_written(statement) for statement in body)) if body else set[str]()
     for statement in body:
         collected = _collected(statement)
         carried |= bool((names_read(statement) & changed) - seen - collected)
@@ -153,7 +158,7 @@ def _carried(loop: ast.AST) -> bool:
 
 
 def _collected(statement: ast.stmt) -> set[str]:
-    """Names of lists and tensors that a statement only adds its result to, and of sums."""
+    """Names of the list, tensor or sum to which a statement adds its result and does nothing else."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         function = statement.value.func
         if isinstance(function, ast.Attribute) and function.attr in ("append", "add", "extend"):

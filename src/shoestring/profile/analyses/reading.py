@@ -1,4 +1,4 @@
-"""What the analyses read out of a profile: which calls a line of the program makes, and what they take in all."""
+"""A profile prepared for analyses: the operators called by each line of the program, with times and gradients."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from shoestring.figures import nanoseconds, percent
 from shoestring.profile.analyses import costs, gains
 from shoestring.profile.analyses.gains import PredictedGain
-from shoestring.profile.analyses.statements import Text
+from shoestring.profile.analyses.statements import Text, waits
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import in_backward, nearest_lines, package_of, without_imports
 from shoestring.profile.recording import Profile
 from shoestring.profile.tree import ENGINE, CallTree, Integers, NodeKind, totals, without_native
 
 MATTERS = 0.07
-"""Share of the time that a change is expected to save, from which on it is worth a finding."""
+"""Minimum share of the profiled time that a change must be expected to save, for a finding."""
 
 LARGEST_ENGINE = 0.4
-"""Of the time of its functions, what the backward pass takes outside of them at most; beyond that, it waits."""
+"""Maximum ratio of the backward pass's time outside backward functions to its time inside them; beyond it, the pass
+waits."""
 MOST = 0.85
-"""Share of the calls whose counts are multiples of the number of steps, where that is not known otherwise."""
+"""If the number of steps is inferred from call counts, the minimum fraction of counts that must be its multiples."""
 
 Place = tuple[str, int]
 
@@ -45,17 +47,17 @@ _MODULE = re.compile(r"/torch/nn/modules/\w+\.py\t\w+\.forward$")
 
 @dataclass(frozen=True)
 class TensorKind:
-    """What a tensor is."""
+    """Data type, size, layout and device of a tensor."""
 
     dtype: str
     elements: int
     layout: str
-    """`channels_last`, `strided` or, where it is contiguous, nothing."""
+    """Memory layout: `channels_last`, `strided`, or empty if contiguous."""
     device: str = "cpu"
 
 
 def tensors_of(text: str) -> list[TensorKind]:
-    """The tensors in a text such as `float32[8,64], float32[64] strided`."""
+    """Parse the tensors in a text such as `float32[8,64], float32[64] strided`."""
     return [
         TensorKind(dtype, math.prod(map(int, filter(None, sizes.split(",")))), layout.strip(), device.strip() or "cpu")
         for dtype, sizes, layout, device in _TENSOR.findall(text)
@@ -64,54 +66,55 @@ def tensors_of(text: str) -> list[TensorKind]:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator that Python calls, with all that it calls; times in nanoseconds."""
+    """All calls of an operator from one Python call path; times are nanoseconds, and include callees."""
 
     node: int
     name: str
     place: Place
-    """The line of the program that it runs for."""
+    """The line of the program that the calls are attributed to."""
     frame: tuple[int, int]
-    """What is the same for all lines of one function that one caller called."""
+    """Identifies the line's function and its caller: the caller's node, and the function's index in
+    `CallTree.names`."""
     count: int
     forward: int
     backward: float
-    """Of its gradient, with the engine's part of it."""
+    """Time of the operator's gradient, including a share of the time of autograd's engine."""
     evaluated: int
-    """How often its gradient was computed."""
+    """Number of times that the operator's gradient was computed."""
     modules: int
     """Modules of torch.nn between the line and the operator: 1 for `self.linear(x)`, more within nn.Sequential."""
     direct: bool
-    """Whether the line itself calls it, and no code of a library that it calls."""
+    """Whether the line calls the operator directly, and not through a library."""
     arguments: str
-    """As the tree has them; empty if they are not known."""
+    """Recorded arguments and results, as in `CallTree.inputs`; empty if unknown."""
     dense: bool
-    """Whether it is, or contains, a matrix product, a convolution or attention."""
+    """Whether the operator is or contains a matrix product, a convolution or attention."""
     graphed: bool
-    """Whether it recorded a function for the backward pass."""
+    """Whether the operator recorded a function for the backward pass."""
 
     @property
     def given(self) -> list[TensorKind]:
-        """The tensors of a call, as far as known."""
+        """The tensor arguments of the recorded call; empty if unknown."""
         return tensors_of(self.arguments.partition("->")[0])
 
     @property
     def made(self) -> list[TensorKind]:
-        """What it returns."""
+        """The tensors that the recorded call returned; empty if unknown."""
         return tensors_of(self.arguments.partition("->")[2])
 
     @property
     def elements(self) -> int:
-        """Of its largest tensor; 0 is not known."""
+        """Number of elements of the operator's largest tensor; 0 if unknown."""
         return max((kind.elements for kind in tensors_of(self.arguments)), default=0)
 
     @property
     def time(self) -> float:
-        """Forward and backward."""
+        """Nanoseconds of all calls, forward and backward."""
         return self.forward + self.backward
 
 
 class Reading:
-    """A profile, read once for all analyses."""
+    """A profile with derived data that all analyses share."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -119,27 +122,28 @@ class Reading:
         self._sources: dict[str, list[str]] = {}
         self._syntax: dict[str, Text | None] = {}
         self.total = max(without_imports(self.tree), 1)
-        """Nanoseconds."""
+        """Profiled nanoseconds, without imports."""
         self.lines: Integers = nearest_lines(self.tree, profile.facts.inside)
-        """Of each node the line of the program, as a node."""
+        """For each node, the node of the program line that its time is attributed to; -1 for none."""
         self.behind: NDArray[np.bool_] = in_backward(self.tree)
+        """Mask of the nodes in the backward pass."""
 
     def names(self, node: int) -> str:
-        """The name of an operator or a span."""
+        """The name of a node, as in `CallTree.names`."""
         return self.tree.names[self.tree.name[node]]
 
     def place(self, node: int) -> Place:
-        """File and line of the program that a node runs for; ("", 0) where there is none."""
+        """File and line that a node is attributed to; ("", 0) if there is none."""
         line = int(self.lines[node])
         return self.tree.place(line) if line >= 0 else ("", 0)
 
     @cached_property
     def calls(self) -> list[OperatorCall]:
-        """Of the forward pass and of all else but the backward pass, in the order of their first call.
+        """Calls of operators outside the backward pass, in the order of their first call.
 
-        Without those that code makes while it is traced or compiled, or that compiled code makes.
+        Calls during tracing or compilation, and calls inside compiled code, are left out.
         """
-        tree, found = self.tree, []
+        tree, calls = self.tree, []
         inside = tree.kind == NodeKind.OPERATOR
         modules = np.zeros(len(tree), np.int64)
         is_module = self.matching(_MODULE) & (tree.kind == NodeKind.PYTHON)
@@ -155,7 +159,7 @@ class Reading:
         for node in np.flatnonzero(outermost & (tree.count > 0)).tolist():
             line = int(self.lines[node])
             frame = (int(tree.parent[line]), int(tree.name[line])) if line >= 0 else (-1, -1)
-            found.append(
+            calls.append(
                 OperatorCall(
                     node=node,
                     name=self.names(node),
@@ -172,11 +176,11 @@ class Reading:
                     graphed=bool(graphed[node]),
                 )
             )
-        return found
+        return calls
 
     @cached_property
     def iterated(self) -> NDArray[np.bool_]:
-        """Which nodes a `for` statement of the program calls: generators and iterators."""
+        """Mask of the nodes of generators and iterators that `for` statements of the program call."""
         loops = [
             self.lines[node] == node and bool(_FOR.match(self.text(self.place(node)))) for node in range(len(self.tree))
         ]
@@ -187,7 +191,7 @@ class Reading:
         return called
 
     def _iterates(self, node: int) -> bool:
-        """Whether a function that a line with a `for` calls makes what it goes through, and is not of its body."""
+        """Whether a function called on a line with `for` produces the loop's items and is not called in its body."""
         file, _, function = self.names(node).partition("\t")
         name, package = function.rpartition(".")[2], package_of(file)
         if package or name in ("__next__", "__iter__", "<genexpr>"):
@@ -197,24 +201,24 @@ class Reading:
         return bool(text and text.generates(name)) or bool(around and around.iterates_by(line) & _APPLY)
 
     def matching(self, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-        """Which nodes have a name in which the pattern is found."""
+        """Mask of the nodes whose name matches the pattern."""
         return np.array([bool(pattern.search(name)) for name in self.tree.names])[self.tree.name]
 
     def under(self, pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-        """Which nodes are Python lines of functions that the pattern is found in, or below them."""
-        found = self.matching(pattern) & (self.tree.kind == NodeKind.PYTHON)
+        """Mask of the Python nodes whose name matches the pattern, and of all nodes below them."""
+        mask = self.matching(pattern) & (self.tree.kind == NodeKind.PYTHON)
         for node in range(1, len(self.tree)):
-            found[node] |= found[self.tree.parent[node]]
-        return found
+            mask[node] |= mask[self.tree.parent[node]]
+        return mask
 
     @cached_property
     def traced(self) -> NDArray[np.bool_]:
-        """What runs while code is traced or compiled."""
+        """Mask of the nodes that run while code is traced or compiled."""
         return self.under(_TRACING)
 
     @cached_property
     def slower(self) -> float:
-        """This machine's time over that of the table of costs, for the operators that are in it: their median."""
+        """Ratio of times on this machine to times in the table of costs: the median over all calls, at least 1."""
         ratios = [
             call.forward / call.count / costs.nanoseconds(call.name, "forward", call.elements)
             for call in self.calls
@@ -224,7 +228,7 @@ class Reading:
 
     @cached_property
     def gradients(self) -> NDArray[np.float64]:
-        """Nanoseconds of the gradients of each node and all below, with what the engine spends on them."""
+        """Nanoseconds of gradients, for each node with all nodes below it, including a share of the engine's time."""
         tree = self.tree
         linked, below = np.zeros(len(tree)), np.zeros(len(tree))
         links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0))
@@ -240,7 +244,7 @@ class Reading:
 
     @cached_property
     def engine_share(self) -> float:
-        """Time of the backward pass outside of its functions over that within them."""
+        """Ratio of the backward pass's time outside backward functions to its time inside them."""
         tree = self.tree
         engine = np.array([name.endswith("\t_engine_run_backward") for name in tree.names])[tree.name]
         evaluates = np.array([name.startswith(ENGINE) for name in tree.names])[tree.name]
@@ -249,7 +253,7 @@ class Reading:
 
     @cached_property
     def python(self) -> dict[Place, int]:
-        """Nanoseconds of Python itself by line of the program, as sampled."""
+        """Sampled nanoseconds of Python's own time by line of the program, including libraries that the line calls."""
         times: dict[Place, int] = {}
         for node in np.flatnonzero((self.tree.kind == NodeKind.PYTHON) & (self.tree.own > 0) & ~self.behind):
             place = self.place(int(node))
@@ -258,7 +262,7 @@ class Reading:
 
     @cached_property
     def line_itself(self) -> dict[Place, int]:
-        """The same without code of libraries that the line calls."""
+        """Sampled nanoseconds of Python's own time by line of the program, without libraries that the line calls."""
         times: dict[Place, int] = {}
         for node in np.flatnonzero((self.lines == np.arange(len(self.tree))) & ~self.behind).tolist():
             times[self.place(node)] = times.get(self.place(node), 0) + int(self.tree.own[node])
@@ -266,24 +270,24 @@ class Reading:
 
     @cached_property
     def python_per_call(self) -> float:
-        """Nanoseconds of Python around a call, over all lines that call operators; within what is usual."""
+        """Mean nanoseconds of Python per operator call, limited to plausible values."""
         calling = {call.place for call in self.calls}
         spent = sum(time for place, time in self.python.items() if place in calling)
         return float(np.clip(spent / max(sum(call.count for call in self.calls), 1), 300, 5000))
 
     def python_of(self, places: Iterable[Place], calls: float) -> float:
-        """Nanoseconds of Python on lines that make so many calls: half as sampled there, half as on all lines."""
+        """Nanoseconds of Python on lines that make `calls` calls: the mean of the samples and of `python_per_call`."""
         return (sum(self.python.get(place, 0) for place in places) + calls * self.python_per_call) / 2
 
     @cached_property
     def spans(self) -> list[int]:
-        """Nodes of steps of optimizers."""
+        """Nodes of the spans of optimizer steps."""
         named = np.array([name.startswith(_STEP) for name in self.tree.names])
         return np.flatnonzero((self.tree.kind == NodeKind.SPAN) & named[self.tree.name]).tolist()
 
     @cached_property
     def steps(self) -> int:
-        """Of training: as recorded, as optimizers made them, or what the counts of most calls are multiples of."""
+        """Number of training steps: recorded, else counted from optimizers, else inferred from call counts."""
         if self.profile.facts.steps:
             return self.profile.facts.steps
         if self.spans:
@@ -292,48 +296,68 @@ class Reading:
         multiples = {steps: (counts % steps == 0).mean() for steps in set(counts.tolist())}
         return max((steps for steps, share in multiples.items() if share >= MOST), default=1)
 
+    def waits(self, place: Place) -> bool:
+        """Whether a line belongs to a busy wait, a loop that polls a clock or a condition."""
+        text = self.syntax(place[0])
+        return text is not None and any(
+            loop.lineno <= place[1] <= (loop.end_lineno or 0) and waits(loop) for loop in text.loops
+        )
+
+    @cached_property
+    def waiting(self) -> NDArray[np.bool_]:
+        """Mask of the nodes in busy waits, and below: making them faster does not shorten the wait."""
+        waiting = np.zeros(len(self.tree), bool)
+        for node in range(1, len(self.tree)):
+            own = self.lines[node] == node and self.waits(self.place(node))
+            waiting[node] = own or waiting[self.tree.parent[node]]
+        return waiting
+
     def text(self, place: Place) -> str:
-        """What is written on a line; empty where the profile does not have its file."""
+        """The source text of a line; empty if the profile lacks its file."""
         if place[0] not in self._sources:
             self._sources[place[0]] = self.profile.sources.get(place[0], "").splitlines()
         lines = self._sources[place[0]]
         return lines[place[1] - 1] if 0 < place[1] <= len(lines) else ""
 
     def syntax(self, file: str) -> Text | None:
-        """The statements of a file; None where the profile does not have it."""
+        """The parsed source of a file; None if the profile lacks it or it cannot be parsed."""
         if file not in self._syntax:
             source = self.profile.sources.get(file, "")
             self._syntax[file] = Text.of(source) if source else None
         return self._syntax[file]
 
     def below(self, node: int) -> NDArray[np.bool_]:
-        """Which nodes are a node or below it."""
+        """Mask of a node and all nodes below it."""
         inside = np.zeros(len(self.tree), bool)
         inside[node] = True
-        for each in range(node + 1, len(self.tree)):
-            inside[each] = inside[self.tree.parent[each]]
+        for inner in range(node + 1, len(self.tree)):
+            inside[inner] = inside[self.tree.parent[inner]]
         return inside
 
     def topmost(self, wanted: NDArray[np.bool_]) -> list[int]:
-        """Nodes that are wanted and have none above them that is."""
-        covered, found = wanted.copy(), []
+        """The nodes in the mask `wanted` that have no such node above them."""
+        covered, top = wanted.copy(), []
         for node in range(len(self.tree)):
             above = node > 0 and bool(covered[self.tree.parent[node]])
             if wanted[node] and not above:
-                found.append(node)
+                top.append(node)
             covered[node] |= above
-        return found
+        return top
+
+    def spent(self, time: float) -> str:
+        """Nanoseconds as text: "4.2 ms, 31% of the time"."""
+        return f"{nanoseconds(time)}, {percent(self.share(time))} of the time"
 
     def share(self, nanoseconds: float) -> float:
-        """Of the whole time."""
+        """A time in nanoseconds as a share of the profiled time."""
         return nanoseconds / self.total
 
     def gain(self, analysis: str, saved: float, nodes: Sequence[int] = ()) -> PredictedGain:
-        """What a change saves.
+        """Predict the share of the profiled time that a change saves, as an interval.
 
         Args:
-            saved: nanoseconds, as estimated.
-            nodes: those whose times, which are not the same in every run, the estimate is of.
+            saved: estimated saving in nanoseconds.
+            nodes: nodes whose times the estimate depends on; the variance of these times widens the interval.
         """
         tree, chosen = self.tree, list(nodes)
         count = np.maximum(tree.count[chosen], 1)
@@ -350,7 +374,7 @@ class Reading:
         gain: PredictedGain | None,
         nodes: Sequence[int] = (),
     ) -> Finding:
-        """A finding whose change saves so much, if that is known."""
+        """Make a finding; `gain` is its predicted gain, or None if unknown."""
         return Finding(
             title=title,
             file=place[0],
@@ -364,16 +388,11 @@ class Reading:
         )
 
 
-def milliseconds(nanoseconds: float) -> str:
-    """In a sentence."""
-    return f"{nanoseconds / 1e6:,.0f} ms" if nanoseconds >= 1e9 else f"{nanoseconds / 1e6:.3g} ms"
-
-
 def costliest(calls: Iterable[OperatorCall]) -> OperatorCall:
-    """The one that takes longest, forward and backward."""
+    """The call that takes longest, forward and backward together."""
     return max(calls, key=lambda call: call.forward + call.backward)
 
 
 def named(operators: str) -> frozenset[str]:
-    """Names of torch's operators, from a list of words."""
+    """Full names (`aten::add`) of torch's operators, from short names separated by spaces."""
     return frozenset(f"aten::{name}" for name in operators.split())

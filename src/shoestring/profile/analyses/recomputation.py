@@ -1,4 +1,4 @@
-"""Recomputation: the same value is computed again, in every step or twice in one function."""
+"""Recomputation: the same value is computed in every step, or twice in one function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
+from shoestring.figures import nanoseconds, percent
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading
 from shoestring.profile.analyses.statements import Simple, Text, called, names_read, names_written
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind, totals
@@ -37,20 +38,20 @@ DEEPEST = 12
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of the program takes."""
+    """The operator calls and the time of a line of the program."""
 
     calls: list[OperatorCall]
     time: float
-    """Nanoseconds, with Python's and that of gradients."""
+    """Nanoseconds of the line, including Python's own time and gradients."""
 
     @property
     def count(self) -> int:
-        """How often it ran, at least."""
+        """Lower bound of the number of times that the line ran."""
         return min(call.count for call in self.calls)
 
 
 def recomputations(reading: Reading) -> Iterator[Finding]:
-    """Lines that compute what an earlier run of them, or an earlier line, has computed."""
+    """Find lines that compute a value again that they, or an earlier line, have computed before."""
     lines = _lines(reading)
     same: dict[tuple[str, ast.AST], list[Place]] = {}
     for place, line in sorted(lines.items()):
@@ -65,8 +66,8 @@ def recomputations(reading: Reading) -> Iterator[Finding]:
             yield from _again(reading, place, line, saved, f"Line {earlier[1]} has computed the same.", earlier)
     for places in same.values():
         place = max(places, key=lambda place: lines[place].time)
-        calls = [call for each in places for call in lines[each].calls]
-        line = Line(calls, sum(lines[each].time for each in places))
+        calls = [call for other in places for call in lines[other].calls]
+        line = Line(calls, sum(lines[other].time for other in places))
         yield from _again(reading, place, line, line.time * (1 - 1 / line.count), _IN_EVERY)
 
 
@@ -85,8 +86,8 @@ def _again(
     yield reading.finding(
         "the same value is computed again and again" if earlier is None else "the same value is computed twice",
         place,
-        f"It is computed {line.count} times ({names}), which takes {milliseconds(line.time)},"
-        f" {reading.share(line.time):.0%} of the time. {why}",
+        f"It is computed {line.count} times ({names}), which takes {nanoseconds(line.time)},"
+        f" {percent(reading.share(line.time))} of the time. {why}",
         advice if earlier is None else "Keep the first result in a variable, and use it here.",
         saves,
         nodes,
@@ -94,7 +95,7 @@ def _again(
 
 
 def _lines(reading: Reading) -> dict[Place, Line]:
-    """Lines of the program by all that they call."""
+    """Lines of the program that take enough time to be reported, with all operators below them."""
     tree = reading.tree
     own = (reading.lines == np.arange(len(tree))) & (tree.kind == NodeKind.PYTHON) & ~reading.behind
     python = totals(tree.parent, np.where((tree.kind == NodeKind.PYTHON) & ~reading.behind, tree.own, 0))
@@ -108,16 +109,16 @@ def _lines(reading: Reading) -> dict[Place, Line]:
     times: dict[Place, int] = {}
     for node in np.flatnonzero(own).tolist():
         times[tree.place(node)] = times.get(tree.place(node), 0) + int(python[node])
-    found = {}
-    for place, those in calls.items():
-        time = sum(call.time for call in those.values()) + times[place]
+    lines = {}
+    for place, by_node in calls.items():
+        time = sum(call.time for call in by_node.values()) + times[place]
         if place[0] and reading.share(time) >= MATTERS / 2:
-            found[place] = Line(list(those.values()), time)
-    return found
+            lines[place] = Line(list(by_node.values()), time)
+    return lines
 
 
 def _changes(reading: Reading, call: OperatorCall) -> bool:
-    """Whether it may give another result each time, or changes what it is given."""
+    """Whether a call may return different results for the same arguments, or changes its arguments."""
     tree = reading.tree
     if (call.name.endswith("_") and not call.name.endswith("__")) or tree.variants[call.node] > 1:
         return True
@@ -125,41 +126,32 @@ def _changes(reading: Reading, call: OperatorCall) -> bool:
     return any(_RANDOM.search(name) for name in names)
 
 
-# -- the same in every run -------------------------------------------------------------------------------------------
+# -- the same value in every run -------------------------------------------------------------------------------------
 
 
 def _always_the_same(text: Text, statement: Simple, line: Line) -> bool:
-    """Whether what it computes depends on nothing that changes from one of its runs to the next."""
+    """Whether a statement computes the same value each time it runs."""
     value = getattr(statement, "value", None)
-    if value is None or not called(value) or _is_start(value) or any(call.graphed for call in line.calls):
+    if value is None or not called(value) or any(call.graphed for call in line.calls):
         return False
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FACTORIES:
+        return False  # the statement only creates a tensor, to which later statements may write
     loop, function = text.loop(statement), text.function(statement)
     written = names_written(loop) if loop else set[str]()
-    return _Constant(text, function, loop, written - _targets(statement)).is_constant(value, DEEPEST)
-
-
-def _is_start(value: ast.expr) -> bool:
-    """Whether it only makes a tensor, to which later statements may write."""
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FACTORIES
-
-
-def _targets(statement: ast.stmt) -> set[str]:
-    """Names that it alone is to assign."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return {each.id for each in targets if isinstance(each, ast.Name)} - names_read(
-        getattr(statement, "value", statement)
-    )
+    if isinstance(statement, ast.Assign):  # names that the statement sets without reading carry no values between runs
+        written -= {target.id for target in statement.targets if isinstance(target, ast.Name)} - names_read(value)
+    return _Constant(text, function, loop, written).is_constant(value, DEEPEST)
 
 
 @dataclass(frozen=True)
 class _Constant:
-    """Looks whether an expression has the same value in every run of a loop or of a function."""
+    """Decides whether an expression has the same value in every run of a loop or a function."""
 
     text: Text
     function: ast.AST
     loop: ast.AST | None
     written: set[str]
-    """Names that the loop changes."""
+    """Names that the loop may change."""
 
     def is_constant(self, node: ast.AST, depth: int) -> bool:
         if depth == 0:
@@ -202,31 +194,31 @@ class _Constant:
             return False
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         library = isinstance(of, ast.Name) and of.id in _LIBRARIES
-        inputs = (
-            sizes if library and name in _FACTORIES else all(self.is_constant(each, depth - 1) for each in arguments)
-        )
+        inputs = sizes
+        if not (library and name in _FACTORIES):
+            inputs = all(self.is_constant(argument, depth - 1) for argument in arguments)
         return inputs and (of is None or library or self.is_constant(of, depth - 1))
 
     def _is_setting(self, node: ast.Attribute) -> bool:
-        """Whether it is given to a module when that is made, and stays."""
+        """Whether an attribute of `self` is assigned once, and not from a call."""
         name, values = ast.unparse(node), list[ast.expr]()
-        for each in self.text.statements:
-            for target in each.targets if isinstance(each, ast.Assign) else ():
-                pairs = [(target, each.value)] if isinstance(each, ast.Assign) else []
+        for statement in self.text.statements:
+            for target in statement.targets if isinstance(statement, ast.Assign) else ():
+                pairs = [(target, statement.value)] if isinstance(statement, ast.Assign) else []
                 if isinstance(target, ast.Tuple) and isinstance(pairs[0][1], ast.Tuple):
                     pairs = list(zip(target.elts, pairs[0][1].elts, strict=False))
                 values += [value for part, value in pairs if ast.unparse(part) == name]
         return len(values) == 1 and not any(isinstance(part, ast.Call) for part in ast.walk(values[0]))
 
     def _is_size(self, node: ast.AST, depth: int) -> bool:
-        """Whether it is a number or a size of the module, which do not change."""
+        """Whether an argument is constant, or an attribute of `self`, which is assumed to be a constant size."""
         of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
         if isinstance(node, ast.BinOp):
             return self._is_size(node.left, depth) and self._is_size(node.right, depth)
         return of_self or self.is_constant(node, depth - 1)
 
     def _name(self, node: ast.Name, depth: int) -> bool:
-        """A name that is assigned once, from what is constant itself or made before the loop."""
+        """Whether a name is assigned once, from a constant expression."""
         if node.id in self.written:
             assigned = self._assignments(self.loop or self.function, node.id)
             return len(assigned) == 1 and self._value(assigned[0], node.id, depth)
@@ -242,15 +234,15 @@ class _Constant:
 
     def _assignments(self, place: ast.AST, name: str) -> list[ast.AST]:
         return [
-            each
-            for each in ast.walk(place)
-            if isinstance(each, ast.stmt | ast.comprehension)
-            and not isinstance(each, ast.FunctionDef | ast.With | ast.If | ast.ClassDef)
-            and name in _bound(each)
+            node
+            for node in ast.walk(place)
+            if isinstance(node, ast.stmt | ast.comprehension)
+            and not isinstance(node, ast.FunctionDef | ast.With | ast.If | ast.ClassDef)
+            and name in _bound(node)
         ]
 
     def _value(self, statement: ast.AST, name: str, depth: int) -> bool:
-        """Whether an assignment gives a name a constant."""
+        """Whether an assignment sets a name to a constant expression."""
         if not isinstance(statement, ast.Assign):
             return False
         target, value = statement.targets[0], statement.value
@@ -266,25 +258,25 @@ _FACTORIES |= {"tril_indices", "meshgrid", "hamming_window", "empty"}
 
 
 def _bound(statement: ast.AST) -> set[str]:
-    """Names that a statement itself assigns, those within it aside."""
+    """Names that a statement itself assigns, without names assigned by statements inside it."""
     if isinstance(statement, ast.For | ast.AsyncFor | ast.comprehension):
         statement = statement.target
     elif not isinstance(statement, Simple):
         return set()
-    return {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _parameters(function: ast.AST) -> set[str]:
     arguments = getattr(function, "args", None)
-    return {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)} if arguments else set()
+    return {node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)} if arguments else set()
 
 
-# -- the same twice --------------------------------------------------------------------------------------------------
+# -- the same value twice --------------------------------------------------------------------------------------------
 
 
 def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line], place: Place) -> Place | None:
-    """An earlier line of the same block that makes the same costly call, if nothing that it reads changes between."""
-    mine, after = _calls(statement), statement.lineno
+    """An earlier line of the same block with the same costly call, if no name that it reads changes in between."""
+    own, after = _calls(statement), statement.lineno
     for other, line in lines.items():
         if other[0] != place[0] or other[1] >= after or not line.calls:
             continue
@@ -293,28 +285,29 @@ def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line],
             continue
         if text.function(earlier) is not text.function(statement) or text.loop(earlier) is not text.loop(statement):
             continue
-        for call in mine.keys() & _calls(earlier).keys():
+        for call in own.keys() & _calls(earlier).keys():
             changed = _changed_between(text, earlier, statement)
-            if not names_read(mine[call]) & changed and not called(mine[call]) & _CHANGING:
+            if not names_read(own[call]) & changed and not called(own[call]) & _CHANGING:
                 return other
     return None
 
 
 def _calls(statement: ast.stmt) -> dict[str, ast.expr]:
-    """Calls in a statement that are all of its time, presumably: the largest that are given something."""
-    found: dict[str, ast.expr] = {}
+    """Calls in a statement that take arguments and do more than compute sizes, by their dumped syntax tree."""
+    calls: dict[str, ast.expr] = {}
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and (node.args or node.keywords) and not called(node) <= _SIZES:
-            found[ast.dump(node)] = node
-    return found
+            calls[ast.dump(node)] = node
+    return calls
 
 
 def _changed_between(text: Text, first: ast.stmt, second: ast.stmt) -> set[str]:
-    """Names that statements from the first to before the second change; an optimizer's step changes all."""
+    """Names changed by the first statement and by those before the second; an optimizer's step changes every name."""
     changed = set[str]()
-    for each in text.statements:
-        if first.lineno <= each.lineno < second.lineno and text.function(each) is text.function(first):
-            changed |= names_written(each)
-            if called(each) & {"step", "train", "eval", "zero_", "requires_grad_", "load_state_dict"}:
+    for statement in text.statements:
+        between = first.lineno <= statement.lineno < second.lineno
+        if between and text.function(statement) is text.function(first):
+            changed |= names_written(statement)
+            if called(statement) & {"step", "train", "eval", "zero_", "requires_grad_", "load_state_dict"}:
                 changed |= names_read(second)
     return changed

@@ -1,4 +1,4 @@
-"""Retracing, recompilation and graph breaks."""
+"""Retracing, recompilation and graph breaks of compiled code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import MATTERS, Place, Reading, milliseconds
+from shoestring.figures import nanoseconds
+from shoestring.profile.analyses.reading import MATTERS, Place, Reading
 from shoestring.profile.analyses.statements import called, names_read, names_written
 from shoestring.profile.findings import Finding
 from shoestring.profile.recording import Events
@@ -15,18 +16,18 @@ from shoestring.profile.tree import NodeKind
 
 _REGION = re.compile(r"^Torch-Compiled Region: (\d+)/(\d+)")
 LARGE = 0.1
-"""Share of the time that compiled code takes, from which on it is worth a change that it breaks into parts."""
+"""Minimum share of the profiled time that compiled code must take, for a finding about its graph breaks."""
 _JAX = re.compile(r"^jax (?:trace|lower|compile): (?:jit\()?(.*?)\)?$")
 _COMPILING = re.compile(r"/jax/_src/(pjit|stages|compiler|interpreters/\w+)\.py\t")
 _COMPILES = {"compile", "trace", "script", "make_fx", "export"}
 JITTED_AGAIN = 4
-"""Times that a function of JAX is compiled, from which on it is more than a few shapes that it is meant for."""
+"""Minimum number of compilations of a JAX function, for a finding; fewer are taken as intended shapes."""
 _LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 
 
 def retracings(reading: Reading) -> Iterator[Finding]:
-    """Calls that trace or compile again and again, and lines that break compiled code in two."""
+    """Find calls that trace or compile repeatedly, and lines that break compiled code into parts."""
     yield from _compiled_again(reading)
     yield from _jitted_again(reading)
     yield from _graph_breaks(reading)
@@ -51,8 +52,7 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
         yield reading.finding(
             "the same code is traced or compiled again and again",
             place,
-            f"{times} times, which takes {milliseconds(taken)}, {reading.share(taken):.0%} of the time"
-            f"{_reason(reading)}.",
+            f"{times} times, which takes {reading.spent(taken)}{_reason(reading)}.",
             "Compile once, outside of the loop; keep shapes, types and Python values that the code depends on fixed"
             " (pad, or mark them dynamic).",
             saves,
@@ -61,15 +61,16 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
 
 
 def _jitted_again(reading: Reading) -> Iterator[Finding]:
-    """Functions that JAX traces, lowers and compiles for each of many shapes or static values, as it says itself."""
+    """Find functions that JAX traces and compiles again for many shapes or static values, from JAX's own events."""
     functions: dict[Place, dict[str, list[Events]]] = {}
     for name, events in reading.profile.facts.waits.items():
-        if found := _JAX.match(name):
+        if match := _JAX.match(name):
             file, _, line = events.where.rpartition(":")
-            functions.setdefault((file, int(line or 0)), {}).setdefault(found[1], []).append(events)
+            functions.setdefault((file, int(line or 0)), {}).setdefault(match[1], []).append(events)
     compiling = reading.under(_COMPILING)
     for place, named in functions.items():
-        again = [events for each in named.values() if max(e.count for e in each) >= JITTED_AGAIN for events in each]
+        repeated = [group for group in named.values() if max(events.count for events in group) >= JITTED_AGAIN]
+        again = [events for group in repeated for events in group]
         if not place[0] or not again:
             continue
         seconds, times = sum(e.seconds for e in again), max(e.count for e in again)
@@ -80,8 +81,7 @@ def _jitted_again(reading: Reading) -> Iterator[Finding]:
         yield reading.finding(
             "the same function is traced and compiled again and again",
             place,
-            f"{times} times, which takes {milliseconds(1e9 * seconds)},"
-            f" {reading.share(1e9 * seconds):.0%} of the time.",
+            f"{times} times, which takes {reading.spent(1e9 * seconds)}.",
             "Keep shapes, types and static arguments fixed: pad to a few lengths, and give numbers that change as"
             " arrays.",
             saves,
@@ -90,7 +90,7 @@ def _jitted_again(reading: Reading) -> Iterator[Finding]:
 
 
 def _times(reading: Reading, nodes: list[int], place: Place) -> int:
-    """How often what is at these nodes was compiled, at least."""
+    """Lower bound of the number of times that the code at these nodes was compiled."""
     tree = reading.tree
     inside = np.zeros(len(tree), bool)
     for node in nodes:
@@ -98,32 +98,32 @@ def _times(reading: Reading, nodes: list[int], place: Place) -> int:
     counts = tree.count[inside & (tree.kind == NodeKind.OPERATOR) & (tree.count > 0)]
     times = int(np.quantile(counts, 0.1)) if len(counts) else 0
     for name in tree.names:
-        if found := _REGION.search(name):
-            times = max(times, int(found[2]) + 1)
+        if match := _REGION.search(name):
+            times = max(times, int(match[2]) + 1)
     regions = reading.matching(_REGION) & (tree.kind == NodeKind.OPERATOR)
     ran = int(tree.count[reading.topmost(regions)].sum())
     usual = int(np.median(counts)) if len(counts) else 0
-    if usual >= 0.5 * ran > 1:  # as good as every call compiles
+    if usual >= 0.5 * ran > 1:  # nearly every call compiles
         times = max(times, min(usual, ran))
     waits = [events.count for name, events in reading.profile.facts.waits.items() if name.startswith("re")]
     return max(times, sum(waits), ran if _in_loop(reading, place) else 0)
 
 
 def _in_loop(reading: Reading, place: Place) -> bool:
-    """Whether what a line calls is made by asking for compiled code in each run of a loop."""
+    """Whether each iteration of a loop compiles the code that a line calls."""
     text = reading.syntax(place[0])
     statement = text.at(place[1]) if text else None
     if text is None or statement is None:
         return False
     return any(
-        text.loop(each) is not None and (each is statement or names_written(each) & names_read(statement))
-        for each in text.statements
-        if called(each) & _COMPILES and text.function(each) is text.function(statement)
+        text.loop(other) is not None and (other is statement or names_written(other) & names_read(statement))
+        for other in text.statements
+        if called(other) & _COMPILES and text.function(other) is text.function(statement)
     )
 
 
 def _reason(reading: Reading) -> str:
-    """Why the first code that was compiled again was, as torch.compile says."""
+    """torch.compile's reason for the first recompilation, worded as the end of a sentence; empty if unknown."""
     for name, events in reading.profile.facts.waits.items():
         kind, _, reason = name.partition(": ")
         if kind in ("recompile", "retrace") and reason:
@@ -136,8 +136,8 @@ def _graph_breaks(reading: Reading) -> Iterator[Finding]:
     broken: dict[Place, list[int]] = {}
     for node in np.flatnonzero(tree.kind == NodeKind.PYTHON).tolist():
         file, _, function = reading.names(node).partition("\t")
-        if found := _RESUMED.search(function):
-            broken.setdefault((file, int(found[2])), []).append(node)
+        if match := _RESUMED.search(function):
+            broken.setdefault((file, int(match[2])), []).append(node)
     compiled = tree.inclusive[reading.topmost(reading.matching(_REGION))].sum()
     for place, nodes in broken.items():
         taken = int(tree.inclusive[nodes].sum())
@@ -145,7 +145,7 @@ def _graph_breaks(reading: Reading) -> Iterator[Finding]:
             yield reading.finding(
                 "compiled code breaks into parts at this line",
                 place,
-                f"What follows this line runs as a function of its own; compiled code takes {milliseconds(compiled)}.",
+                f"What follows this line runs as a function of its own; compiled code takes {nanoseconds(compiled)}.",
                 "Move what torch.compile cannot trace (printing, item(), calls into other libraries) out of the"
                 " function; TORCH_LOGS=graph_breaks tells why.",
                 None,

@@ -1,11 +1,11 @@
-"""What the text of a program says of its lines: loops, functions, and what an expression depends on."""
+"""Queries on the syntax tree of a program's file: the statement of a line, loops, functions, names read and written."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 Loop = ast.For | ast.While | ast.AsyncFor
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -14,13 +14,13 @@ Simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return
 
 @dataclass(frozen=True)
 class Text:
-    """A file of the program."""
+    """The syntax tree of a file of the program."""
 
     module: ast.Module
 
     @staticmethod
     def of(source: str) -> Text | None:
-        """None where it is no Python of this version, or nested too deeply."""
+        """Parse a file; None if it is not valid in this version of Python, or nested too deeply."""
         try:
             return Text(ast.parse(source))
         except (SyntaxError, ValueError, RecursionError):
@@ -28,107 +28,158 @@ class Text:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Of each part of the text what it is in."""
+        """Maps each node to its parent."""
         return {child: node for node in ast.walk(self.module) for child in ast.iter_child_nodes(node)}
 
     @cached_property
     def statements(self) -> list[Simple]:
-        """Those that contain no others."""
+        """All statements that contain no other statements."""
         return [node for node in ast.walk(self.module) if isinstance(node, Simple)]
 
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """All loops."""
+        return [node for node in ast.walk(self.module) if isinstance(node, Loop)]
+
     def at(self, line: int) -> Simple | None:
-        """The simple statement that a line is of."""
-        return next((each for each in self.statements if each.lineno <= line <= (each.end_lineno or 0)), None)
+        """The simple statement that a line belongs to."""
+        return next((node for node in self.statements if node.lineno <= line <= (node.end_lineno or 0)), None)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What contains it, from within."""
+        """The nodes that enclose a node, the innermost first."""
         while (above := self.parents.get(node)) is not None:
             yield above
             node = above
 
     def function(self, node: ast.AST) -> Function | ast.Module:
-        """The innermost function, or the module, that contains it."""
-        return next((each for each in self.around(node) if isinstance(each, Function)), self.module)
+        """The innermost function around a node; the module if there is none."""
+        return next((outer for outer in self.around(node) if isinstance(outer, Function)), self.module)
 
-    def scopes(self, lines: Iterable[int]) -> list[Function | ast.Lambda]:
-        """The innermost functions that lines are of, and the lambdas on them."""
-        wanted, found = set(lines), dict[Function | ast.Lambda, None]()
+    def scopes(self, lines: Iterable[int]) -> list[Function]:
+        """The innermost functions around lines."""
+        wanted, functions = set(lines), dict[Function, None]()
         for node in ast.walk(self.module):
-            if isinstance(node, ast.Lambda) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
-                found[node] = None
-            elif isinstance(node, Simple) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
+            if isinstance(node, Simple) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
                 scope = self.function(node)
                 if isinstance(scope, Function):
-                    found[scope] = None
-        return list(found)
+                    functions[scope] = None
+        return list(functions)
 
     def generates(self, name: str) -> bool:
-        """Whether there is a generator of this name."""
+        """Whether the file defines a generator function with this name."""
         functions = [node for node in ast.walk(self.module) if isinstance(node, Function) and node.name == name]
-        return any(isinstance(node, ast.Yield | ast.YieldFrom) for each in functions for node in ast.walk(each))
+        return any(isinstance(node, ast.Yield | ast.YieldFrom) for outer in functions for node in ast.walk(outer))
 
     def iterates_by(self, line: int) -> set[str]:
-        """Names of the functions that a loop on this line calls for what it goes through."""
+        """Names of the functions called in the iterable of a `for` loop on this line."""
         loops = [node for node in ast.walk(self.module) if isinstance(node, ast.For | ast.AsyncFor)]
         return set[str]().union(*(called(node.iter) for node in loops if node.lineno == line))
 
     def loop(self, node: ast.AST) -> Loop | None:
-        """The innermost loop of the same function that contains it."""
-        for each in self.around(node):
-            if isinstance(each, Function | ast.Lambda):
+        """The innermost loop around a node in the same function."""
+        for outer in self.around(node):
+            if isinstance(outer, Function | ast.Lambda):
                 return None
-            if isinstance(each, Loop):
-                return each
+            if isinstance(outer, Loop):
+                return outer
         return None
 
 
+@cache
+def waits(loop: Loop) -> bool:
+    """Whether a loop is a busy wait, which ends when time has passed or other code changes its condition."""
+    if not isinstance(loop, ast.While):
+        return False
+    ends = [loop.test] if not isinstance(loop.test, ast.Constant) else []
+    for node in (node for statement in loop.body for node in ast.walk(statement)):
+        if isinstance(node, ast.If) and any(isinstance(inner, ast.Break | ast.Return) for inner in node.body):
+            ends.append(node.test)
+    used = _used(loop.body, [id(node) for end in ends for node in ast.walk(end)])
+    clocks = _times(loop)
+    timed = [bool(called(end) & CLOCKS or names_read(end) & clocks) for end in ends]
+    return bool(ends) and (any(timed) or not any(names_read(end) & used for end in ends))
+
+
+CLOCKS = frozenset(
+    {"time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime", "now", "utcnow", "time_ns"}
+    | {"perf_counter_ns", "monotonic_ns", "process_time_ns", "thread_time_ns", "default_timer", "timer"}
+)
+"""Functions that return the time, by the last part of their dotted names."""
+
+
+def _times(loop: Loop) -> set[str]:
+    """Names whose values are times, or are computed from times."""
+    assignments = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
+    names, before = set[str](), -1
+    while len(names) > before:
+        before = len(names)
+        for node in assignments:
+            if called(node.value) & CLOCKS or names_read(node.value) & names:
+                names = names.union(*(names_written(target) for target in node.targets))
+    return names
+
+
+def _used(body: Iterable[ast.stmt], but: Iterable[int]) -> set[str]:
+    """Names that statements assign or pass to calls, except in the nodes with the ids in `but`."""
+    left_out, names = set(but), set[str]()
+    for node in (node for statement in body for node in ast.walk(statement) if id(node) not in left_out):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.Call):
+            names |= names_read(node)
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            names |= names_written(node)
+    return names
+
+
 def names_read(node: ast.AST) -> set[str]:
-    """Names whose values an expression depends on."""
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    """Names that an expression reads."""
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
 
 
 def names_written(node: ast.AST) -> set[str]:
-    """Names that may have another value, or other contents, after a statement: assigned, or changed in place."""
-    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    for each in ast.walk(node):
-        if isinstance(each, ast.Assign):
-            found |= {name for target in each.targets for name in names_read(target)}
-        elif isinstance(each, ast.AugAssign):
-            found |= names_read(each.target)
-        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and _changes(each.func.attr):
-            found |= names_read(each.func.value)
-    return found
+    """Names that a statement may change: it assigns them, or changes their objects in place."""
+    names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and not isinstance(name.ctx, ast.Load)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign):
+            names |= {name for target in inner.targets for name in names_read(target)}
+        elif isinstance(inner, ast.AugAssign):
+            names |= names_read(inner.target)
+        elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+            method = inner.func.attr
+            if method in _CHANGE or (method.endswith("_") and not method.endswith("__")):
+                names |= names_read(inner.func.value)
+    return names
 
 
-def _changes(method: str) -> bool:
-    in_place = method.endswith("_") and not method.endswith("__")
-    return in_place or method in {"append", "extend", "update", "add", "insert", "pop", "clear", "step", "backward"}
+_CHANGE = {"append", "extend", "update", "add", "insert", "pop", "clear", "step", "backward"}
+"""Methods that change their object; tensor methods whose names end with `_` do so as well."""
 
 
 def called(node: ast.AST) -> set[str]:
-    """Last names of the functions and methods that are called."""
-    return {last_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)} - {""}
+    """Names of the functions and methods called in an expression or statement, without their modules and objects."""
+    return {last_name(call) for call in ast.walk(node) if isinstance(call, ast.Call)} - {""}
 
 
 def last_name(node: ast.Call) -> str:
-    """The last name of what is called; empty where it has none."""
+    """The last part of a called function's dotted name; empty if the function is not called by a name."""
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def is_module(node: ast.expr) -> bool:
-    """Whether it is a module that has functions of tensors or of numbers."""
+    """Whether an expression names a module with functions of tensors or numbers, such as `torch` or `np`."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np")
 
 
 def is_limits(node: ast.expr) -> bool:
-    """Whether it is the limits of a data type."""
+    """Whether an expression yields the limits of a data type, such as `torch.finfo(…)`."""
     return isinstance(node, ast.Call) and last_name(node) in ("finfo", "iinfo")
 
 
 def only_widens(index: ast.expr) -> bool:
-    """Whether an index has only `None`, `:` and `...`, so that it takes no part."""
+    """Whether an index consists of `None`, `:` and `...` only, and so selects all elements."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return all(
         (isinstance(part, ast.Constant) and (part.value is None or part.value is ...))
@@ -138,10 +189,10 @@ def only_widens(index: ast.expr) -> bool:
 
 
 def integers(node: ast.expr) -> list[int]:
-    """An integer, or those of a tuple; nothing where they are not known."""
+    """The integers in a literal integer, tuple or list; empty for other expressions."""
     try:
-        found = ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except (ValueError, TypeError):
         return []
-    found = found if isinstance(found, tuple | list) else (found,)
-    return [each for each in found if isinstance(each, int)]
+    items = value if isinstance(value, tuple | list) else (value,)
+    return [item for item in items if isinstance(item, int)]

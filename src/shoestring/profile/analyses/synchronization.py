@@ -1,21 +1,22 @@
-"""Synchronization in a loop: values are taken out of tensors one at a time."""
+"""Synchronization in a loop: values are read out of tensors (`item()`) one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading, milliseconds
+from shoestring.figures import nanoseconds
+from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Reading
 from shoestring.profile.findings import Finding
 
 TAKES = frozenset({"aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 SMALL = 4_000
-"""Nanoseconds of the shortest call on a single value, which vectorized code needs no more."""
+"""Nanoseconds; an operator whose shortest call is quicker works on single values, and vectorizing avoids its calls."""
 OFTEN = 2.0
-"""Values that one line takes in a step, from which on it is a loop."""
+"""Minimum number of values per step that a line in a loop must read, for a finding."""
 
 
 def synchronizations(reading: Reading) -> Iterator[Finding]:
-    """Lines that take several values a step out of tensors, each with a wait for an accelerator, if there is one."""
+    """Find lines that read several values per step out of tensors; each read waits for the accelerator, if any."""
     by_place: dict[Place, list[OperatorCall]] = {}
     for call in reading.calls:
         if call.name in TAKES and call.place[0] and call.direct:
@@ -28,11 +29,11 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
     count = sum(call.count for call in calls)
     if count < OFTEN * reading.steps:
         return
-    each = max(call.count for call in calls)
+    most = max(call.count for call in calls)
     small = [
         call
         for call in reading.calls
-        if call.place == place and reading.tree.least[call.node] <= SMALL and call.count >= 0.5 * each
+        if call.place == place and reading.tree.least[call.node] <= SMALL and call.count >= 0.5 * most
     ]
     waited = sum(call.forward for call in calls if call not in small)
     called = sum(call.count for call in small)
@@ -44,7 +45,7 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
     saves = reading.gain("synchronization", gain, nodes)
     if saves.expected < MATTERS:
         return
-    cost = f"they take {milliseconds(taken)}, and Python takes {milliseconds(python)} on this line"
+    cost = f"they take {nanoseconds(taken)}, and Python takes {nanoseconds(python)} on this line"
     also = "; each waits until the accelerator has finished" if on_accelerator else ""
     yield reading.finding(
         "a loop takes values out of tensors one at a time",
@@ -57,7 +58,7 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
 
 
 def _loop_itself(reading: Reading, calls: list[OperatorCall]) -> int:
-    """Nanoseconds of Python on lines of the same function that call no operator, such as the head of the loop."""
+    """Nanoseconds of Python on other lines of the functions that make these calls, such as the loop's head."""
     tree, frames = reading.tree, {call.frame for call in calls}
     calling = {call.place for call in reading.calls}
     nodes = [

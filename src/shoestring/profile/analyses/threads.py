@@ -1,4 +1,4 @@
-"""Thread over-subscription: more threads compute than there are cores, and wait for each other."""
+"""Thread oversubscription: more threads compute than there are cores, so they wait for each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 SHARE = 0.2
-"""Of the time, what operators take at least."""
+"""Minimum share of the profiled time that operators must take, for a finding."""
 TOO_MANY = 1.5
-"""Threads that want to run for each core, at least."""
+"""Minimum number of computing threads per core, for a finding."""
 
 
 def too_many_threads(reading: Reading) -> Iterator[Finding]:
-    """The line that sets too many threads, or what runs in too many threads of the program's own."""
+    """Find the line that sets too large a number of threads, or else computes most in too many Python threads."""
     facts = reading.profile.facts
     calls = [call for call in reading.calls if call.place[0]]
     taken = sum(call.time for call in calls)
@@ -43,8 +43,8 @@ def too_many_threads(reading: Reading) -> Iterator[Finding]:
 
 
 def _setting(reading: Reading) -> Place | None:
-    """The line of the program that sets too large a number of threads."""
-    tree, found = reading.tree, list[Place]()
+    """The first line of executed functions that may set too large a number of threads; None if there is none."""
+    tree, places = reading.tree, list[Place]()
     ran = {tree.names[name] for name in set(tree.name[tree.kind == NodeKind.PYTHON].tolist())}
     functions = {(name.partition("\t")[0], name.rpartition(".")[2].rpartition("\t")[2]) for name in ran}
     for file in reading.profile.sources:
@@ -54,13 +54,10 @@ def _setting(reading: Reading) -> Place | None:
                 continue
             assert text is not None
             within = (file, getattr(text.function(node), "name", "<module>"))
-            if within in functions and _large(node.args[0], reading.profile.facts.cores):
-                found.append((file, node.lineno))
-    return min(found, default=None)
-
-
-def _large(number: ast.expr, cores: int) -> bool:
-    """Whether a number of threads may be too large; a name alone is usually what there was before."""
-    if isinstance(number, ast.Constant):
-        return isinstance(number.value, int) and number.value > cores
-    return not isinstance(number, ast.Name)
+            number = node.args[0]
+            large = not isinstance(number, ast.Name)  # a plain variable usually restores an earlier number
+            if isinstance(number, ast.Constant):
+                large = isinstance(number.value, int) and number.value > reading.profile.facts.cores
+            if within in functions and large:
+                places.append((file, node.lineno))
+    return min(places, default=None)

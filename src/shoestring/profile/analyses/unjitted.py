@@ -1,4 +1,4 @@
-"""Un-jitted loop: JAX starts operations one by one, each of which takes Python longer than the operation itself."""
+"""Un-jitted loops: JAX dispatches operations one by one, and each dispatch takes longer than the operation itself."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoestring.profile.analyses.reading import Place, Reading, milliseconds
+from shoestring.profile.analyses.reading import Place, Reading
 from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 SHARE = 0.25
-"""Of the time, what starting operations takes in one function at least."""
+"""Minimum share of the profiled time that a function must spend on dispatching operations, for a finding."""
 FEWEST = 3
-"""Different operations that it starts, at least."""
+"""Minimum number of different operations that the function must dispatch, for a finding."""
 ONE_CALL = 20_000
-"""Nanoseconds to start one compiled program, which remain."""
+"""Nanoseconds to dispatch one compiled program; this time remains after the function is jitted."""
 _STARTS = re.compile(r"/jax/_src/(numpy|lax|nn|scipy|random|dispatch|prng|api)\b|/profile/jax_calls\.py\t")
 _OPERATION = re.compile(r"/jax/_src/(numpy|lax|nn|scipy|random)/\w+\.py\t")
 _PART = re.compile(r"\.<locals>\.<(listcomp|genexpr|lambda|dictcomp|setcomp)>")
@@ -24,7 +24,7 @@ _JIT = re.compile(r"/jax/_src/(pjit|compiler|linear_util)\.py\t|/jax/_src/interp
 
 
 def unjitted(reading: Reading) -> Iterator[Finding]:
-    """Functions whose operations Python starts one by one."""
+    """Find functions whose operations Python dispatches one by one."""
     tree = reading.tree
     if not reading.matching(_OPERATION).any():
         return
@@ -50,7 +50,7 @@ def unjitted(reading: Reading) -> Iterator[Finding]:
         yield reading.finding(
             "JAX operations are started one by one",
             max(lines, key=lambda place: lines[place]),
-            f"Python takes {milliseconds(taken)}, {reading.share(taken):.0%} of the time, to start {len(kinds)} or more"
+            f"Python takes {reading.spent(taken)}, to start {len(kinds)} or more"
             " kinds of operations in this function, outside of jax.jit.",
             "Put the function that does them into jax.jit, and a loop over it into jax.lax.scan or fori_loop.",
             reading.gain("unjitted", saved, nodes),

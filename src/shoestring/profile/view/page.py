@@ -1,4 +1,4 @@
-"""The page of a profile, or of two compared: one HTML file that works offline and loads nothing."""
+"""The page of a profile or of a comparison of two profiles: one HTML file that works offline and loads nothing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from shoestring.figures import nanoseconds, percent, seconds
 from shoestring.profile.analyses import find
 from shoestring.profile.comparison import Comparison
 from shoestring.profile.findings import Finding
 from shoestring.profile.lines import by_line, import_time, without_imports
 from shoestring.profile.recording import Facts, Profile
-from shoestring.profile.summary import by_operator, code, command, notes, seconds, waits
+from shoestring.profile.summary import by_operator, code, command, notes, waits
 from shoestring.profile.view import payload
 from shoestring.profile.view.steps import steps
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
-from shoestring.report.sections import bar
+from shoestring.report.sections import section, share_bar
 
 _PACKAGE, STYLE = "shoestring.profile.view", "flame.css"
 SCRIPT = ("calls.js", "flame.js", "table.js", "start.js")
@@ -55,36 +56,37 @@ def write(profile: Profile, path: Path) -> Path:
         [
             _place(*place),
             tag("code", code(profile.sources, *place)),
-            _share(lines[place] / total, lines[order[0]] / total),
-            seconds(lines[place]),
+            share_bar(lines[place] / total, lines[order[0]] / total),
+            nanoseconds(lines[place]),
         ]
         for place in order[:_LINES]
     ]
     longest = list(by_operator(tree).items())[:_OPERATORS]
     operators = [
-        [name, _share(own / total, longest[0][1][0] / total), seconds(own), f"{count:,}", seconds(own / max(count, 1))]
+        [
+            name,
+            share_bar(own / total, longest[0][1][0] / total),
+            nanoseconds(own),
+            f"{count:,}",
+            nanoseconds(own / max(count, 1)),
+        ]
         for name, (own, count) in longest
     ]
     parts = [
         _findings(find(profile), profile.sources),
         _strip(profile),
         _calls(_LEGEND),
-        _section(
+        section(
             "Lines of the program",
             grid("With all that they call outside of the program, longest first", _LINE_HEAD, rows, figures=2),
         ),
         _source(profile.sources, ("Forward", "Backward", "Python")),
         steps(profile.facts),
-        _section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
+        section("Operators", grid("Without the operators that they call", _OPERATOR_HEAD, operators, figures=1)),
         _notes(profile.facts),
     ]
     name = command(profile.facts)
     return save(path, document(name, _heading(name, "Profile"), join(parts), payload.of_profile(profile), _frame()))
-
-
-def _share(share: float, longest: float) -> Markup:
-    """A share with a bar, which for the longest is full."""
-    return tag("div", bar(share / (longest or 1)), tag("span", f"{share:.1%}", class_="figure"), class_="share")
 
 
 _LINE_HEAD = ("Line", "Code", "Share", "Time")
@@ -92,10 +94,10 @@ _OPERATOR_HEAD = ("Operator", "Share", "Time", "Calls", "A call")
 
 
 def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path) -> Path:
-    """Write the page of two profiles compared.
+    """Write the page of a comparison of two profiles.
 
     Args:
-        names: what the earlier and the later profile are called.
+        names: the names to show for the older and the newer profile.
 
     Raises:
         ShoestringError: the file cannot be written.
@@ -105,16 +107,16 @@ def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path)
         [
             _place(*place),
             tag("code", code(comparison.sources, *place)),
-            seconds(old),
-            seconds(new),
-            seconds(new - old, sign=True),
+            nanoseconds(old),
+            nanoseconds(new),
+            nanoseconds(new - old, sign=True),
         ]
         for place, (old, new) in list(comparison.by_line().items())[:_LINES]
     ]
     unit = "a step" if comparison.by_step else "in all"
     facts = {
-        f"Before ({names[0]})": f"{seconds(before)} {unit}",
-        f"After ({names[1]})": f"{seconds(after)} {unit}",
+        f"Before ({names[0]})": f"{nanoseconds(before)} {unit}",
+        f"After ({names[1]})": f"{nanoseconds(after)} {unit}",
         "Change": f"{(after - before) / max(before, 1):+.1%}",
         "As fast": f"{before / max(after, 1):.2f}x",
     }
@@ -122,7 +124,7 @@ def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path)
     parts = [
         _facts(facts),
         _calls(_CHANGES),
-        _section("Lines of the program", grid("Largest change first", head, rows, figures=2)),
+        section("Lines of the program", grid("Largest change first", head, rows, figures=2)),
         _source(comparison.sources, ("Before", "After", "Change")),
     ]
     title = f"{names[0]} and {names[1]}"
@@ -156,7 +158,7 @@ def _findings(findings: Sequence[Finding], sources: Mapping[str, str]) -> Markup
         )
         for finding in findings
     ]
-    return _section("Findings", tag("ol", *shown, class_="findings")) if shown else Markup()
+    return section("Findings", tag("ol", *shown, class_="findings")) if shown else Markup()
 
 
 def _strip(profile: Profile) -> Markup:
@@ -164,17 +166,17 @@ def _strip(profile: Profile) -> Markup:
     python, imported = tree.own[tree.kind == 1].sum(), import_time(tree)
     return _facts(
         {
-            "Time": f"{facts.seconds:.2f} s",
-            "In operators, on all threads": seconds(tree.inclusive[0] - python - tree.own[0]),
-            "In Python outside of them": seconds(python - imported),
-            "Importing packages, in no share": seconds(imported) if imported else "",
-            "For recording": f"{facts.overhead / (facts.seconds or 1):.1%}",
-            "For recording, on other threads": f"{facts.beside / (facts.seconds or 1):.1%}" if facts.beside else "",
-            "Processor time of all threads": f"{facts.processor:.2f} s" if facts.processor else "",
+            "Time": seconds(facts.seconds),
+            "In operators, on all threads": nanoseconds(tree.inclusive[0] - python - tree.own[0]),
+            "In Python outside of them": nanoseconds(python - imported),
+            "Importing packages, in no share": nanoseconds(imported) if imported else "",
+            "For recording": percent(facts.overhead / (facts.seconds or 1)),
+            "For recording, on other threads": percent(facts.beside / (facts.seconds or 1)) if facts.beside else "",
+            "Processor time of all threads": seconds(facts.processor) if facts.processor else "",
             "Threads of an operator": f"{facts.threads} on {facts.cores} cores" if facts.threads else "",
             "Optimizer steps": f"{facts.steps:,}" if facts.steps else "",
             "Ranks": str(len(profile.ranks.labels)) if profile.ranks else "",
-            "Time with operators recorded": f"{facts.share:.1%}" if facts.share < 1 else "",
+            "Time with operators recorded": percent(facts.share) if facts.share < 1 else "",
             "Call paths": f"{len(tree):,}",
         }
     )
@@ -196,7 +198,7 @@ def _calls(legend: Iterable[tuple[str, str]]) -> Markup:
         aria_label="Calls by the time that they take. Arrow keys move between calls; the table shows the same.",
         aria_describedby="keys",
     )
-    return _section(
+    return section(
         "Calls",
         tag("form", id="controls", class_="controls"),
         tag("figure", tag("div", canvas, class_="graph-box"), id="graph", class_="graph"),
@@ -223,14 +225,10 @@ def _notes(facts: Facts) -> Markup:
     if facts.collector != "native":
         shown.append(f"Operators were recorded by {facts.collector}.")
     shown.append(", ".join(f"{name} {version}" for name, version in facts.versions.items()))
-    return _section("Notes", tag("ul", *(tag("li", note) for note in shown if note)))
-
-
-def _section(title: str, *children: str) -> Markup:
-    return tag("section", tag("h2", title), *children)
+    return section("Notes", tag("ul", *(tag("li", note) for note in shown if note)))
 
 
 def _place(file: str, line: int) -> Markup:
-    """A line as a button that shows it in the source; as text where the source is not known."""
+    """A button with a file and line, which shows the line in the page's source view."""
     text = f"{Path(file).name}:{abs(line)}{' (was)' if line < 0 else ''}"
     return tag("button", text, type="button", class_="place", title=file, data_file=file, data_line=line)

@@ -1,4 +1,4 @@
-"""What the script of the page is given: the columns of the call tree, compressed, and what they are of."""
+"""The data for the script of a profile's page: compressed columns of the tree, names, sources, times of lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = {"kind": "u1", "name": "i4", "line": "i4", "link": "i4", "inputs": "i
 
 
 def of_profile(profile: Profile) -> dict[str, Any]:
-    """The data of a page of one profile."""
+    """The data for the page of a profile."""
     times: dict[str, dict[int, list[int]]] = {}
     for (file, line), time in by_line(profile.tree, profile.facts.inside).items():
         times.setdefault(file, {})[line] = [time.forward, time.backward, time.python]
@@ -32,7 +32,7 @@ def of_profile(profile: Profile) -> dict[str, Any]:
 
 
 def of_comparison(comparison: Comparison) -> dict[str, Any]:
-    """The data of a page of two profiles compared."""
+    """The data for the page of a comparison of two profiles."""
     times: dict[str, dict[int, list[int]]] = {}
     for (file, line), pair in comparison.by_line().items():
         times.setdefault(file, {})[line] = list(pair)
@@ -49,16 +49,16 @@ def _data(
     sources: Mapping[str, str],
     times: Mapping[str, Any],
 ) -> dict[str, Any]:
-    shown = ~imports(tree)  # which are in no share
-    columns: list[tuple[str, str, NDArray[Any]]] = [("own", "f8", each * shown) for each in own]
-    kept = {name: getattr(tree, name) for name in _COLUMNS} | {"inclusive": totals(tree.parent, tree.own * shown)}
-    columns += [(name, kind, kept[name]) for name, kind in _COLUMNS.items()]
-    columns.append(("parent", "i4", np.arange(len(tree)) - tree.parent))  # distances, which are small and alike
+    shown = ~imports(tree)  # shares of the time do not include imports
+    columns: list[tuple[str, str, NDArray[Any]]] = [("own", "f8", times_of_rank * shown) for times_of_rank in own]
+    values = {name: getattr(tree, name) for name in _COLUMNS} | {"inclusive": totals(tree.parent, tree.own * shown)}
+    columns += [(name, kind, values[name]) for name, kind in _COLUMNS.items()]
+    columns.append(("parent", "i4", np.arange(len(tree)) - tree.parent))  # distances compress better than indices
     listed, parts, start = [], [], 0
     for name, kind, column in columns:
         part = column.astype(_TYPES[kind]).tobytes()
         listed.append({"name": name, "type": kind, "start": start})
-        parts.append(part + bytes(-len(part) % 8))  # each begins where its type may
+        parts.append(part + bytes(-len(part) % 8))  # padded to 8 bytes, so that each column is aligned
         start += len(parts[-1])
     own_names = np.zeros(len(tree.names), bool)
     own_names[tree.name[own_lines(tree, inside)]] = True

@@ -8,15 +8,8 @@ const charts = [];
 
 // ---- numbers -------------------------------------------------------------------------------------------------
 
-function clock(seconds) {
-  if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
-  const whole = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-  const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
-  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
-}
-
-const FORMATS = { plain, count, percent: (value) => `${Number((100 * value).toPrecision(3))}%` };
-const X_FORMATS = { step: (value) => Math.round(value).toLocaleString("en"), seconds: clock, tokens: count };
+const FORMATS = { plain, count, percent: (value) => `${Number((100 * value).toPrecision(3))}%` }; // the ticks of an axis may lie close
+const X_FORMATS = { step: (value) => Math.round(value).toLocaleString("en"), seconds: duration, tokens: count };
 const DECIMAL = [1, 2, 5].map((digit) => Array.from({ length: 16 }, (_, power) => digit * 10 ** power)).flat().sort((a, b) => a - b);
 const CLOCK = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 const INCREMENTS = { step: DECIMAL, seconds: CLOCK, tokens: DECIMAL };

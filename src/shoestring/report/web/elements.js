@@ -1,11 +1,30 @@
 "use strict";
 // What the scripts of all pages share: numbers as text, elements, colours of the style, and the switch of the theme.
 
-function count(value) {
-  const suffixes = ["", "k", "M", "B", "T"];
+// Numbers as figures.py prints them, whose conventions they follow; one table tests both.
+
+function scaled(value, base, suffixes) {
   let power = 0;
-  while (Math.abs(value) >= 999.5 && power < suffixes.length - 1) { value /= 1000; power += 1; }
-  return Number(value.toPrecision(3)) + suffixes[power];
+  while (Math.abs(value) >= base - 0.5 && power < suffixes.length - 1) { value /= base; power += 1; }
+  const digits = Math.abs(value) < 999.5 ? Number(value.toPrecision(3)) : Math.round(value);
+  return digits.toLocaleString("en") + suffixes[power];
+}
+
+const count = (value) => scaled(value, 1000, ["", "k", "M", "B", "T"]);
+const memory = (bytes) => scaled(bytes, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"]);
+const size = (bytes) => scaled(bytes, 1000, [" B", " kB", " MB", " GB", " TB", " PB"]);
+const percent = (share) => `${Number((100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0))}%`;
+
+function seconds(value) {
+  const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, least]) => Math.abs(value) >= 0.9995 * least) ?? ["ns", 1e-9];
+  return value === 0 ? "0 s" : scaled(value / scale, Infinity, [` ${unit}`]);
+}
+
+function duration(value) { // a clock
+  if (value < 10) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value), two = (n) => String(n).padStart(2, "0");
+  const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
 function plain(value) {

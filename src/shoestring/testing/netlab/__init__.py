@@ -1,4 +1,4 @@
-"""Several hosts on one Linux machine, with real slow links, lost hosts and counted bytes.
+"""A lab of virtual hosts on one Linux machine, with slow links, failing hosts and byte counters.
 
     with netlab(hosts=4, rate="100mbit") as lab:        # delay=0.02 adds 20 ms, one way
         job = lab.torchrun(["train.py"], max_restarts=3)
@@ -10,16 +10,17 @@
         job.check(timeout=600)
         print(lab.bytes(0))          # Traffic(rx=…, tx=…)
 
-Each host has network, mount, PID, UTS and IPC namespaces of its own: a tmpfs of a given size as `/dev/shm`, another as
-scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, and one interface, `eth0`, shaped both ways.
-`SHARED` is one folder for all of them, a stand-in for NFS, when `shared=` names one. The rest of the file system is the
-machine's. The hosts reach each other and nothing else: the bridge between them has a network namespace of its own too,
-so the machine's network is never touched.
+Each host has its own network, mount, PID, UTS and IPC namespaces. It has a tmpfs of a given size as `/dev/shm`, another
+tmpfs as scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, and one network interface, `eth0`,
+whose bandwidth is limited in both directions. With `shared=`, all hosts see one folder as `SHARED`, as over NFS. The
+rest of the file system is the machine's. The hosts can reach only each other: the bridge between them is in a network
+namespace of its own, so the machine's network is not changed.
 
-Ranks that share a core lose time to the emulation of a fast link, which no cable would take from them.
-`netlab(rate="100mbit", coalesce=True)` takes less than half of that, by a setting of the machine that is given back.
+Emulating a fast link takes processor time from ranks that share cores, which a real cable would not.
+`netlab(rate="100mbit", coalesce=True)` takes less than half of that time, by changing a setting of the machine while
+the lab runs.
 
-Needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
+The lab needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
 """
 
 from shoestring.testing.netlab.hosts import DISK, LOGS, SHARED

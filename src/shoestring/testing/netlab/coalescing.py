@@ -1,9 +1,10 @@
-"""Links that let a millisecond's worth of frames pass at once, as network cards hand them on (interrupt coalescing).
+"""Switches on batching of frames on the links: frames of one millisecond pass at once (as in interrupt coalescing).
 
-tbf sets a timer for each frame, at both ends of each link. On a virtual machine that is the most expensive thing about
-a frame: four ranks on two cores lost a tenth of their time to it at 100 Mbit/s, which no cable takes from them. htb
-works off what has gathered once its hysteresis is on. That is a setting of the whole machine, which counts for all
-queues of htb there: it is on while a lab needs it, and then given back, by the next lab where an owner was killed.
+The queueing discipline tbf sets a timer for each frame, at both ends of each link. On a virtual machine, these timers
+are the largest cost of a frame: at 100 Mbit/s, four ranks on two cores lost a tenth of their time to them, which a real
+cable would not cost. The queueing discipline htb sends all waiting frames at once if its hysteresis is on. Hysteresis
+is a setting of the kernel for all htb queues of the machine. It is switched on while a lab needs it and restored
+afterwards; if the lab's owner was killed, the next lab restores it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _BEFORE = "htb_hysteresis"
 
 
 def begin(folder: Path) -> None:
-    """Turn it on for the lab that has this folder.
+    """Switch htb's hysteresis on for the lab with this folder.
 
     Raises:
-        WorldError: this machine's kernel cannot.
+        WorldError: the kernel lacks htb, or its setting cannot be written.
     """
     with _alone():
         before = lab_folders.ROOT / _BEFORE
         try:
-            if not before.exists():  # first, as this process may be killed at any line
+            if not before.exists():  # saved first, since this process may be killed at any time
                 before.write_text(SETTING.read_text())
             SETTING.write_text("1")
         except OSError as error:
@@ -39,29 +40,29 @@ def begin(folder: Path) -> None:
                 before.unlink(missing_ok=True)
             raise WorldError(
                 f"netlab: this machine cannot coalesce frames: {error}",
-                hint="it needs the kernel's htb, and leave to write this file",
+                hint="coalescing needs the kernel's htb, and permission to write this file",
             ) from error
         (folder / _MARK).touch()
 
 
 def settle() -> None:
-    """Give the machine its setting back where no lab needs another any more."""
+    """Restore the machine's own setting of htb's hysteresis if no lab needs another one any more."""
     with contextlib.suppress(FileNotFoundError), _alone():
         before = lab_folders.ROOT / _BEFORE
         if before.exists() and not needed():
             SETTING.write_text(before.read_text())
             before.unlink()
-            with contextlib.suppress(OSError):  # another lab is there
+            with contextlib.suppress(OSError):  # not empty: another lab has a folder in it
                 lab_folders.ROOT.rmdir()
 
 
 def needed() -> bool:
-    """Whether there is a lab that needs it."""
+    """Whether a lab needs htb's hysteresis."""
     return any((folder / _MARK).exists() for folder in lab_folders.folders())
 
 
 def resting() -> str:
-    """The setting that the machine has when there is none."""
+    """Return the value of htb's hysteresis that this machine has without labs."""
     before = lab_folders.ROOT / _BEFORE
     with contextlib.suppress(FileNotFoundError):
         return before.read_text()
@@ -70,7 +71,7 @@ def resting() -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One process at a time; FileNotFoundError where there is no lab."""
+    """Context that only one process can be in at a time; raises FileNotFoundError if no lab has a folder."""
     folder = os.open(lab_folders.ROOT, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

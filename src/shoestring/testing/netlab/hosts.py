@@ -1,4 +1,4 @@
-"""One host: namespaces held by a first process that does nothing, and the way into them."""
+"""A virtual host: namespaces that an idle first process keeps in existence, and commands that enter them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from shoestring.testing.netlab.lab_folders import ROOT
 from shoestring.testing.netlab.machine import HINT, Identity, environment, namespace, tool, unshare
 
 DISK = ROOT / "disk"
-"""The scratch disk, as a process on a host sees it."""
+"""Path of the scratch disk, as processes on a host see it."""
 SHARED = ROOT / "shared"
-"""The folder that all hosts share, as a process on a host sees it."""
+"""Path of the folder that all hosts share, as processes on a host see it."""
 LOGS = ROOT / "logs"
-"""The lab's log folder, as a process on a host sees it."""
+"""Path of the lab's log folder, as processes on a host see it."""
 
-# Arguments: name, size of /dev/shm, size of the disk, the lab's folder, the log folder, the shared folder or "".
-# The tree is made beside its place and then moved over it, because what it binds would be hidden by then.
+# Arguments: host name, size of /dev/shm, size of the scratch disk, lab folder, log folder, shared folder or "". The
+# folders for ROOT are mounted elsewhere and then moved to ROOT, because the lab folder, which is needed for mounting,
+# lies below ROOT and is hidden afterwards.
 _START = f"""
 set -e
 read -r pid _ </proc/self/stat
@@ -43,25 +44,25 @@ mount -t proc proc /proc
 echo "$pid"
 exec env --ignore-signal=CHLD sleep infinity >/dev/null 2>&1
 """
-# As SIGCHLD is ignored, the kernel reaps the orphans that a first process inherits. Reno, because every
-# kernel lets a namespace choose it: else a slow link would behave as the machine's default does, which differs.
+# SIGCHLD is ignored so that the kernel reaps orphaned processes, which get the first process as parent. Reno is set,
+# because default congestion controls differ between machines, and every kernel allows Reno in a namespace.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """What a host is made of.
+    """Settings of a virtual host.
 
-    Sizes are tmpfs's ("512m", "2g"): they bound what may be written and take memory only as it is.
+    Sizes are limits of tmpfs file systems, such as "512m" or "2g"; only written data takes memory.
     """
 
     shm: str = "1g"
-    """Size of `/dev/shm`."""
+    """Size limit of `/dev/shm`."""
     disk: str = "1g"
-    """Size of the scratch disk."""
+    """Size limit of the scratch disk."""
     shared: Path | None = None
-    """Folder of the machine that all hosts see as `SHARED`; None: there is none."""
+    """Folder of the machine that all hosts see as `SHARED`; None for no shared folder."""
     delay: float = 0.0
-    """Seconds from any host to any other, one way, half of them at each end."""
+    """One-way delay between any two hosts in seconds; each host's link has half of it."""
 
     def __post_init__(self) -> None:
         for name in ("shm", "disk"):
@@ -75,7 +76,7 @@ class HostSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A running host: its first process, with whose end all its processes, memory and disk are gone."""
+    """A running virtual host. Its processes, memory and disk vanish when its first process ends."""
 
     number: int
     init: Identity
@@ -85,10 +86,10 @@ class Host:
 
     @classmethod
     def start(cls, number: int, spec: HostSpec, *, switch: int, folder: Path, logs: Path) -> Host:
-        """Start host `number` inside the PID namespace of process `switch`, not yet connected.
+        """Start host `number` inside the PID namespace of the process with id `switch`, without a network connection.
 
         Raises:
-            WorldError: the machine does not allow it; the message has the tool's own words.
+            WorldError: the machine does not allow it; the error contains the message of the tool that failed.
         """
         shared = str(spec.shared.resolve()) if spec.shared else ""
         arguments = [f"host{number}", spec.shm, spec.disk, str(folder), str(logs), shared]
@@ -102,42 +103,46 @@ class Host:
         return cls(number=number, init=identity, pid_namespace=namespace(pid), disk=spec.disk, waiters=waiters)
 
     def path(self, path: str | Path) -> Path:
-        """Where the machine sees a path of this host's, such as `/dev/shm/x`."""
+        """Convert a path on the host, such as `/dev/shm/x`, to a path by which other processes can open it."""
         return Path(f"/proc/{self.init.pid}/root") / str(path).lstrip("/")
 
     def fill(self, free: int) -> None:
-        """Leave `free` bytes (at least one page) on the disk, by shrinking it: no memory is spent on filling."""
+        """Shrink the scratch disk so that `free` bytes (at least one page) are free, which takes no memory."""
         usage = os.statvfs(self.path(DISK))
         used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
         self._resize(str(max(used + free, usage.f_frsize)))
 
     def unfill(self) -> None:
-        """Give the disk its whole size again."""
+        """Restore the size of the scratch disk."""
         self._resize(self.disk)
 
     def _resize(self, size: str) -> None:
         tool([*enter(self.init.pid), "mount", "-o", f"remount,size={size}", str(DISK)])
 
     def stop(self) -> None:
-        """Kill all its processes at once, as power loss does."""
+        """Kill all processes of the host at once, as a power failure would."""
         self.init.kill()
         for waiter in self.waiters:
             waiter.wait()
 
 
 def enter(pid: int) -> list[str]:
-    """The command prefix that runs a program on the host whose first process is `pid`."""
+    """Return a command prefix that runs a program on the host whose first process has the id `pid`."""
     return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid"]
 
 
 def inside(pid: int, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` there, in the folder that this process is in."""
-    # Entering a mount namespace loses the folder, so a shell goes back to it.
+    """Wrap a command to run on the host whose first process has the id `pid`, in this process's working folder."""
+    # Entering a mount namespace changes the working folder, so a shell changes back to it.
     return [*enter(pid), "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(Path.cwd()), *command]
 
 
 def start_switch() -> tuple[subprocess.Popen[str], int]:
-    """Start the lab's first process, which ends with this one: (the process that waits for it, its number)."""
+    """Start the lab's first process, which ends when this process ends.
+
+    Returns:
+        The child process that waits for the lab's first process, and the id of the first process.
+    """
     watch = Path(__file__).with_name("watch.py")
     owner = os.pidfd_open(os.getpid())
     try:
@@ -147,17 +152,20 @@ def start_switch() -> tuple[subprocess.Popen[str], int]:
 
 
 def start_relay(init: int, name: str, delay: float) -> subprocess.Popen[str]:
-    """Start the relay of the host whose first process is `init`, with whose other processes it ends."""
+    """Start the relay that delays the frames of the host whose first process is `init`; it ends with the host."""
     relay = Path(__file__).with_name("relay.py")
     inside = ["nsenter", "--target", str(init), "--net", "--pid"]
     return spawn([*inside, sys.executable, "-I", "-S", str(relay), name, str(delay)])[0]
 
 
 def spawn(command: list[str], *, pass_fds: tuple[int, ...] = ()) -> tuple[subprocess.Popen[str], int]:
-    """Start a first process that prints its number, as this machine counts, when it is ready.
+    """Start a process in new namespaces, and wait until it is ready and prints its process id as seen from outside.
+
+    Returns:
+        The child process that waits for the new process, and the new process's id.
 
     Raises:
-        WorldError: it ended instead; the message has its last words.
+        WorldError: the new process ended; the error contains its last line of output.
     """
     pipe = subprocess.PIPE
     waiter = subprocess.Popen(
@@ -168,7 +176,7 @@ def spawn(command: list[str], *, pass_fds: tuple[int, ...] = ()) -> tuple[subpro
         text=True,
         pass_fds=pass_fds,
         env=environment(),
-        start_new_session=True,  # Ctrl-C is for the owner, which then clears up
+        start_new_session=True,  # Ctrl-C must reach only the owner, which then cleans up
     )
     assert waiter.stdout is not None and waiter.stderr is not None
     with waiter.stdout, waiter.stderr:

@@ -1,4 +1,4 @@
-"""The lab: hosts, their cables, and what may happen to them."""
+"""The lab: starts virtual hosts and their links, and makes hosts and links fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoestring.testing.netlab.programs import Program
 
 
 class Lab:
-    """Running hosts, numbered; made by `netlab`. Not for use from several threads at once."""
+    """A running lab of numbered virtual hosts; `netlab` makes one. Not thread-safe."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Lab:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The numbers of the hosts there are now; host 3 is called `host3`."""
+        """Numbers of the running hosts; the name of host 3 is `host3`."""
         return tuple(sorted(self._hosts))
 
     def add(self, host: int) -> None:
-        """Bring a fresh host, with empty memory and disk, at the lab's rate.
+        """Start a host with empty memory and disk; its link has the lab's bandwidth.
 
         Raises:
-            WorldError: there is one with that number.
+            WorldError: a host with this number is running.
         """
         if host in self._hosts:
             raise WorldError(f"netlab: there is a host{host} already")
@@ -63,17 +63,19 @@ class Lab:
         self._save()
 
     def remove(self, host: int) -> None:
-        """Lose a host as when its power goes: its peers get no farewell, its processes, memory and disk are gone."""
+        """End a host as a power failure would: other hosts get no message; processes, memory and disk are lost."""
         gone = self._host(host)
-        links.unplug(self._switch.pid, host)  # first, or the dying processes' sockets would say goodbye
+        links.unplug(self._switch.pid, host)  # before the processes end, because their sockets would send a reset
         gone.stop()
         del self._hosts[host]
         self._save()
 
     def rate(self, host: int, rate: str | None, *, down: str | None = None) -> None:
-        """Shape a host's link: `rate` ("10mbit") for what it sends, `down` (else the same) for what it receives.
+        """Set the bandwidth of a host's link.
 
-        None takes the limit away.
+        Args:
+            rate: bandwidth at which the host sends, such as "10mbit"; None for no limit.
+            down: bandwidth at which the host receives; defaults to `rate`.
         """
         for text in (rate, down):
             if text is not None:
@@ -82,43 +84,43 @@ class Lab:
         links.shape(self._switch.pid, f"h{host}", down or rate, coalesce=self._coalesce)
 
     def cut(self, host: int) -> None:
-        """Pull a host's cable; it runs on alone."""
+        """Disconnect a host's link; the host continues to run."""
         self._host(host)
         links.cut(self._switch.pid, host)
 
     def mend(self, host: int) -> None:
-        """Put a host's cable back."""
+        """Reconnect a host's link after `cut`."""
         self._host(host)
         links.mend(self._switch.pid, host)
 
     def bytes(self, host: int) -> links.Traffic:
-        """The bytes that a host's interface has received and sent since the host came; see `Traffic`."""
+        """Bytes that a host's interface has received and sent since the host was added; see `Traffic`."""
         return links.counters(self._host(host).init.pid)
 
     def fill(self, host: int, *, free: int = 0) -> None:
-        """Fill a host's disk up to `free` bytes; it costs no memory, as the disk is made smaller."""
+        """Shrink a host's scratch disk so that `free` bytes are free."""
         self._host(host).fill(free)
 
     def unfill(self, host: int) -> None:
-        """Give a filled disk its size back."""
+        """Restore the size of a host's scratch disk after `fill`."""
         self._host(host).unfill()
 
     def path(self, host: int, path: str | Path) -> Path:
-        """Where a file of a host's (`DISK / "x"`, `/dev/shm/x`) is seen from outside, while the host lives."""
+        """Convert a path on a host, such as `DISK / "x"`, to one that this process can open while the host runs."""
         return self._host(host).path(path)
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
-        """Signal the worker with a global rank, wherever it runs.
+        """Send a signal to the worker process whose global rank is `rank`.
 
         Raises:
-            WorldError: no worker has that rank now, or more than one.
+            WorldError: no running worker has this rank, or several have it.
         """
         programs.find_rank(self._hosts, rank).kill(sig)
 
     def start(
         self, command: Sequence[str], *, hosts: Sequence[int] | None = None, env: Mapping[str, str] | None = None
     ) -> Program:
-        """Start a command on the hosts named (on all by default), in this process's folder; `env` adds to its own."""
+        """Start a command on hosts (by default on all), in this process's working folder, with `env` added."""
         words = list(command)
         return self._start(lambda _: words, self._name(), hosts, env)
 
@@ -130,10 +132,10 @@ class Lab:
         env: Mapping[str, str] | None = None,
         timeout: float = 60.0,
     ) -> dict[int, str]:
-        """Run a command on the hosts named (all) and wait: what it printed, by host.
+        """Run a command on hosts (by default on all) and wait for it; returns a mapping from hosts to their output.
 
         Raises:
-            WorldError: it failed on one, or took more than `timeout` seconds and was killed.
+            WorldError: the command failed on a host, or took longer than `timeout` seconds and was killed.
         """
         job = self.start(command, hosts=hosts, env=env)
         try:
@@ -152,16 +154,16 @@ class Lab:
         hosts: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Program:
-        """Start torchrun with the same arguments on each host, rendezvous on the first.
+        """Start torchrun with the same arguments on each host; the rendezvous is on the first of them.
 
         Args:
             script: the script with its arguments, or `["-m", "package.module", …]`.
-            nproc: workers a host.
-            max_restarts: how often torchrun may start the workers again.
-            nnodes: "2:4" lets the job continue with fewer hosts; None: all that are named.
-            hosts: the hosts to use; None: all.
-            env: added to this process's environment. Where workers are to be restarted, torch needs
-                `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, else new ones may be told the addresses of dead ones
+            nproc: number of workers on each host.
+            max_restarts: number of times that torchrun may restart the workers.
+            nnodes: number of hosts, or a range such as "2:4"; defaults to all of `hosts`.
+            hosts: hosts to use; defaults to all.
+            env: variables to add to this process's environment. Set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` where
+                workers are restarted; otherwise new workers may get addresses of dead ones
                 (github.com/pytorch/pytorch/issues/135712).
         """
         members, name = self.hosts if hosts is None else tuple(hosts), self._name()
@@ -169,11 +171,11 @@ class Lab:
             name,
             python=sys.executable,
             nnodes=nnodes or str(len(members)),
-            endpoint=f"host{members[0]}:{29400 + len(self._jobs)}",  # two jobs at once must not meet
+            endpoint=f"host{members[0]}:{29400 + len(self._jobs)}",  # each job uses another port
             nproc=nproc,
             restarts=max_restarts,
         )
-        settled = {"PYTHONUNBUFFERED": "1", **(env or {})}  # what a killed worker printed is in its file
+        settled = {"PYTHONUNBUFFERED": "1", **(env or {})}  # so that the output of a killed worker is complete
         return self._start(lambda host: [*command(host), *script], name, members, settled)
 
     def _name(self) -> str:
@@ -208,7 +210,7 @@ class Lab:
         self._record.write(self._folder)
 
     def close(self) -> None:
-        """End all processes on all hosts; nothing of the lab is left but its logs."""
+        """Kill all processes on all hosts; only the logs remain."""
         self._switch.kill()
         for host in self._hosts.values():
             host.stop()
@@ -230,27 +232,27 @@ def netlab(
     kept: bool = False,
     coalesce: bool = False,
 ) -> Iterator[Lab]:
-    """Start a lab, and end it with everything in it when the block is left, however it is left.
+    """Context with a running lab, which ends with all its processes when the block is left.
 
-    First clears away what labs have left whose owners were killed, and nobody else's.
+    First removes leftovers of labs whose owners were killed.
 
     Args:
-        hosts: how many; they are called `host0`, `host1`, …
-        rate: of each link, each way, as tc writes it ("100mbit"); None: as fast as the machine is.
-        delay: seconds from any host to any other, one way. It is added by a process per host that carries each frame,
-            as kernels without netem have none: right to about a millisecond, and good for up to about 100 Mbit/s.
-        shm: the size of each host's `/dev/shm`.
-        disk: the size of each host's scratch disk.
-        shared: a folder of the machine that all hosts see as `SHARED`, as over NFS.
-        logs: an empty folder for the output of jobs; None: one that goes with the lab.
-        kept: this is the lab of `shoestring lab up`, which `run` and `down` look for.
-        coalesce: let frames pass by the millisecond above 12 Mbit/s, which takes less than half of the processor time.
-            For measurements of what a network costs where hosts share cores; changes a setting of the machine while the
-            lab is there (see `coalescing`).
+        hosts: number of hosts, which are called `host0`, `host1`, …
+        rate: bandwidth of each link in each direction, in tc's notation ("100mbit"); None for no limit.
+        delay: one-way delay between any two hosts in seconds. Because kernels may lack netem, a process for each host
+            delays the frames. It is accurate to about a millisecond, and keeps up with about 100 Mbit/s.
+        shm: size of each host's `/dev/shm`.
+        disk: size of each host's scratch disk.
+        shared: folder of the machine that all hosts see as `SHARED`, as over NFS.
+        logs: empty folder for the output of jobs; by default a folder that is deleted with the lab.
+        kept: whether this is the lab of `shoestring lab up`, which `shoestring lab run` and `down` look for.
+        coalesce: whether to send frames in batches of one millisecond where the bandwidth is above 12 Mbit/s, which
+            takes less than half of the processor time. Use it to measure network costs where hosts share cores. It
+            changes a setting of the machine while the lab runs (see `coalescing`).
 
     Raises:
-        WorldError: the machine lacks root, namespaces or a tool; the message says which.
-        ConfigError: a rate, size or folder is not one.
+        WorldError: this process is not root, or the machine lacks namespaces or a tool; the message says which.
+        ConfigError: a rate or size is malformed, or a folder does not exist.
     """
     spec = HostSpec(shm=shm, disk=disk, shared=shared, delay=delay)
     if not 1 <= hosts <= links.MOST_HOSTS:

@@ -1,8 +1,8 @@
-"""One private folder a lab, with a record of who owns it, so that what a killed owner left can be told from the rest.
+"""A private folder for each lab, with a record of the process that owns the lab, so that leftovers can be recognised.
 
-The kernel ends the namespaces with their owner (see `watch.py`); what can stay is this folder, and, where that first
-process was stopped, the namespaces. `sweep` takes both away: only of labs whose owner, by number, start time, boot and
-PID namespace, is known to be gone.
+When the owner ends, the lab's first process ends all namespaces (see `watch.py`). If the owner was killed, this folder
+is left; if the first process is suspended, the namespaces are left too. `sweep` removes both, but only for labs whose
+owner is known to have ended, by its process id, start time, boot and PID namespace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECORD = "lab.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LabRecord:
-    """Who owns a lab, and the first process of each of its parts (None until it has started)."""
+    """A lab's owner, its first process (`switch`, None until it has started), and the first process of each host."""
 
     boot: str
     pid_namespace: str
@@ -33,26 +33,26 @@ class LabRecord:
     switch: Identity | None
     hosts: dict[int, Identity]
     kept: bool
-    """Whether it is the one of `shoestring lab up`."""
+    """Whether `shoestring lab up` has started this lab."""
 
     @classmethod
     def mine(cls) -> LabRecord:
-        """The record of a lab that this process is about to start."""
+        """Make the record of a lab that this process is about to start."""
         me = Identity.of(os.getpid())
         return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={}, kept=False)
 
     def write(self, folder: Path) -> None:
-        """Write it, so that a reader finds the old one or the new one."""
+        """Write the record to the lab's folder atomically, so that readers see either the old record or the new one."""
         draft = folder / f"{_RECORD}.new"
         draft.write_text(json.dumps(asdict(self)))
         draft.replace(folder / _RECORD)
 
     @classmethod
     def read(cls, folder: Path) -> LabRecord:
-        """Read it back.
+        """Read the record in a lab's folder.
 
         Raises:
-            OSError, ValueError, KeyError, TypeError: there is none, or it is not one of ours.
+            OSError, ValueError, KeyError, TypeError: there is no record, or its content is malformed.
         """
         data = json.loads((folder / _RECORD).read_text())
         return cls(
@@ -65,13 +65,13 @@ class LabRecord:
         )
 
     def abandoned(self) -> bool:
-        """Whether the owner is certainly gone; False where this process could not see it."""
+        """Whether the owner has certainly ended; False if it is in a PID namespace that this process cannot see."""
         if self.boot != _boot():
             return True
         return self.pid_namespace == namespace("self") and not self.owner.alive()
 
     def end(self) -> None:
-        """Kill what is left of the lab; its first process takes all others along."""
+        """Kill the lab's first process if it still runs; the kernel then kills all other processes of the lab."""
         if self.boot == _boot() and self.switch is not None:
             self.switch.kill()
 
@@ -85,12 +85,12 @@ def _boot() -> str:
 
 
 def create() -> Path:
-    """A new folder, with an unguessable name and a record in it, that only this user can enter."""
+    """Create a lab's folder with a random name and a record in it; only this user can enter it."""
     for _ in range(10):
         ROOT.mkdir(mode=0o700, exist_ok=True)
         _check_root()
         folder = ROOT / secrets.token_hex(8)
-        # Another lab that ends takes the folder above away when it finds it empty.
+        # A lab that ends removes ROOT if it is empty; then the next attempt creates it again.
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(mode=0o700)
             LabRecord.mine().write(folder)
@@ -99,19 +99,19 @@ def create() -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Take a lab's folder away, and the one above it with the last of them."""
+    """Remove a lab's folder, and also ROOT if no other lab has a folder in it."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         ROOT.rmdir()
 
 
 def folders() -> list[Path]:
-    """The folders of all labs on this machine, of live ones too."""
+    """List the folders of all labs on this machine, whether they run or were left behind."""
     return sorted(path for path in ROOT.iterdir() if path.is_dir()) if ROOT.is_dir() else []
 
 
 def kept_lab() -> LabRecord | None:
-    """Find the record of the lab that `shoestring lab up` has started; None where none runs."""
+    """Find the record of the running lab that `shoestring lab up` has started; None if there is none."""
     for folder in folders():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = LabRecord.read(folder)
@@ -121,7 +121,7 @@ def kept_lab() -> LabRecord | None:
 
 
 def sweep() -> None:
-    """Clear away what labs whose owners were killed have left, and nothing of anybody else's."""
+    """Remove the folders and processes of labs whose owners were killed; running labs are not touched."""
     if not ROOT.is_dir():
         return
     _check_root()

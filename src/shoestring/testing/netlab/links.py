@@ -1,8 +1,9 @@
-"""The cables of a lab: a bridge in a namespace of its own, a veth pair a host, and tbf or htb at both ends of each.
+"""The links of a lab: a bridge in its own network namespace, and for each host a veth pair with limited bandwidth.
 
-Shaping is at the host's end for what it sends and at the bridge's end for what it receives (tbf(8), htb(8)). Up to
-100 Mbit/s segmentation offload is off, so that an interface counts what a wire would carry: each frame with its own
-headers. At higher rates a processor could not keep up with single frames, and offload stays on; each is still charged.
+The queueing disciplines tbf(8) or htb(8) limit the bandwidth: at the host's end for sent frames, and at the bridge's
+end for received frames. Up to 100 Mbit/s segmentation offload is off, so that an interface counts the bytes that a wire
+would carry, with headers for each frame. At higher rates a processor could not keep up with single frames, so offload
+stays on; the bandwidth limit still counts each frame.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from shoestring.testing.netlab.machine import tool
 
 MOST_HOSTS = 250
 EXACT = 100_000_000
-"""The fastest rate in bit/s at which frames pass one by one."""
+"""Highest rate in bit/s at which segmentation offload is off, so that frames pass one by one."""
 COALESCED = 12_000_000
-"""The fastest rate in bit/s at which frames pass one by one although they may be coalesced: one a millisecond."""
-_FRAME = 1514  # bytes: Ethernet header and 1500 of payload
+"""Highest rate in bit/s at which `coalesce` has no effect, because at most one frame passes per millisecond."""
+_FRAME = 1514  # size of a frame in bytes: an Ethernet header and 1500 bytes of payload
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class Traffic(NamedTuple):
-    """Bytes that a host has received and sent since it was started, with Ethernet headers.
+    """Bytes that a host has received (`rx`) and sent (`tx`) since it was started, with Ethernet headers.
 
-    On links faster than 100 Mbit/s many frames pass as one, and their headers count once: up to 4.4% too little.
+    On links faster than 100 Mbit/s many frames pass as one, whose headers are counted once: up to 4.4% too few bytes.
     """
 
     rx: int
@@ -34,25 +35,25 @@ class Traffic(NamedTuple):
 
 
 def address(host: int) -> str:
-    """The address of a host, in a subnet that exists inside the lab only."""
+    """Return the IP address of a host, in a subnet that exists only inside the lab."""
     return f"10.77.0.{host + 1}"
 
 
 def names() -> str:
-    """The text of `/etc/hosts`: every host there could be, so that one added later resolves at once."""
+    """Return the content of `/etc/hosts`, with all possible hosts, so that the names of hosts added later resolve."""
     lines = ["127.0.0.1 localhost"]
     for host in range(MOST_HOSTS):
-        # The second line is for who asks what a peer of an IPv6 socket is called; its name is another, as host0 has
-        # to stay one address.
+        # The second line lets programs look up the name of an IPv6 socket's peer. It uses another name, so that each
+        # host's name still resolves to a single address.
         lines += [f"{address(host)} host{host}", f"::ffff:{address(host)} host{host}.lab"]
     return "\n".join([*lines, ""])
 
 
 def bits_per_second(rate: str) -> int:
-    """A rate as tc writes it ("1mbit", "2.5gbit") in bit/s.
+    """Convert a rate in tc's notation ("1mbit", "2.5gbit") to bit/s.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the rate is malformed, or below 8 kbit/s.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", rate.strip().lower())
     bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
@@ -62,18 +63,18 @@ def bits_per_second(rate: str) -> int:
 
 
 def build_bridge(switch: int) -> None:
-    """Make the bridge in the network namespace of process `switch`."""
+    """Make the lab's bridge in the network namespace of the process with id `switch`."""
     _ip(switch, "link add name br0 type bridge forward_delay 0 mcast_snooping 0", "link set br0 up", "link set lo up")
 
 
 def plug(switch: int, host: int, init: int, *, relayed: bool = False) -> None:
-    """Join host number `host`, whose first process is `init`, to the bridge: by veth, or by its relay's two devices."""
+    """Connect a host, whose first process has the id `init`, to the bridge by a veth pair or by its relay's devices."""
     if relayed:
         _ip(init, f"link set h{host} netns {switch}")
     else:
         _ip(switch, f"link add name h{host} type veth peer name eth0 netns {init}")
     _ip(switch, f"link set h{host} master br0 up")
-    # A fixed hardware address: a host that comes back is found without waiting for old ARP entries to time out.
+    # With a fixed hardware address, a host that was removed and added is reached before old ARP entries time out.
     mac = f"02:00:0a:4d:00:{host + 1:02x}"
     _ip(
         init,
@@ -84,29 +85,30 @@ def plug(switch: int, host: int, init: int, *, relayed: bool = False) -> None:
 
 
 def unplug(switch: int, host: int) -> None:
-    """Take a host's cable away; both ends disappear."""
+    """Remove a host's link with the network devices at both ends."""
     _ip(switch, f"link del h{host}")
 
 
 def cut(switch: int, host: int) -> None:
-    """Pull the cable of a host: it loses the carrier, and nothing passes."""
+    """Disconnect a host's link: the host sees that the carrier is lost, and no frames pass."""
     _ip(switch, f"link set h{host} down")
 
 
 def mend(switch: int, host: int) -> None:
-    """Put the cable of a host back."""
+    """Reconnect a host's link after `cut`."""
     _ip(switch, f"link set h{host} up")
 
 
 def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) -> None:
-    """Limit what leaves through `device` in the network namespace of process `pid`; None takes the limit away.
+    """Limit the bandwidth at which `device`, in the network namespace of the process with id `pid`, sends.
 
     Args:
-        coalesce: see `coalescing`; of rates at which a millisecond lets more than a frame pass.
+        rate: bandwidth in tc's notation; None removes the limit.
+        coalesce: whether to send frames in batches (see `coalescing`), at rates above `COALESCED`.
     """
     bits = None if rate is None else bits_per_second(rate)
     coalesced = coalesce and bits is not None and bits > COALESCED
-    # Of connections that are open already, tbf takes the batches apart that are too long for a slower rate.
+    # Open connections may still send longer batches; tbf splits those that are too long for the rate.
     _ip(pid, f"link set {device} gso_max_segs {1 if bits is not None and bits <= EXACT else 64}")
     words = "pfifo limit 1000" if bits is None or coalesced else tbf(bits)
     lines = [f"qdisc replace dev {device} root {words}", *(htb(device, bits) if coalesced else ())]
@@ -114,9 +116,10 @@ def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) ->
 
 
 def tbf(bits: int) -> str:
-    """A token bucket for `bits`/s: it holds 4 ms, as timers on a busy machine come late, and queues 50 ms.
+    """Return tc's words for a token bucket filter (tbf) that limits a device to `bits` per second.
 
-    At low rates both are a few frames, else a stream of small packets would be dropped rather than delayed.
+    The burst is 4 ms long, because timers of a busy machine fire late, and the queue 50 ms. At low rates the burst and
+    the queue are a few frames long; with shorter ones a stream of small packets would be dropped rather than delayed.
     """
     burst = max(bits // 8 * 4 // 1000, 4 * _FRAME)
     limit = max(bits // 8 * 50 // 1000, 32 * _FRAME)
@@ -124,9 +127,11 @@ def tbf(bits: int) -> str:
 
 
 def htb(device: str, bits: int) -> list[str]:
-    """The same limit by htb with hysteresis, as lines for tc: the queue, its one class, and what waits in it.
+    """Return tc's lines for the same limit by htb with hysteresis: the queueing discipline, its only class, and its
+    queue.
 
-    It sends what a millisecond lets through, and then nothing for a millisecond; after a pause twice as much.
+    htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, it
+    sends twice as much at once.
     """
     burst, limit = bits // 8 // 1000, bits // 8 * 50 // 1000
     both = f"rate {bits}bit ceil {bits}bit burst {burst} cburst {burst} quantum {_FRAME}"
@@ -138,7 +143,7 @@ def htb(device: str, bits: int) -> list[str]:
 
 
 def counters(pid: int) -> Traffic:
-    """What `eth0` in the network namespace of process `pid` has counted."""
+    """Read the byte counters of `eth0` in the network namespace of the process with id `pid`."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         device, _, figures = line.partition(":")
         if device.strip() == "eth0":

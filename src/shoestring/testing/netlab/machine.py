@@ -1,4 +1,4 @@
-"""What the lab needs of the machine: two sets of tools, and processes told apart even when their numbers are reused."""
+"""The machine that runs a lab: the tools that a lab needs, and processes identified by more than their reusable ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoestring.core.errors import WorldError
 TOOLS = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "mount")}
 HINT = "run as root on Linux with iproute2 and util-linux"
 
-# One of everything the lab makes, in namespaces that are gone when the shell is.
+# Creates once what a lab needs, in namespaces that end with the shell, to find out whether the machine allows it.
 TRIAL = """
 set -e
 ip link add name br0 type bridge
@@ -29,7 +29,7 @@ mount -t proc proc /proc
 
 
 def netlab_available() -> str | None:
-    """Why no lab can start on this machine, in one line, or None when it can; leaves nothing behind."""
+    """Return the reason why no lab can start on this machine, in one line; None if a lab can start."""
     if sys.platform != "linux":
         return "netlab needs Linux"
     if os.geteuid() != 0:
@@ -42,19 +42,20 @@ def netlab_available() -> str | None:
     trial = subprocess.run(shell, capture_output=True, text=True, env=environment())
     if trial.returncode == 0:
         return None
-    return f"this machine allows no namespaces, veth or tbf: {_last_line(trial.stderr)}"
+    reason = (trial.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"this machine allows no namespaces, veth or tbf: {reason}"
 
 
 def unshare(*namespaces: str) -> list[str]:
-    """The command prefix that starts a process as number one of a PID namespace and of the others named."""
+    """Return a command prefix that runs a program in a new PID namespace and in new `namespaces` of other kinds."""
     return ["unshare", "--fork", "--kill-child", "--pid", *namespaces]
 
 
 def tool(command: Sequence[str], *, stdin: str = "") -> str:
-    """Run a tool and give what it printed.
+    """Run a tool and return its output.
 
     Raises:
-        WorldError: it failed; the message has the command and the tool's own words.
+        WorldError: the tool failed; the error contains the command and the tool's message.
     """
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment())
     if done.returncode != 0:
@@ -64,7 +65,7 @@ def tool(command: Sequence[str], *, stdin: str = "") -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment for the tools: English messages, and the folders that hold administrators' commands."""
+    """Return the environment for the tools: with English messages, and with /usr/sbin and /sbin on the PATH."""
     return {**os.environ, "PATH": _path(), "LC_ALL": "C"}
 
 
@@ -72,23 +73,19 @@ def _path() -> str:
     return os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[-1]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A process: its number, and when it started (clock ticks since boot), as numbers are used again."""
+    """Identifies a process by its id and its start time in clock ticks since boot, because ids are reused."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """The identity of a running process.
+        """Look up the identity of a running process.
 
         Raises:
-            ProcessLookupError: there is none with that number.
+            ProcessLookupError: there is no such process.
         """
         started = _started(pid)
         if started is None:
@@ -96,11 +93,11 @@ class Identity:
         return cls(pid=pid, started=started)
 
     def alive(self) -> bool:
-        """Whether this very process still runs (a zombie does not)."""
+        """Whether the process still runs; a zombie does not."""
         return _started(self.pid) == self.started
 
     def kill(self, sig: int = signal.SIGKILL) -> bool:
-        """Signal this very process, never another that was given its number; False when it is gone."""
+        """Send a signal, but never to another process with the same id; return False if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -117,12 +114,13 @@ def _started(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    # The program's name comes before the state, in brackets, and may itself contain spaces and brackets.
+    state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
 def namespace(pid: int | str, kind: str = "pid") -> str:
-    """The name of a process's namespace, such as "pid:[4026531836]"; empty when the process is gone."""
+    """Return the name of a process's namespace, such as "pid:[4026531836]"; empty if the process has ended."""
     try:
         return str(Path(f"/proc/{pid}/ns/{kind}").readlink())
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -130,7 +128,7 @@ def namespace(pid: int | str, kind: str = "pid") -> str:
 
 
 def processes(pid_namespace: str) -> Iterator[tuple[Identity, dict[str, str]]]:
-    """The live processes of one PID namespace, each with the environment it was started with."""
+    """Yield the live processes of a PID namespace, with the environments in which they were started."""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or namespace(folder.name) != pid_namespace:
             continue
@@ -141,7 +139,7 @@ def processes(pid_namespace: str) -> Iterator[tuple[Identity, dict[str, str]]]:
 
 
 def parent(pid: int) -> int:
-    """The number of a process's parent; 0 when there is none to see."""
+    """Return the id of a process's parent; 0 if the process has ended or the parent is in an outer PID namespace."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Programs on the hosts of a lab: one command, started on several hosts, its output in one file a host."""
+"""Programs on the hosts of a lab: one command that runs on several hosts, with an output file for each host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoestring.core.errors import WorldError
 from shoestring.testing.netlab.hosts import LOGS, Host, inside
 from shoestring.testing.netlab.machine import Identity, parent, processes
 
-MARK = "SHOESTRING_LAB_JOB"  # in the environment of a job's processes, so that all can be found, whoever started them
+MARK = "SHOESTRING_LAB_JOB"  # environment variable by which all processes of a program are found
 
 
 class Program:
-    """One command on several hosts of a lab; made by `Lab.start` and `Lab.torchrun`.
+    """One command that runs on several hosts of a lab; `Lab.start` and `Lab.torchrun` make one.
 
-    `folder` has what the hosts printed: `host0.log` and so on, and for torchrun `host0/`, with the output of each
-    worker of each attempt.
+    The folder `folder` contains the output of each host in `host0.log` and so on. For torchrun, it also contains the
+    output of each worker and attempt in `host0/` and so on.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Program:
         self._running: dict[int, tuple[Host, subprocess.Popen[bytes]]] = {}
 
     def join(self, host: int) -> None:
-        """Start the command on a further host, or again on one that has been removed and added.
+        """Start the command on another host, or again on one that was removed and added.
 
         Raises:
-            WorldError: there is no such host, or the command still runs on it.
+            WorldError: there is no such host, or the command is still running on it.
         """
         if host in self._running and self._running[host][1].poll() is None:
             raise WorldError(f"netlab: the job still runs on host{host}")
@@ -54,34 +54,38 @@ class Program:
         self._running[host] = there, process
 
     def log(self, host: int) -> Path:
-        """The file with what the command printed on a host, standard output and error together."""
+        """Return the path of the file with the command's standard output and standard error on a host."""
         return self.folder / f"host{host}.log"
 
     def output(self, host: int) -> str:
-        """What the command has printed on a host so far."""
+        """Read the output of the command on a host so far."""
         log = self.log(host)
         return log.read_text(errors="replace") if log.exists() else ""
 
     def worker_log(self, host: int, worker: int = 0, *, stream: str = "stdout") -> Path:
-        """Under torchrun: the output of a worker (by its local rank) in its latest attempt; "stdout" or "stderr".
+        """Return the path of a torchrun worker's output file in its latest attempt.
+
+        Args:
+            worker: local rank of the worker.
+            stream: "stdout" or "stderr".
 
         Raises:
-            WorldError: no such worker has started there yet.
+            WorldError: no worker with this local rank has started on the host yet.
         """
-        found = list(self.folder.glob(f"host{host}/*/attempt_*/{worker}/{stream}.log"))
-        if not found:
+        logs = list(self.folder.glob(f"host{host}/*/attempt_*/{worker}/{stream}.log"))
+        if not logs:
             raise WorldError(f"netlab: no worker {worker} of host{host} has started", hint=f"see {self.log(host)}")
-        return max(found, key=lambda path: (path.stat().st_mtime_ns, path.parts[-3]))
+        return max(logs, key=lambda path: (path.stat().st_mtime_ns, path.parts[-3]))
 
     def codes(self) -> dict[int, int | None]:
-        """Per host: how the command ended (negative: by that signal), None while it runs."""
+        """Map hosts to the command's exit status (minus the number of the signal that ended it), or None if running."""
         return {host: process.poll() for host, (_, process) in self._running.items()}
 
     def wait(self, timeout: float) -> dict[int, int]:
-        """Wait for the end of the command on all hosts: its exit status per host (negative: by that signal).
+        """Wait for the command to end on all hosts, and map hosts to exit statuses, as `codes` does.
 
         Raises:
-            WorldError: it still runs after `timeout` seconds; it is not killed.
+            WorldError: the command is still running after `timeout` seconds; it is not killed.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -92,10 +96,10 @@ class Program:
             raise WorldError(f"netlab: still running after {timeout:g} s: {', '.join(busy)}{self._words()}") from None
 
     def check(self, timeout: float) -> None:
-        """Wait, and hold the command to success.
+        """Wait for the command to succeed on all hosts.
 
         Raises:
-            WorldError: it failed somewhere, or still runs; the message ends with its last words.
+            WorldError: the command failed on a host, or is still running; the message ends with its last output.
         """
         failed = {host: code for host, code in self.wait(timeout).items() if code != 0}
         if failed:
@@ -103,10 +107,10 @@ class Program:
             raise WorldError(f"netlab: the job failed: {codes}{self._words()}", hint=f"see {self.folder}")
 
     def signal(self, sig: int = signal.SIGTERM, *, host: int | None = None) -> None:
-        """Signal the command itself, not what it has started: torchrun, say, as a scheduler does that wants the host.
+        """Send a signal to the command itself (such as torchrun, as a scheduler does), not to its children.
 
         Raises:
-            WorldError: the command does not run there.
+            WorldError: the command is not running on this host; without `host`, on any host.
         """
         hit = 0
         for number in self._running if host is None else [host]:
@@ -117,9 +121,9 @@ class Program:
             raise WorldError("netlab: the job does not run" + ("" if host is None else f" on host{host}"))
 
     def kill(self) -> None:
-        """Kill all its processes on all hosts, and wait for the end."""
+        """Kill all processes of the program on all hosts, and wait for their end."""
         for host, (_, process) in self._running.items():
-            # Again and again, as the command may not have reached its host yet, or have been starting another.
+            # Kill repeatedly: the command may not have entered its host yet, or may be starting another process.
             while (family := self._family(host)) or process.poll() is None:
                 for identity in family:
                     identity.kill()
@@ -140,7 +144,7 @@ class Program:
 def torchrun_command(
     job: str, *, python: str, nnodes: str, endpoint: str, nproc: int, restarts: int
 ) -> Callable[[int], list[str]]:
-    """The torchrun command for each host, up to the script: c10d rendezvous at `endpoint`, output by rank in files."""
+    """Return a function from a host to its torchrun command without the script; each rank's output goes to a file."""
     options = {
         "--nnodes": nnodes,
         "--nproc-per-node": str(nproc),
@@ -155,16 +159,18 @@ def torchrun_command(
 
 
 def find_rank(hosts: Mapping[int, Host], rank: int) -> Identity:
-    """The worker with a global rank: the outermost process that has it as RANK in its environment.
+    """Find the worker process with a global rank: the outermost process whose environment variable RANK is this rank.
 
     Raises:
-        WorldError: there is none, or more than one (two jobs run).
+        WorldError: there is no such process, or there are several, because several jobs are running.
     """
-    found = []
+    workers = []
     for host in hosts.values():
         ranked = [identity for identity, env in processes(host.pid_namespace) if env.get("RANK") == str(rank)]
         pids = {identity.pid for identity in ranked}
-        found += [identity for identity in ranked if parent(identity.pid) not in pids]
-    if len(found) != 1:
-        raise WorldError(f"netlab: {len(found) or 'no'} processes have rank {rank}", hint="is the job up? one job only")
-    return found[0]
+        workers += [identity for identity in ranked if parent(identity.pid) not in pids]
+    if len(workers) != 1:
+        raise WorldError(
+            f"netlab: {len(workers) or 'no'} processes have rank {rank}", hint="is the job up? one job only"
+        )
+    return workers[0]

@@ -1,7 +1,8 @@
-"""A cable that takes time, run by path on a host: frames between two TAP devices, each held for a while.
+"""Emulates a cable with a delay, run as a script on a host: passes frames between two TAP devices after a delay.
 
-For kernels without netem. Arguments: the name of the bridge's end, and the seconds each frame is held. The host's end
-is `eth0`. Both are made here, in the host's network namespace; the lab then moves the other to the bridge.
+This replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the delay
+of each frame in seconds. The device at the host's end is `eth0`. Both devices are made here, in the host's network
+namespace; the lab then moves the bridge's device to the bridge's namespace.
 """
 
 import fcntl
@@ -14,46 +15,46 @@ from collections import deque
 from contextlib import suppress
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
-_LARGEST = 65_550  # bytes: more than any frame
-_TURN = 64  # frames read from one end before the other has its turn
+_LARGEST = 65_550  # size of a read in bytes, which is more than any frame has
+_TURN = 64  # maximum number of frames to read from one device before it is the other's turn
 
 
 def tap(name: str) -> int:
-    """Make a TAP device: each read of it gives one frame, each write sends one."""
+    """Make a TAP device; each read of the returned descriptor takes one frame, and each write sends one."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return device
 
 
 class Lane:
-    """One direction: frames that have been read from one end and are not yet due at the other."""
+    """One direction of the cable: a queue of frames that were read at one end and are not yet due at the other."""
 
     def __init__(self, source: int, target: int, delay: float) -> None:
         self.source, self.target, self.delay = source, target, delay
         self.held: deque[tuple[float, bytes]] = deque()
 
     def take(self) -> None:
-        """Read the frames that wait at the source."""
+        """Read the frames that are waiting at the source, and queue them."""
         due = time.monotonic() + self.delay
-        with suppress(OSError):  # nothing waits, or the cable is cut
+        with suppress(OSError):  # no frame is waiting, or the cable is cut
             for _ in range(_TURN):
                 self.held.append((due, os.read(self.source, _LARGEST)))
 
     def give(self) -> float | None:
-        """Write the frames that are due; gives the seconds to the next, None when no frame is held."""
+        """Write the frames that are due; returns the seconds until the next one is due, None if the queue is empty."""
         while self.held:
             wait = self.held[0][0] - time.monotonic()
             if wait > 0:
                 return wait
-            with suppress(OSError):  # cut, or the queue there is full: lost, as on a wire
+            with suppress(OSError):  # the cable is cut or the queue is full: the frame is lost
                 os.write(self.target, self.held.popleft()[1])
         return None
 
 
 def main() -> None:
-    """Make both ends, say which process this is in the machine's numbering, and carry frames for ever."""
+    """Make both devices, print this process's id as seen outside of the host, and pass frames on until killed."""
     name, delay = sys.argv[1], float(sys.argv[2])
-    os.nice(-20)  # a busy machine must not make the cable longer
+    os.nice(-20)  # highest priority, so that a busy machine does not add to the delay
     ends = tap("eth0"), tap(name)
     lanes = {ends[0]: Lane(ends[0], ends[1], delay), ends[1]: Lane(ends[1], ends[0], delay)}
     sys.stdout.write(os.readlink("/proc/self") + "\n")  # noqa: PTH115

@@ -1,7 +1,7 @@
-"""The first process of a lab, run by path: when its owner ends, however it ends, so do all namespaces with all in them.
+"""The first process of a lab, run as a script: ends when the lab's owner ends in any way, and all namespaces with it.
 
-Argument: the number of an inherited pidfd of the owner, which, unlike a parent-death signal, does not fire when merely
-the thread that started the lab ends, and unlike a pipe is not held open by the owner's other children.
+The argument is the number of an inherited pidfd of the owner. Unlike a parent-death signal, a pidfd does not fire when
+only the thread that started the lab ends; unlike a pipe, it is not kept open by the owner's other children.
 """
 
 import os
@@ -11,12 +11,13 @@ import sys
 
 
 def main() -> None:
-    """Say which process this is in the machine's numbering, then wait for the owner's end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the hosts end up here; the kernel reaps them
+    """Print this process's id as seen outside of the lab's PID namespace, then wait until the owner has ended."""
+    # Orphaned processes of the hosts get this process as parent; ignoring SIGCHLD makes the kernel reap them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ipv6 = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
     if os.path.exists(ipv6):  # noqa: PTH110 (pathlib costs more to import than the rest together)
         with open(ipv6, "w") as file:  # noqa: PTH123
-            file.write("1")  # no neighbour discovery among the bytes that are counted
+            file.write("1")  # IPv6 is off, so that no neighbour discovery adds to the counted bytes
     owner = select.poll()
     owner.register(int(sys.argv[1]), select.POLLIN)
     sys.stdout.write(os.readlink("/proc/self") + "\n")  # noqa: PTH115

@@ -1,1 +1,1 @@
-"""The page of a study, as one HTML file: `drawing` has its charts, `importance` says which settings matter."""
+"""The page of a study, as one HTML file: `charts` draws the charts, `importance` estimates which settings matter."""

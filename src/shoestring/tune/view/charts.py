@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shoestring.report import figures
+from shoestring import figures
+from shoestring.report.drawing import HEIGHT, WIDTH, Scale, axes, dot, line, path, picture, scales, stairs, text
 from shoestring.report.markup import Markup, tag
 from shoestring.tune.settings import Population
 from shoestring.tune.space import Dimension
 from shoestring.tune.store import TrialLease
-from shoestring.tune.view.drawing import HEIGHT, WIDTH, Scale, axes, dot, line, path, picture, scales, stairs, text
 from shoestring.tune.view.record import StudyRecord
 
 _CURVES, _LINES = 80, 120
-"""Most trials whose curves, and whose settings, are drawn: the best ones."""
+"""Maximum number of curves by step and of lines of settings; the best trials are drawn."""
 
 
 def over_time(record: StudyRecord) -> Markup:
-    """Each trial's last value by its number, and the best result so far."""
+    """A chart of each trial's last value against the trial's number, and of the best result so far."""
     last = {trial.number: _last(record, trial) for trial in record.trials}
     shown = {number: value for number, value in last.items() if value is not None and math.isfinite(value)}
     if not shown:
@@ -34,15 +34,15 @@ def over_time(record: StudyRecord) -> Markup:
     parts.append(path(stairs(best), "best", "Best result so far"))
     for trial in record.trials:
         if (value := shown.get(trial.number)) is not None:
-            said = f"trial {trial.number}: {figures.plain(value)}, {trial.state}"
-            parts.append(dot(x(trial.number), y(value), trial.state, said))
+            title = f"trial {trial.number}: {figures.plain(value)}, {trial.state}"
+            parts.append(dot(x(trial.number), y(value), trial.state, title))
     beyond = sum(value not in inside for value in shown.values())
     note = f"{beyond} values far worse than the others are drawn at the edge." if beyond else ""
     return _noted(picture(parts, f"{record.study.objective} of each trial, and the best so far"), note)
 
 
 def parallel(record: StudyRecord) -> Markup:
-    """A line for each trial with a result, across one axis for each setting and one for the objective."""
+    """A parallel-coordinates chart: lines are trials with a result, axes are settings and the objective."""
     ranked = record.ranked[:_LINES]
     if not ranked or not record.space:
         return Markup()
@@ -63,8 +63,8 @@ def parallel(record: StudyRecord) -> Markup:
             if dimension.key in trial.parameters
         ]
         kind = "winner" if rank == 0 else "top" if rank < tops else "faint"
-        said = f"trial {trial.number}: {figures.plain(trial.value or 0.0)}"
-        parts.append(path([*points, (places[-1], own(trial.value or 0.0))], kind, said))
+        title = f"trial {trial.number}: {figures.plain(trial.value or 0.0)}"
+        parts.append(path([*points, (places[-1], own(trial.value or 0.0))], kind, title))
     for value in dict.fromkeys((own.low, own.high)):
         parts.append(text(places[-1] + 8, own(value) + 4, figures.plain(value), anchor="start"))
     note = (
@@ -84,7 +84,7 @@ def _axis(at: float, dimension: Dimension) -> list[Markup]:
 
 def _height(dimension: Dimension, value: Any) -> float:
     if dimension.choices:
-        return Scale(0, max(len(dimension.choices) - 1, 1), HEIGHT - 46, 40)(dimension.choices.index(value))
+        return Scale(0, max(len(dimension.choices) - 1, 1), HEIGHT - 46, 40)(dimension.index(value))
     return Scale(dimension.low, dimension.high, HEIGHT - 46, 40, log=dimension.kind == "log")(value)
 
 
@@ -93,10 +93,14 @@ def _short(key: str) -> str:
 
 
 def rungs(record: StudyRecord) -> Markup:
-    """The objective of each trial by step; steps of comparison upright, forks as dashed lines from their parents."""
-    curves = {trial.number: _curve(record, trial) for trial in record.trials}
-    curves = {number: points for number, points in curves.items() if len(points) > 1 or record.schedule}
-    curves = {number: points for number, points in curves.items() if points}
+    """A chart of each trial's objective by step; vertical lines are comparisons, dashed lines lead to forks."""
+    curves: dict[int, list[tuple[int, float]]] = {}
+    for trial in record.trials:
+        pairs = [(step, value) for step, value in record.reports.get(trial.trial, {}).items() if math.isfinite(value)]
+        every = -(-len(pairs) // 100) or 1  # draw at most about 100 points of a trial
+        if pairs:
+            last = len(pairs) - 1
+            curves[trial.number] = [pair for at, pair in enumerate(pairs) if at % every == 0 or at == last]
     if not curves or record.schedule is None:
         return Markup()
     ends = sorted(curves, key=lambda number: (-curves[number][-1][0], record.sign * curves[number][-1][1]))[:_CURVES]
@@ -110,32 +114,33 @@ def rungs(record: StudyRecord) -> Markup:
         rung += 1
     winner = record.ranked[0].number if record.ranked else -1
     by_number = {trial.number: trial for trial in record.trials}
+    lineage = _ancestors(by_number, winner)
     for number in reversed(ends):
         trial, points = by_number[number], [(x(step), y(value)) for step, value in curves[number]]
         before = [pair for pair in curves.get(trial.parent, []) if pair[0] <= curves[number][0][0]]
-        said = f"trial {number}, {trial.state}" + (f", fork of trial {trial.parent}" if trial.parent >= 0 else "")
+        title = f"trial {number}, {trial.state}" + (f", fork of trial {trial.parent}" if trial.parent >= 0 else "")
         if before:
-            parts.append(path([(x(before[-1][0]), y(before[-1][1])), points[0]], "fork", said))
-        kind = "winner" if number in _ancestors(by_number, winner) else "top" if trial.state == "done" else "faint"
-        parts.append(path(points, kind, said))
-        parts.append(dot(*points[-1], trial.state, said, radius=3))
-    said = "Upright lines are comparisons; the thick line is the best trial"
-    note = f"{said} and what it descends from." if isinstance(record.schedule, Population) else f"{said}."
+            parts.append(path([(x(before[-1][0]), y(before[-1][1])), points[0]], "fork", title))
+        kind = "winner" if number in lineage else "top" if trial.state == "done" else "faint"
+        parts.append(path(points, kind, title))
+        parts.append(dot(*points[-1], trial.state, title, radius=3))
+    legend = "Upright lines are comparisons; the thick line is the best trial"
+    note = f"{legend} and what it descends from." if isinstance(record.schedule, Population) else f"{legend}."
     return _noted(picture(parts, f"{record.study.objective} of each trial by step"), note)
 
 
 def _ancestors(by_number: dict[int, TrialLease], number: int) -> set[int]:
-    found = set()
+    """Numbers of a trial and of all trials from which it descends."""
+    numbers = set()
     while number in by_number:
-        found.add(number)
+        numbers.add(number)
         number = by_number[number].parent
-    return found
+    return numbers
 
 
 def effort(studies: Sequence[StudyRecord]) -> Markup:
-    """The best result of each study by hours of work."""
-    lines = [(record.study.name, record.best_so_far(), record.hours) for record in studies]
-    lines = [each for each in lines if each[1]]
+    """A chart of each study's best result against hours of work."""
+    lines = [(record.study.name, best, record.hours) for record in studies if (best := record.best_so_far())]
     if not lines:
         return Markup()
     values = [value for _, points, _ in lines for _, value in points]
@@ -148,13 +153,6 @@ def effort(studies: Sequence[StudyRecord]) -> Markup:
     return picture(parts, "Best result by hours of work")
 
 
-def _curve(record: StudyRecord, trial: TrialLease) -> list[tuple[int, float]]:
-    """At most 100 finite values of a trial, by step."""
-    pairs = [(step, value) for step, value in record.reports.get(trial.trial, {}).items() if math.isfinite(value)]
-    every = -(-len(pairs) // 100) or 1
-    return [pair for at, pair in enumerate(pairs) if at % every == 0 or at == len(pairs) - 1]
-
-
 def _last(record: StudyRecord, trial: TrialLease) -> float | None:
     if trial.value is not None:
         return trial.value
@@ -163,7 +161,7 @@ def _last(record: StudyRecord, trial: TrialLease) -> float | None:
 
 
 def _inside(values: Sequence[float], sign: int) -> list[float]:
-    """The values without those that are so much worse than the others that nothing else could be told apart."""
+    """The values without very bad outliers, next to which all other values in a chart would look alike."""
     ordered = sorted(sign * value for value in values)
     best, middle = ordered[0], ordered[len(ordered) // 2]
     limit = middle + 4 * (middle - best) if middle > best else ordered[-1]

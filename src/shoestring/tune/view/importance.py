@@ -1,4 +1,4 @@
-"""Which settings matter: total-effect indices (Sobol) of a Gaussian process of the results, with their uncertainty."""
+"""Importance of settings: total-effect Sobol indices of a Gaussian process fitted to the results, with intervals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoestring.tune.gaussian import encode as encode_all
 from shoestring.tune.space import Dimension
 
 LEAST, MOST = 8, 150
-"""Results below which nothing can be said, and of which the process takes no more."""
+"""Minimum number of results for an estimate, and maximum number of results to which the Gaussian process is fitted."""
 _SAMPLES, _POINTS = 20, 256
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Variance of the results that remains when all settings but one are fixed, over all: mean and 90% interval."""
+    """A setting's total effect, with 90% interval: the fraction of variance left when all other settings are fixed."""
 
     key: str
     mean: float
@@ -31,34 +31,34 @@ class Importance:
 def importances(
     space: Sequence[Dimension], settings: Sequence[Mapping[str, Any]], values: Sequence[float], seed: int = 0
 ) -> list[Importance]:
-    """The importance of each dimension, the largest first; empty where there are too few results.
+    """The importance of each dimension, the largest first; empty if there are too few results.
 
-    Values are replaced by their normal scores, so that a few diverged trials do not decide. Each interval is that of
-    fits to random subsets of the results, which also differ in the points at which the effects are measured.
+    Values are replaced by their normal scores, so that a few diverged trials do not dominate. The intervals come from
+    fits to random subsets of the results, each evaluated at other random points.
     """
     if len(values) < max(LEAST, 2 * len(space)):
         return []
     chance = np.random.default_rng(seed)
-    points = np.array([_encode(space, each) for each in settings])
+    points = np.array([_encode(space, trial) for trial in settings])
     scores = stats.norm.ppf((stats.rankdata(values) - 0.5) / len(values))
-    found = []
+    samples = []
     for _ in range(_SAMPLES):
         chosen = np.unique(chance.integers(len(scores), size=len(scores)))[:MOST]
         process = fit(points[chosen], scores[chosen])
         first, second = _sample(space, chance), _sample(space, chance)
         base = process.marginal(first)[0]
-        found.append(_effects(space, first, second, base, lambda at, process=process: process.marginal(at)[0]))
-    effects = np.array(found)
+        samples.append(_effects(space, first, second, base, lambda at, process=process: process.marginal(at)[0]))
+    effects = np.array(samples)
     low, high = np.quantile(effects, [0.05, 0.95], axis=0)
     rows = [
-        Importance(each.key, float(effects[:, at].mean()), float(low[at]), float(high[at]))
-        for at, each in enumerate(space)
+        Importance(dimension.key, float(effects[:, at].mean()), float(low[at]), float(high[at]))
+        for at, dimension in enumerate(space)
     ]
     return sorted(rows, key=lambda row: -row.mean)
 
 
 def _effects(space: Sequence[Dimension], first: Array, second: Array, base: Array, at: Any) -> list[float]:
-    """Jansen's estimate for each dimension, over the variance."""
+    """Jansen's estimate of each dimension's total effect (Computer Physics Communications 117, 1999)."""
     variance = float(base.var()) or 1.0
     effects, column = [], 0
     for dimension in space:
@@ -66,12 +66,12 @@ def _effects(space: Sequence[Dimension], first: Array, second: Array, base: Arra
         column = columns.stop
         mixed = first.copy()
         mixed[:, columns] = second[:, columns]
-        effects.append(min(1.0, float(np.mean((base - at(mixed)) ** 2) / 2 / variance)))  # by chance above
+        effects.append(min(1.0, float(np.mean((base - at(mixed)) ** 2) / 2 / variance)))  # sampling may exceed 1
     return effects
 
 
 def _encode(space: Sequence[Dimension], settings: Mapping[str, Any]) -> Array:
-    """A setting that does not exist lies in the middle of its range, or is none of its choices."""
+    """Encode a trial's settings; a missing setting is encoded as the middle of its range, or as none of its choices."""
     parts = [
         encode_all([dimension], settings)
         if dimension.key in settings
@@ -82,6 +82,7 @@ def _encode(space: Sequence[Dimension], settings: Mapping[str, Any]) -> Array:
 
 
 def _sample(space: Sequence[Dimension], chance: np.random.Generator) -> Array:
+    """Random encoded points of the space."""
     columns = []
     for dimension in space:
         if dimension.choices:

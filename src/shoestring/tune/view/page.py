@@ -1,4 +1,4 @@
-"""The page of one study, or of several beside each other: one HTML file that works offline and loads nothing."""
+"""The page of one study, with a comparison to other studies: one HTML file that works offline and loads nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from shoestring.report import figures
+from shoestring import figures
 from shoestring.report.document import PageFrame, document, packaged, save
+from shoestring.report.drawing import WIDTH, Scale, line, path, picture, text
 from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 from shoestring.tune.settings import Population
 from shoestring.tune.store import TrialLease
 from shoestring.tune.view.charts import effort, over_time, parallel, rungs
-from shoestring.tune.view.drawing import WIDTH, Scale, line, path, picture, text
 from shoestring.tune.view.importance import importances
 from shoestring.tune.view.record import StudyRecord
 
@@ -21,7 +21,7 @@ _ROWS = 200
 
 
 def write(studies: Sequence[StudyRecord], out: Path) -> Path:
-    """Write the page of the first study, with what the others needed for the same result.
+    """Write the page of the first study, with the hours that each of the studies needed for the same result.
 
     Raises:
         ShoestringError: the page cannot be written.
@@ -51,8 +51,13 @@ def _frame() -> PageFrame:
 _STATES = tag(
     "p",
     *(
-        tag("span", tag("b", "● ", class_=tone), said)
-        for tone, said in (("tone0", "result"), ("tone1", "ended early"), ("bad", "failed"), ("tone2", "still running"))
+        tag("span", tag("b", "● ", class_=tone), state)
+        for tone, state in (
+            ("tone0", "result"),
+            ("tone1", "ended early"),
+            ("bad", "failed"),
+            ("tone2", "still running"),
+        )
     ),
     class_="legend quiet",
 )
@@ -69,10 +74,10 @@ def _headline(record: StudyRecord) -> Markup:
     best = record.ranked[0]
     number = tag("span", figures.plain(best.value or 0.0), class_="number")
     settings = tag("p", settings_of(best), class_="verdict")
-    said = tag(
+    label = tag(
         "p", f"{record.study.objective} of trial {best.number}, the best of {len(record.done)} results", class_="of"
     )
-    return tag("section", tag("div", number, said), settings, class_="headline")
+    return tag("section", tag("div", number, label), settings, class_="headline")
 
 
 def _facts(record: StudyRecord) -> Markup:
@@ -98,7 +103,7 @@ def settings_of(trial: TrialLease) -> str:
 
 def _importance(record: StudyRecord) -> Markup:
     if isinstance(record.schedule, Population):
-        return Markup()  # a result is that of a whole lineage
+        return Markup()  # results depend on the settings of a trial and all its ancestors
     values = [record.sign * (trial.value or 0.0) for trial in record.done]
     rows = importances(record.space, [trial.parameters for trial in record.done], values)
     if not rows:
@@ -110,8 +115,9 @@ def _importance(record: StudyRecord) -> Markup:
         y = 20 + 30 * at
         parts.append(text(240, y + 4, row.key, anchor="end", kind="strong"))
         parts.append(path([(scale(0.0), y), (scale(row.mean), y)], "bar"))
-        said = f"{row.key}: {figures.percent(row.mean)}, from {figures.percent(row.low)} to {figures.percent(row.high)}"
-        parts.append(path([(scale(row.low), y), (scale(row.high), y)], "interval", said))
+        low, high = figures.percent(row.low), figures.percent(row.high)
+        title = f"{row.key}: {figures.percent(row.mean)}, from {low} to {high}"
+        parts.append(path([(scale(row.low), y), (scale(row.high), y)], "interval", title))
     note = (
         "Part of the variance of the results that remains when all other settings are fixed (total effect), by a "
         "Gaussian process. The thin line is the 90% interval over random subsets of the results. Parts may add up to "
@@ -121,13 +127,13 @@ def _importance(record: StudyRecord) -> Markup:
 
 
 def _to_target(studies: Sequence[StudyRecord]) -> Markup:
-    """Hours until each study reached the worst of their best results."""
+    """A table of the hours after which each study reached the target, which is the best result of the worst study."""
     usable = [record for record in studies if record.best_so_far()]
     if len(usable) < 2:
-        said = (
+        advice = (
             "Name a study of random search beside this one to compare them: shoestring tune page tune.toml random.toml"
         )
-        return tag("p", said, class_="quiet")
+        return tag("p", advice, class_="quiet")
     sign = usable[0].sign
     target = max(sign * record.best_so_far()[-1][1] for record in usable)
     rows = []

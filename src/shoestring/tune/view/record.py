@@ -1,4 +1,4 @@
-"""A study as its page and its progress show it."""
+"""The data of a study, for its page and its progress display."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoestring.tune.store import TrialLease
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study as its page shows it."""
+    """A study with its trials and the values that they have reported."""
 
     study: Study
     space: Sequence[Dimension]
     schedule: Halving | Population | None
     trials: Sequence[TrialLease]
     reports: Mapping[int, Mapping[int, float]]
-    """What each trial has reported, by its id and by step."""
+    """Reported values by the trial's id and by step."""
 
     @property
     def sign(self) -> int:
-        """Times which a value is to be small."""
+        """1 if smaller values of the objective are better, -1 if larger values are better."""
         return 1 if self.study.direction == "minimize" else -1
 
     @property
@@ -39,16 +39,16 @@ class StudyRecord:
 
     @property
     def hours(self) -> float:
-        """Hours of work, over all workers."""
+        """Hours of work, summed over all workers."""
         return sum(trial.seconds for trial in self.trials) / 3600
 
     def best_so_far(self) -> list[tuple[float, float]]:
-        """(hours of work until then, best result) after each trial with a result, in the order of their numbers."""
-        found: list[tuple[float, float]] = []
+        """(hours of work so far, best result so far) after each trial with a result, by trial number."""
+        points: list[tuple[float, float]] = []
         spent, best = 0.0, math.inf
         for trial in sorted(self.trials, key=lambda trial: trial.number):
             spent += trial.seconds / 3600
             if trial.state == "done" and trial.value is not None:
                 best = min(best, self.sign * trial.value)
-                found.append((spent, self.sign * best))
-        return found
+                points.append((spent, self.sign * best))
+        return points

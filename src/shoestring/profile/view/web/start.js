@@ -5,12 +5,9 @@ const SHAPES = { "top-down": "top-down", "bottom-up": "bottom-up", joined: "back
 const element = (id) => document.getElementById(id);
 let flame = null, table = null, shown = null;
 
-function duration(nanoseconds) {
-  const size = Math.abs(nanoseconds), [unit, scale] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, least]) => size >= least) ?? ["ns", 1];
-  return `${Number((nanoseconds / scale).toPrecision(3))} ${unit}`;
-}
-const percent = (part, whole) => `${whole ? Number(((100 * part) / whole).toPrecision(3)) : 0}%`;
-const signed = (nanoseconds) => (nanoseconds > 0 ? "+" : "") + duration(nanoseconds);
+const spent = (nanoseconds) => seconds(nanoseconds / 1e9);
+const share = (part, whole) => percent(whole ? part / whole : 0);
+const signed = (nanoseconds) => (nanoseconds > 0 ? "+" : "") + spent(nanoseconds);
 
 // ---- columns of times ------------------------------------------------------------------------------------------
 
@@ -57,28 +54,28 @@ function redraw() {
 // ---- what is said of a call ------------------------------------------------------------------------------------
 
 function tell(box) {
-  const time = shown.other ? `${duration(box.other)} before, ${duration(box.time)} after: ${signed(box.time - box.other)}` : `${duration(box.time)}, ${percent(box.time, shown.root.time)} of all`;
+  const time = shown.other ? `${spent(box.other)} before, ${spent(box.time)} after: ${signed(box.time - box.other)}` : `${spent(box.time)}, ${share(box.time, shown.root.time)} of all`;
   const count = box.parent && !shown.up ? box.sum(calls.count) : 0, place = box.parent && placeOf(box.frame);
   return [time, count ? `${count.toLocaleString("en")} calls` : "", place ? codeOf(place) : ""].filter(Boolean);
 }
 
 function choose(box) {
   const place = box.parent ? placeOf(box.frame) : null, code = codeOf(place);
-  const rows = [["Time", `${duration(box.time)} (${percent(box.time, shown.root.time)})`], ["Own time", duration(box.own)]];
-  if (shown.other) rows.splice(0, 2, ["Before", duration(box.other)], ["After", duration(box.time)], ["Change", `${signed(box.time - box.other)} (${percent(box.time - box.other, box.other)})`]);
+  const rows = [["Time", `${spent(box.time)} (${share(box.time, shown.root.time)})`], ["Own time", spent(box.own)]];
+  if (shown.other) rows.splice(0, 2, ["Before", spent(box.other)], ["After", spent(box.time)], ["Change", `${signed(box.time - box.other)} (${share(box.time - box.other, box.other)})`]);
   const count = box.parent && !shown.up ? box.sum(calls.count) : 0;
   if (count) {
     rows.push(["Calls", count.toLocaleString("en")]);
-    if (!shown.other) rows.push(["A call", `${duration(box.sum(calls.inclusive) / count)} (${duration(least(box))} to ${duration(Math.max(...box.at.map((node) => calls.most[node])))})`]);
+    if (!shown.other) rows.push(["A call", `${spent(box.sum(calls.inclusive) / count)} (${spent(least(box))} to ${spent(Math.max(...box.at.map((node) => calls.most[node])))})`]);
   }
   if (!shown.other && !shown.up && box.parent) {
     const bytes = box.sum(calls.bytes), flops = box.sum(calls.flops), device = box.sum(calls.device);
     if (bytes) rows.push(["Bytes of its tensors", `${countOf(bytes)}B`]);
     if (flops) rows.push(["FLOP", `${countOf(flops)} (${countOf(flops / (box.sum(calls.inclusive) / 1e9))}FLOP/s)`]);
-    if (device) rows.push(["On the accelerator", duration(device)]);
+    if (device) rows.push(["On the accelerator", spent(device)]);
     const inputs = [...new Set(box.at.map((node) => calls.inputs[node]))].filter(Boolean).map((index) => data.names[index]);
     if (inputs.length) rows.push(["Arguments", inputs.slice(0, 3).join("; or ") + (inputs.length > 3 ? "; …" : "")]);
-    if (calls.own.length > 1) rows.push(["By rank", data.labels.map((name, k) => `${name} ${duration(timeWithin(box, calls.own[k]))}`).slice(0, 16).join(", ")]);
+    if (calls.own.length > 1) rows.push(["By rank", data.labels.map((name, k) => `${name} ${spent(timeWithin(box, calls.own[k]))}`).slice(0, 16).join(", ")]);
   }
   if (place) rows.push(["Where", `${place.file}:${place.line}`]);
   element("call").replaceChildren(html("b", {}, box.label), ...(code ? [html("code", {}, code)] : []), html("dl", { class: "facts" }, ...rows.map(([name, text]) => html("div", {}, html("dt", {}, name), html("dd", {}, text)))));
@@ -102,7 +99,7 @@ function seek() {
   flame.draw();
   if (!found) { element("found").textContent = ""; return; }
   const names = found.reduce((sum, one) => sum + one, 0), time = timeOf(found, shown);
-  element("found").textContent = names ? `${percent(time, shown.column.reduce((a, b) => a + b, 0))} of the time is within ${names === 1 ? "the name that matches" : `the ${names} names that match`}` : "nothing matches";
+  element("found").textContent = names ? `${share(time, shown.column.reduce((a, b) => a + b, 0))} of the time is within ${names === 1 ? "the name that matches" : `the ${names} names that match`}` : "nothing matches";
 }
 
 // The next box that matches, from the widest on
@@ -120,7 +117,7 @@ function showSource(file, line, move) {
   element("file").value = file;
   const body = lines.map((text, index) => {
     const time = times[index + 1], row = html("tr", { class: index + 1 === line ? "at" : "" });
-    const cells = data.diff ? time && [duration(time[0]), duration(time[1]), signed(time[1] - time[0])] : time && time.map((value) => (value ? duration(value) : ""));
+    const cells = data.diff ? time && [spent(time[0]), spent(time[1]), signed(time[1] - time[0])] : time && time.map((value) => (value ? spent(value) : ""));
     for (const cell of cells ?? ["", "", ""]) row.append(html("td", { class: "figure" }, cell));
     row.append(html("th", { scope: "row", class: "figure number-of" }, String(index + 1)), html("td", { class: "code" }, text));
     if (time) row.style.setProperty("--heat", data.diff ? "0" : String(Math.min((time[0] + time[1] + time[2]) / scale, 1)));
@@ -184,8 +181,8 @@ function controls(form) {
 
 function tableColumns() {
   const calls_ = { title: "Calls", text: (box) => (box.parent && !shown.up ? box.sum(calls.count).toLocaleString("en") : "") };
-  if (data.diff) return [{ title: "Before", text: (box) => duration(box.other) }, { title: "After", text: (box) => duration(box.time) }, { title: "Change", text: (box) => signed(box.time - box.other) }, calls_];
-  return [{ title: "Share", text: (box) => percent(box.time, shown.root.time) }, { title: "Time", text: (box) => duration(box.time) }, { title: "Own time", text: (box) => duration(box.own) }, calls_];
+  if (data.diff) return [{ title: "Before", text: (box) => spent(box.other) }, { title: "After", text: (box) => spent(box.time) }, { title: "Change", text: (box) => signed(box.time - box.other) }, calls_];
+  return [{ title: "Share", text: (box) => share(box.time, shown.root.time) }, { title: "Time", text: (box) => spent(box.time) }, { title: "Own time", text: (box) => spent(box.own) }, calls_];
 }
 
 // What a finding points to, sought by its frames: boxes of any view show it

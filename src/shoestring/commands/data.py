@@ -1,0 +1,101 @@
+"""Arguments of `shoestring data show`, and the printing of records."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from tyro.conf import Positional
+
+from shoestring.commands.printing import say
+from shoestring.storage.foreign import one_line, printable
+from shoestring.verbs.settings import DataView
+
+if TYPE_CHECKING:
+    from shoestring.verbs.data import RenderedPiece, ShownData, ShownSample
+
+_GREEN, _BOLD, _DIM, _RESET = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class ShowData:
+    """Arguments of `shoestring data show`."""
+
+    source: Positional[str]
+    """Data source as in run.data (files, globs, hf:NAME or a pipe), or a run file."""
+    view: DataView = field(default_factory=DataView)
+    """Settings of how the data is read and shown."""
+    json: bool = False
+    """Print JSON, with every piece of text and whether it is learnt."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.data import show
+
+        shown = show(self.source, self.view)
+        coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        if self.json:
+            say(json.dumps([asdict(data) for data in shown], indent=2))
+        else:
+            for data in shown:
+                sys.stdout.write("\n".join(_lines(data, coloured)) + "\n")
+            sys.stdout.flush()
+        return 1 if any(data.refusal for data in shown) else 0
+
+
+def _lines(data: ShownData, coloured: bool) -> Iterator[str]:
+    """Yield the lines that are printed for a data source; text from the source is escaped."""
+    yield one_line(f"{data.source}: format {data.format or 'unknown'}")
+    if data.first:
+        legend = f"{_GREEN}learnt{_RESET}, {_BOLD}special token{_RESET}" if coloured else "»learnt«, ⟨special token⟩"
+        yield f"  {legend}"
+    for record in data.first:
+        yield ""
+        yield one_line(f"{record.where}{': left out, because ' + record.left_out if record.left_out else ''}")
+        for sample in record.samples:
+            yield from _sample_lines(sample, coloured)
+    yield ""
+    yield from map(one_line, _summary(data))
+
+
+def _sample_lines(sample: ShownSample, coloured: bool) -> Iterator[str]:
+    runs = groupby(sample.pieces, key=lambda piece: piece.learnt)
+    text = "".join((_coloured if coloured else _marked)(list(pieces), learnt) for learnt, pieces in runs)
+    for line in text.split("\n"):
+        yield f"  {line}"
+    cut = f", {sample.cut:,} more are cut" if sample.cut else ""
+    left_out = f"; left out, because {sample.left_out}" if sample.left_out else ""
+    if sample.tokens:
+        yield f"  -- {sample.tokens - sample.cut:,} tokens, {sample.learnt:,} of them learnt{cut}{left_out}"
+
+
+def _coloured(pieces: list[RenderedPiece], learnt: bool) -> str:
+    """Text in colours; the colour codes are repeated in each line."""
+    parts = []
+    for piece in pieces:
+        style = (_GREEN if learnt else _DIM) + (_BOLD if piece.special else "")
+        parts.append(style + f"{_RESET}\n{style}".join(printable(piece.text).split("\n")) + _RESET)
+    return "".join(parts)
+
+
+def _marked(pieces: list[RenderedPiece], learnt: bool) -> str:
+    text = "".join(f"⟨{printable(piece.text)}⟩" if piece.special else printable(piece.text) for piece in pieces)
+    return f"»{text}«" if learnt else text
+
+
+def _summary(data: ShownData) -> Iterator[str]:
+    numbers = {"records": data.records, "samples": data.samples, "tokens": data.tokens, "learnt tokens": data.learnt}
+    counts = ", ".join(f"{name}: {number:,}" for name, number in numbers.items() if number)
+    yield f"{counts or 'no records'}{', and there are more' if data.stopped else ''}"
+    if data.cut:
+        yield f"samples longer than data.sequence, which are cut: {data.cut:,}"
+    for reason, count in data.left_out.items():
+        yield f"left out, because {reason}: {count:,}"
+    if data.ends:
+        yield f"answers end with {' or '.join(data.ends)}"
+    if data.refusal:
+        yield f"training refuses this data: {data.refusal}"

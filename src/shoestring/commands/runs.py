@@ -1,0 +1,282 @@
+"""Arguments of the verbs for runs and clusters: train, check, plan, distill, keys, probe, compare, report, trust."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from shoestring.commands.printing import say, say_lines
+from shoestring.core.errors import STOPPED, ConfigError
+from shoestring.processors import processors
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Number of ranks to start on this host."""
+
+    workers: int | Literal["auto"] = 0
+    """Number of ranks to start on this host. 0 starts one rank for each GPU, or a single rank if there is no GPU; auto
+    starts up to two ranks if there is no GPU. The number is not used under torchrun, which starts the ranks itself."""
+
+    def launch(self, *arguments: str, restarts: int = 0) -> int | None:
+        """Start ranks that run the command line with these arguments, and return their exit code.
+
+        Returns None, without starting ranks, if this process is the only rank, or a rank of torchrun.
+        """
+        number = 0 if "RANK" in os.environ else self._number()
+        if number <= 1:
+            return None
+        from shoestring.distributed.launch import launch
+
+        debug = ["--debug"] if logging.getLogger("shoestring").isEnabledFor(logging.DEBUG) else []
+        return launch([*debug, *arguments], number, restarts)
+
+    def _number(self) -> int:
+        if self.workers != "auto" and self.workers < 0:
+            raise ConfigError(f"--workers must not be negative, got {self.workers}")
+        if self.workers != "auto" and self.workers > 0:
+            return self.workers
+        import torch
+
+        on_cpu = min(2, processors()) if self.workers == "auto" else 1
+        return torch.cuda.device_count() or on_cpu
+
+
+def _silence_other_ranks(first: bool) -> None:
+    """Let all ranks but the first print warnings and errors only."""
+    if not first:
+        logging.getLogger("shoestring").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """Arguments that name the settings of a run."""
+
+    source: Positional[str]
+    """Run file, run folder, or name of a recipe such as quickstart."""
+
+
+@dataclass(frozen=True)
+class Train(RunSource):
+    """Arguments of `shoestring train`."""
+
+    ranks: Ranks = Ranks()
+    """Number of ranks to start."""
+    restarts: int = 0
+    """Number of times that all ranks are started again after one of them has died; use it with run.resume = "auto".
+    Errors that only the user can correct, such as a wrong run file, end the run at once."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides)
+        code = self.ranks.launch("train", self.source, *overrides, restarts=self.restarts)
+        if code is not None:
+            return code
+        from shoestring.distributed.join import join
+        from shoestring.report.recorder import Recorder
+        from shoestring.training.loop import train
+
+        with Recorder() as record, join(timeout=resolved.settings.timeout) as world:
+            _silence_other_ranks(world.first)
+            result = train(resolved, world, record)
+        return 0 if result.status == "finished" else STOPPED
+
+
+@dataclass(frozen=True)
+class Check:
+    """Arguments of `shoestring check`."""
+
+    source: Positional[str] = ""
+    """Run file, run folder, or name of a recipe such as quickstart; without a run, only the model of --model is
+    described."""
+    model: str | None = None
+    """Model that replaces run.model of the run; without a run, the model to describe: a run folder, a model folder, a
+    .gguf file, or hf:NAME."""
+    workers: int = 1
+    """Number of ranks on one host to check the run for."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        if self.source:
+            from shoestring.verbs.check import check
+
+            model = [] if self.model is None else ["--model", self.model]
+            say("\n".join(check(run.look(self.source, [*model, *overrides]), self.workers)))
+            return 0
+        if not self.model or overrides:
+            raise ConfigError(
+                f"`{overrides[0]}` is a setting of a run, and no run is named"
+                if self.model
+                else "there is nothing to check",
+                hint="shoestring check RUN for a run, shoestring check --model MODEL for a model",
+            )
+        from shoestring.verbs.describe import describe
+
+        say("\n".join(describe(self.model)))
+        return 0
+
+
+@dataclass(frozen=True)
+class Plan(RunSource):
+    """Arguments of `shoestring plan`."""
+
+    ranks: Ranks = Ranks(workers="auto")
+    """Number of ranks to start."""
+    out: Path | None = None
+    """Path of the run file to write; defaults to plan.toml beside the run file."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides, trusted=False)
+        out = ["--out", str(self.out)] if self.out else []
+        code = self.ranks.launch("plan", self.source, *out, *overrides)
+        if code is not None:
+            return code
+        from shoestring.distributed.join import join
+        from shoestring.verbs.plan import default_path, describe, plan
+
+        with join(timeout=resolved.settings.timeout) as world:
+            _silence_other_ranks(world.first)
+            path = self.out or default_path(self.source)
+            planned = plan(resolved, world, path)
+            if world.first:
+                say("\n".join(describe(planned, world)))
+                say(f"written to {path}; start it with: shoestring train {path}")
+        return 0
+
+
+@dataclass(frozen=True)
+class SearchKeys:
+    """Arguments of `shoestring keys`."""
+
+    words: Positional[tuple[str, ...]] = ()
+    """Words to search for: names of keys or tables, or words of help texts. Without words, all keys are listed."""
+    packages: tuple[str, ...] = ()
+    """Names of packages of your own whose features are searched too."""
+    json: bool = False
+    """Print the keys as JSON."""
+
+    def __call__(self) -> int:
+        import json
+        from dataclasses import asdict
+
+        from shoestring.verbs.keys import lines_of, search
+
+        keys = search(self.words, self.packages)
+        if self.json:
+            print(json.dumps([{"flag": key.flag, **asdict(key)} for key in keys]))
+        else:
+            say_lines(line for key in keys for line in lines_of(key))
+        return 0
+
+
+@dataclass(frozen=True)
+class DistillDrafter(RunSource):
+    """Arguments of `shoestring distill`."""
+
+    ranks: Ranks = Ranks()
+    """Number of ranks to start."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        from shoestring import run
+
+        resolved = run.load(self.source, overrides)
+        code = self.ranks.launch("distill", self.source, *overrides)
+        if code is not None:
+            return code
+        from shoestring.distributed.join import join
+        from shoestring.report.recorder import Recorder
+        from shoestring.verbs.distill import distill
+
+        with Recorder() as record, join(timeout=resolved.settings.timeout) as world:
+            _silence_other_ranks(world.first)
+            status = distill(resolved, world, record, say=say if world.first else len)
+        return 0 if status == "finished" else STOPPED
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Arguments of `shoestring probe`."""
+
+    out: Path = Path("cluster.toml")
+    """Path of the file to write; the disk that holds this file is measured."""
+    ranks: Ranks = Ranks(workers="auto")
+    """Number of ranks to start, between which links are measured."""
+
+    def __call__(self) -> int:
+        code = self.ranks.launch("probe", "--out", str(self.out))
+        if code is not None:
+            return code
+        from shoestring.distributed.join import join
+        from shoestring.verbs.probe import describe, probe
+
+        with join() as world:
+            _silence_other_ranks(world.first)
+            cluster = probe(world, self.out)
+            if world.first:
+                say("\n".join(describe(cluster)))
+                say(f"written to {self.out}")
+        return 0
+
+
+@dataclass(frozen=True)
+class CompareRuns:
+    """Arguments of `shoestring compare`."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Two or more run folders."""
+    out: Path = Path("compare.html")
+    """Path of the page to write."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.report import compare
+
+        text, page = compare(self.runs, self.out)
+        say(text)
+        logging.getLogger("shoestring").info("page: %s", page)
+        return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Arguments of `shoestring report`."""
+
+    run: Positional[Path]
+    """Run folder to report on."""
+    trace: Path | None = None
+    """Path of a Chrome trace for Perfetto, with the spans of all ranks; by default none is written."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.report import report
+
+        for path in report(self.run, self.trace):
+            say(path)
+        return 0
+
+
+@dataclass(frozen=True)
+class TrustPlaces:
+    """Arguments of `shoestring trust`."""
+
+    places: Positional[tuple[Path, ...]]
+    """Run folders, model folders, folders of adapters, or run files."""
+    forget: bool = False
+    """Revoke the trust, so that the code of these places is refused again."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.trust import forget, vouch
+
+        if not self.places:
+            raise ConfigError("nothing is named", hint="name a folder or a run file")
+        for place in self.places:
+            print("\n".join(forget(place) if self.forget else vouch(place)), flush=True)
+        return 0

@@ -1,0 +1,464 @@
+"""What features may read, extend and replace in a job: its model, loss, optimizer, phases and checkpointed states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoestring._torch import own_name
+from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
+from shoestring.core.feature import DATA, Divided, Feature, Phase, Seam
+from shoestring.core.frozen import Reference, digest, freeze, shared_names
+from shoestring.core.graph import Graph, GraphPass
+from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
+from shoestring.core.step import MicroBatches, after_update, before_update
+from shoestring.core.task import Forward, Loss, Params
+from shoestring.core.trace import Trace
+from shoestring.core.world import World
+from shoestring.wrapped import is_wrapped, last_only, unwrap
+
+T = TypeVar("T")
+
+
+class Attachments:
+    """The view of a job that features get, as the argument of their `check`, `apply` and `explain`.
+
+    The methods from `at` to `add_pass` add to lists: any number of features may call them, and entries keep the order
+    of the calls. The methods from `own` to `refuse_with` take something that only one feature may own; if a second
+    feature calls one of them for the same thing, it raises ConflictError. Features only read the attributes, with two
+    exceptions: a feature at LOSS replaces `loss` by a function that wraps it, and a feature at MODEL or SHARD replaces
+    `forward` in the same way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        loss: Loss,
+        optimizer: Callable[[Params], Optimizer] | Optimizer,
+        progress: Progress,
+        world: World,
+        trace: Trace,
+    ) -> None:
+        self.model = model  # the module that a forward pass calls; an owner of SHARD may replace it by a wrapper
+        self.module = unwrap(model)  # the user's module without any wrapper
+        self.forward, self.loss = forward, loss
+        self.task_loss = loss  # the loss of evaluations: the user's own, unless a feature changes what is learned
+        self.build_optimizer = optimizer  # the owner of OPTIM replaces it; called after SHARD has been applied
+        self.optimizer: Optimizer  # the optimizer, once `build_optimizer` has been called
+        self.progress, self.world, self.trace = progress, world, trace
+        self.features: tuple[Feature, ...] = ()
+        self.exits = ExitStack()  # callbacks that release resources when the job is closed, the newest first
+        self.numbers: dict[str, float | Tensor] = {}  # metrics of the newest step: loss, and features' own
+        self.evaluated: dict[str, Tensor] = {}  # (sum, count) of further metrics of the running evaluation, by name
+        self.data_axes: tuple[str, ...] = DATA  # mesh axes along which ranks read different samples
+        self.replicas: tuple[str, ...] = ()  # mesh axes over which gradients are averaged
+        self.defers = world.device.type != "cpu"  # read each loss a step late, as reading waits for the device
+        self.kept: dict[str, Kept] = {}
+        self.frozen_modules: dict[str, nn.Module] = {}  # see `frozen`; FSDP shards them as well
+        self.phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
+        self.graph = Graph()
+        self.owners: dict[str, str] = {}  # resource with one owner -> name of the feature that owns it
+        self.attaching: tuple[str, Seam | None] = ("the program", None)  # the feature being applied, and the seam
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+        self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
+        self.refuse: Callable[[NonFiniteError], None] = _raise
+        self.run_micro_batches: Callable[[MicroBatches], None] | None = None
+        self.stop_requested = False  # this rank's vote to stop, summed over ranks with the loss
+        self.stopping = False  # whether all ranks have agreed to stop
+        self.merged = True  # whether all ranks have the same weights, or shards of the same, after the newest step
+        self.after_merges: list[Callable[[], None]] = []  # called between OUTER and CAPTURE of steps with `merged` True
+        self.merge_apart: Merge | None = None  # set where ranks train separate replicas: the default `merge` of `keep`
+        self.hooks_are_off = False
+        self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
+        self._around_forward: list[Context] = []
+        self._around_evaluation: list[Context] = []
+        self._trained: Mapping[str, Tensor] | None = None
+        self._refresh: Callable[[], None] | None = None
+        self._carried: dict[int, Any] = {}
+        if is_wrapped(model):
+            self.replicas = DATA
+            self._around_step.append(last_only(model))
+        self._own_name = cache(partial(own_name, self.module))  # parameter names without torch.compile's prefix
+
+    # -- any number of features ---------------------------------------------------------------------------------------
+
+    def at(self, phase: Phase, work: Callable[[], None]) -> None:
+        """Call `work` in this phase of every optimizer step, after the functions that were added earlier."""
+        self.phases[phase].append(work)
+
+    def keep(
+        self, name: str, state: Stateful, *, across: Across = "same", merge: Merge | None = None, merged: bool = False
+    ) -> None:
+        """Save `state` in checkpoints, and restore it from them. A name that is in use raises ConfigError.
+
+        Args:
+            across: "same" if all ranks have the same state, "shard" if each rank has a shard of one state, "own" if
+                each rank has a state of its own.
+            merge: (states of all former ranks, new rank, new world size) -> state of this rank. Called for "own" states
+                when the number of ranks has changed. Without `merge`, an "own" state starts afresh in that case.
+            merged: whether the state is constant or changes in `after_merges` only, and so is equal on all ranks even
+                where they train separate replicas. Other states are then saved as "own".
+        """
+        if name in self.kept:
+            raise ConfigError(f"two features keep state under the name `{name}`")
+        if isinstance(state, LRScheduler):  # would be saved before it steps; also, rates are settings
+            raise ConfigError(f"`{name}` would resume with wrong learning rates", hint="use optim.Schedule instead")
+        if self.merge_apart is not None and not merged:
+            across, merge = "own", merge or self.merge_apart
+        self.kept[name] = Kept(state, across, merge, merged)
+
+    def patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Replace the `forward` of `module` until the job is closed; parameters keep their names.
+
+        A later patch of the same module replaces the earlier one, and may call it.
+        """
+        before = vars(module).get("forward")
+        module.forward = forward
+        undo = partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward")
+        self.exits.callback(undo)
+
+    def frozen(self, name: str, module: nn.Module, source: str) -> nn.Module:
+        """Use a module without training it: another model, such as a teacher, or layers of this model below adapters.
+
+        The module moves to the job's device, and is in evaluation mode without gradients until the job is closed. FSDP
+        shards the module like the model. If the model's forward pass or the loss calls the module, it runs under the
+        job's autocast. A checkpoint holds `source` and a hash of the tensors, not the tensors; it can be restored only
+        if the hash is the same.
+
+        Args:
+            source: name or path of the model that the tensors come from, as `open_model` takes it.
+
+        Raises:
+            ConfigError: `source` is missing, the model trains parameters of the module, ranks have different tensors,
+                or SHARD was applied already.
+        """
+        owner, at = self.attaching
+        if "model" in self.kept or (at is not None and at >= Seam.SHARD):
+            raise ConfigError(f"`{owner}` freezes `{name}` after the model was sharded", hint="freeze it at MODEL")
+        reference = Reference(source, digest(module), shared_names(module, self.module, f"`{owner}`: `{name}`"))
+        if len(set(self.world.gather(reference.digest.encode()))) > 1:
+            raise ConfigError(f"the frozen module `{name}` from `{source}` differs between ranks")
+        self.keep(f"frozen.{name}", reference, merged=True)
+        self.exits.callback(freeze(module.to(self.world.device)))
+        self.frozen_modules[name] = module
+        return module
+
+    def carry(self, feature: Feature, build: Callable[[], T]) -> T:
+        """Return an object that `feature` keeps from its `apply` at one seam to its `apply` at the next.
+
+        The first call for a feature builds it with `build`; later calls return the same object.
+        """
+        if id(feature) not in self._carried:
+            self._carried[id(feature)] = build()
+        return self._carried[id(feature)]
+
+    def count_evaluated(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Add to a metric of the evaluation that runs, which is the mean over all its batches and ranks."""
+        sums = torch.stack((total.detach().double(), count.double()))
+        self.evaluated[name] = self.evaluated[name] + sums if name in self.evaluated else sums
+
+    def evaluated_means(self) -> dict[str, float]:
+        """The metrics of the newest evaluation that features have counted; a collective if there are any."""
+        names = sorted(self.evaluated)
+        if not names:
+            return {}
+        sums = torch.stack([self.evaluated[name] for name in names])
+        if self.world.size > 1:
+            torch.distributed.all_reduce(sums)
+        return {
+            name: float(total / count) if count else math.nan for name, (total, count) in zip(names, sums, strict=True)
+        }
+
+    def surround(self, context: Context) -> None:
+        """Enter `context()` around the forward pass and loss together (autocast), in training and in evaluation."""
+        self._around_forward.append(context)
+
+    def surround_evaluation(self, context: Context) -> None:
+        """Enter `context()` around each evaluation, to evaluate with other weights, such as a moving average."""
+        self._around_evaluation.append(context)
+
+    def add_pass(self, work: GraphPass, *, on: Literal["forward", "joint"] = "forward") -> None:
+        """Add a pass over the traced graph, run before compilation and after earlier passes. At GRAPH only.
+
+        Args:
+            on: "forward" sees the forward graph as torch.compile captures it; "joint" sees the forward and backward
+                pass in one graph of ATen operators, before it is partitioned.
+        """
+        self._at_seam("graph passes", Seam.GRAPH)
+        (self.graph.joint if on == "joint" else self.graph.forward).append(work)
+
+    # -- one owner each -----------------------------------------------------------------------------------------------
+
+    def own(self, what: str, seam: Seam) -> None:
+        """Make the feature that is being attached the only owner of `what`, a resource of `seam`.
+
+        Raises:
+            ConflictError: another feature owns `what`. ConfigError: the feature is attached at another seam.
+        """
+        owner = self._at_seam(what, seam)
+        if former := self.owners.get(what):
+            hint = f"remove the table [{former}] or [{owner}]"
+            raise ConflictError(f"`{former}` and `{owner}` both own {what}", hint=hint)
+        self.owners[what] = owner
+
+    def _at_seam(self, what: str, seam: Seam) -> str:
+        owner, at = self.attaching
+        if at is not None and at is not seam:
+            raise ConfigError(f"`{owner}` takes {what} at {at.name}, but {what} belongs to {seam.name}")
+        return owner
+
+    def shard(
+        self,
+        model: nn.Module | None = None,
+        *,
+        over: Sequence[str],
+        sync: Callable[[bool], AbstractContextManager[Any]] | None = None,
+        trained: Mapping[str, Tensor] | None = None,
+        refresh: Callable[[], None] | None = None,
+        run: Callable[[MicroBatches], None] | None = None,
+    ) -> None:
+        """Set how the model is distributed over mesh axes, and which tensors the optimizer steps. For owners of SHARD.
+
+        Each mesh axis has one owner; `trained` and `run` have one owner over all axes.
+
+        The owner guarantees three things. After the backward pass of the last micro-batch, the `.grad` of each trained
+        tensor is the mean over the ranks along `over`, for the shard that this rank holds. A trained tensor, with its
+        gradient and its optimizer state, is a DTensor if and only if ranks hold different shards of it. The forward
+        pass after an optimizer step uses the values that the step wrote.
+
+        Args:
+            model: module to call in place of the model, such as DDP around it.
+            over: mesh axes over which the owner averages gradients.
+            sync: (last micro-batch?) -> context around each micro-batch, to exchange gradients in the last one only.
+            trained: name of a parameter -> tensor that the optimizer steps instead of the parameter (a shard, an fp32
+                master, a copy on the host), with as many elements. This rank trains no other parameters. Defaults to
+                the parameters themselves.
+            refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
+            run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
+                must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
+                output of a micro-batch, and `backward` on the tensor that `loss` returns. Forward passes and losses run
+                within `computing`. The forward and the backward pass of a micro-batch each run within `sync(last)`,
+                where `last` says whether this backward pass is the last of this rank in the step. All communication is
+                complete when `run` returns, because the step then sums losses over the ranks and corrects all gradients
+                by the true divisor. Evaluations call `run` as well, with `training` False and gradients off; in an
+                evaluation `run` does no backward pass.
+        """
+        for axis in over:
+            self.own(f"SHARD over {axis}", Seam.SHARD)
+        self.average_over(over)
+        self.model = self.model if model is None else model
+        if sync is not None:
+            self._around_step.append(sync)
+        if run is not None:
+            self.own("how micro-batches are run", Seam.SHARD)
+            self.run_micro_batches = run
+        if trained is not None:
+            self.own("what the optimizer steps", Seam.SHARD)
+            self._check_trained(trained)
+            self._trained, self._refresh = dict(trained), refresh
+
+    def _check_trained(self, trained: Mapping[str, Tensor]) -> None:
+        owner, parameters = self.attaching[0], self._parameters()
+        for name, tensor in trained.items():
+            if name not in parameters:
+                raise ConfigError(f"`{owner}` gives the optimizer `{name}`, which is no parameter of the model")
+            if tensor.numel() != parameters[name].numel():
+                sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
+                hint = "a shard of a tensor must be a DTensor, which has the shape of the whole tensor"
+                raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
+
+    def check_gradients(self) -> None:
+        """Raise ConfigError if none of the tensors that an owner of SHARD gave to the optimizer has a gradient."""
+        if self._trained is not None and not self.gradients:
+            owner = self.owners["what the optimizer steps"]
+            message = f"after the backward pass, no tensor that `{owner}` gives to the optimizer has a gradient"
+            raise ConfigError(message)
+
+    def average_over(self, axes: Sequence[str]) -> None:
+        """Average gradients over these mesh axes as well."""
+        self.replicas = tuple(axis for axis in self.world.axes if axis in self.replicas or axis in axes)
+
+    def exchange(self, over: Sequence[str]) -> None:
+        """Make the feature average gradients over mesh axes that no owner of SHARD averages over."""
+        for axis in over:
+            self.own(f"WIRE over {axis}", Seam.WIRE)
+        self.average_over(over)
+
+    def compile_with(self, backend: str | Callable[..., Any]) -> None:
+        """Compile the model with torch.compile; this backend gets the graph after all passes."""
+        self.own("the compiler's backend", Seam.GRAPH)
+        self.graph.backend = backend
+
+    def build_with(self, optimizer: Callable[[Params], Optimizer]) -> None:
+        """Set the factory that builds the optimizer from a list of parameters."""
+        self.own("OPTIM", Seam.OPTIM)
+        self.build_optimizer = optimizer
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """Set the loss scaler for fp16: it scales losses before backward passes, and gradients back before the step."""
+        self.own("the loss scale", Seam.MODEL)
+        self.scaler = scaler
+
+    def restore_with(self, restore: Callable[[str], int | None]) -> None:
+        """Set the function that restores a checkpoint: "auto" or a path -> step resumed from, None if none exists."""
+        self.own("restoring", Seam.STEP)
+        self.restore = restore
+
+    def refuse_with(self, refuse: Callable[[NonFiniteError], None]) -> None:
+        """Call `refuse` with the error when a loss is not finite, instead of raising the error.
+
+        Ranks that train separate replicas need this, because a loss that is NaN on one of them must end all of them.
+        """
+        self.own("the answer to a loss that is not finite", Seam.STEP)
+        self.refuse = refuse
+
+    # -- what is trained ---------------------------------------------------------------------------------------------
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether the program has wrapped the model in DDP itself, before any feature was attached."""
+        return is_wrapped(self.model)
+
+    @property
+    def divided(self) -> Divided:
+        """Which state the owner of SHARD divides among ranks; see `Feature.divided`."""
+        return next((feature.divided for feature in self.features if feature.divided), "")
+
+    @property
+    def averages_in_backward(self) -> bool:
+        """Whether gradients are averaged during the backward pass; see `Feature.averages_in_backward`."""
+        return self.wrapped or any(feature.averages_in_backward for feature in self.features)
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """Name of a parameter -> tensor that the optimizer steps for it, whose `.grad` holds the gradient."""
+        if self._trained is not None:
+            return self._trained
+        return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
+
+    def named(self) -> Mapping[str, Tensor]:
+        """All parameters by name: the tensors of `trained`, and the parameters that are not trained."""
+        return {**self._parameters(), **self.trained}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {self._own_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def weights(self) -> dict[str, Any]:
+        """This rank's shards of the model's parameters and buffers by name, including those of frozen modules."""
+        return ModelState(self.model, self._trained or {}).state_dict()
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The tensors that the optimizer steps."""
+        return list(self.trained.values())
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This rank's shards of all gradients, as plain tensors that foreach operations may change in place."""
+        grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    # -- around a step -----------------------------------------------------------------------------------------------
+
+    def run(self, *phases: Phase) -> None:
+        """Call all functions that were added to these phases."""
+        for phase in phases:
+            for work in self.phases[phase]:
+                work()
+
+    def sync(self, last: bool) -> AbstractContextManager[None]:
+        """Context around the passes of a micro-batch; gradients are exchanged in the `last` one only."""
+        return _enter_all(partial(context, last) for context in self._around_step)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context around a forward pass and its loss: all contexts that `surround` added."""
+        return _enter_all(self._around_forward)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context around an evaluation: evaluation mode, no gradients, and the contexts of `surround_evaluation`."""
+        training = self.model.training
+        with _enter_all(self._around_evaluation), torch.no_grad():
+            self.model.eval()
+            yield
+            self.model.train(training)
+
+    @contextmanager
+    def hooks_off(self) -> Iterator[None]:
+        """Context in which calls of `optimizer.step` run no phases.
+
+        `OptimizerState` allocates new state by a step with zero gradients, which must not count as a training step.
+        """
+        self.hooks_are_off = True
+        try:
+            yield
+        finally:
+            self.hooks_are_off = False
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether training is over: the total number of steps is reached, or all ranks have agreed to stop."""
+        return self.stopping or self.progress.done
+
+    def verify(self) -> None:
+        """Read the newest step's loss: count its targets, raise NonFiniteError if not finite. Waits for the device."""
+        loss, count, _ = (0.0, 0.0, 0.0) if self.progress.unread is None else self.progress.unread.tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss became {loss} at step {self.progress.step}")
+        self.progress.tokens, self.progress.unread = self.progress.tokens + int(count), None
+
+    def finish(self) -> None:
+        """See `Job.finish`."""
+        if self.progress.step and not self.done:
+            self.stopping = True
+            self.run(Phase.CAPTURE)
+
+    # -- what `compose` does between the seams -----------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Build the optimizer, run phases in its step hooks, and let checkpoints save the states that every job has."""
+        assert not isinstance(self.build_optimizer, Optimizer)
+        self.optimizer = self.build_optimizer(self.parameters)
+        if not isinstance(self.optimizer, Optimizer):
+            message = f"`optimizer` returned a {type(self.optimizer).__name__}, not a torch.optim.Optimizer"
+            raise ConfigError(message, hint="give a function from parameters to an optimizer, or the optimizer itself")
+        self.world.note("ended", -1)  # overwrites the note of an earlier job of this process
+        self.exits.callback(self.optimizer.register_step_pre_hook(lambda *_: before_update(self)).remove)
+        self.exits.callback(self.optimizer.register_step_post_hook(lambda *_: after_update(self)).remove)
+        self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
+        self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
+        self.trace.ranks = self.world.size
+        frozen = [entry.state.within_model for entry in self.kept.values() if isinstance(entry.state, Reference)]
+        model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen))
+        self.keep("model", model, across="shard")
+        self.keep("optimizer", OptimizerState(self.optimizer, self.named, self.hooks_off), across="shard")
+        self.keep("scaler", self.scaler)
+        self.keep("progress", self.progress)
+        self.keep("random", RandomState(self.world.device), across="own")
+
+
+def _raise(error: Exception) -> None:
+    """Raise the error of a loss that is not finite; the default of `Attachments.refuse`."""
+    raise error
+
+
+@contextmanager
+def _enter_all(contexts: Iterable[Context]) -> Iterator[None]:
+    """Enter several contexts, one inside the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield

@@ -1,0 +1,274 @@
+"""Preference data as tokens: pairs of answers to one prompt, or single rated answers.
+
+A prepared file has the format of `chats`, in which each answer, together with its prompt, is a separate chat. The file
+has two more tensors: `records`, the number of the record that each answer belongs to, and `kinds`, the kind of each
+answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save
+from torch import Tensor
+
+from shoestring import figures
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.data import Data
+from shoestring.data.chat_formats import Message, PreferencePair, RatedAnswer, parse_record
+from shoestring.data.chat_messages import silenced
+from shoestring.data.chats import FILES, ChatDataset, Summary, check_template, pack, with_template
+from shoestring.data.confined_template import ConfinedTemplate
+from shoestring.data.sources import Source, key_of
+from shoestring.data.tokenizer import Tokenizer
+from shoestring.storage import foreign
+from shoestring.storage.whole import write_atomic
+
+CHOSEN, REJECTED, MISMATCHED = range(3)
+"""Kinds of answers: chosen or desirable; rejected or undesirable; answer to another prompt (for KTO)."""
+KINDS = 3
+ANSWERS = "answers"
+"""Name of the entry of a sample that tells answers apart. Its values are `KINDS` · n + kind for the tokens of an answer
+of the n-th record, and -1 for padding."""
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class EncodedAnswer:
+    """A prompt followed by an answer: the tokens of both, and flags of the tokens that belong to the answer."""
+
+    kind: int
+    tokens: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """The answers of one record, which are placed in the same sample."""
+
+    key: int
+    """Hash of the prompt; decides whether the record is held out, so that all answers to a prompt are on the same side
+    of the split."""
+    answers: list[EncodedAnswer]
+
+
+# -- preparing ---------------------------------------------------------------------------------------------------------
+
+
+def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, recipe: str) -> None:
+    """Render and encode every record, and write the training and the held-out records.
+
+    Raises:
+        DataError: a record holds no preference, its two answers are identical, or the template refuses it; the message
+            names the record.
+    """
+    check_template(tokenizer)
+    with closing(ConfinedTemplate(tokenizer)) as template:
+        rated = settings.form == "rated"
+        parsed = sorted(parsed_records(reader, settings), key=lambda item: key_of_prompt(item[1]))
+        keys = sorted({key_of_prompt(record) for _, record in parsed})
+        if len(keys) < 2:
+            raise DataError("there are fewer than two different prompts, so none can be held out", hint="give more")
+        bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
+        for name, held_out in zip(FILES, (False, True), strict=True):
+            part = [(where, record) for where, record in parsed if (key_of_prompt(record) < bound) is held_out]
+            records = _rated(part, template) if rated else [_pair(record, template, where) for where, record in part]
+            _write_file(folder / name, records, tokenizer, recipe)
+
+
+def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characters: int) -> None:
+    """Render and encode the first records, about `characters` in all, and discard the result.
+
+    Raises:
+        DataError: as for `write`.
+    """
+    with closing(ConfinedTemplate(with_template(tokenizer, settings))) as template:
+        for where, record in parsed_records(reader, settings):
+            if isinstance(record, PreferencePair):
+                _pair(record, template, where)
+            else:
+                _rated([(where, record)], template)
+            characters -= len(str(record))
+            if characters <= 0:
+                return
+
+
+def parsed_records(reader: Source, settings: Data) -> Iterator[tuple[str, PreferencePair | RatedAnswer]]:
+    """Iterate over the parsed records of a source, each with its place for error messages. If `data.form` is "rated", a
+    pair becomes two rated answers.
+
+    Raises:
+        DataError: a record holds no preference, or a single answer where a pair is needed, or its two answers are
+            identical.
+    """
+    for where, values, _ in reader.records(settings.record_field):
+        parsed = parse_record(values, settings.record_field, where)
+        if isinstance(parsed, PreferencePair):
+            if parsed.chosen == parsed.rejected:
+                raise DataError(
+                    f"{where}: the chosen and the rejected answer are identical", hint="leave the record out"
+                )
+            if settings.form == "rated":
+                for answer, desirable in ((parsed.chosen, True), (parsed.rejected, False)):
+                    yield where, RatedAnswer(parsed.prompt, answer, desirable, parsed.arguments)
+                continue
+        elif not isinstance(parsed, RatedAnswer):
+            hint = "a pair has `prompt`, `chosen` and `rejected`; a rated answer `prompt`, `completion` and `label`"
+            raise DataError(f"{where}: not a preference, but a record of the format {parsed.format}", hint=hint)
+        elif settings.form == "preference":
+            hint = 'train with [preference.kto] and data.form = "rated"'
+            raise DataError(f"{where}: a rated answer, but pairs are needed", hint=hint)
+        yield where, parsed
+
+
+def key_of_prompt(record: PreferencePair | RatedAnswer) -> int:
+    return key_of(json.dumps(record.prompt, sort_keys=True))
+
+
+def _pair(record: PreferencePair | RatedAnswer, template: ConfinedTemplate, where: str) -> EncodedRecord:
+    assert isinstance(record, PreferencePair)
+    answers = [
+        _answer(kind, record.prompt, answer, record.arguments, template, f"{where}: the {_SIDES[kind]} answer")
+        for kind, answer in enumerate((record.chosen, record.rejected))
+    ]
+    return EncodedRecord(key_of_prompt(record), answers)
+
+
+def _rated(part: Sequence[tuple[str, PreferencePair | RatedAnswer]], template: ConfinedTemplate) -> list[EncodedRecord]:
+    """Encode rated answers. Each record also gets the answer of the next record as a mismatched answer, from which KTO
+    estimates KL."""
+    records = []
+    for number, (where, record) in enumerate(part):
+        assert isinstance(record, RatedAnswer)
+        other_where, other = part[(number + 1) % len(part)]
+        assert isinstance(other, RatedAnswer)
+        kind = CHOSEN if record.desirable else REJECTED
+        own = _answer(kind, record.prompt, record.completion, record.arguments, template, where)
+        place = f"{where}: with the answer of {other_where}"
+        strange = _answer(MISMATCHED, record.prompt, other.completion, record.arguments, template, place)
+        records.append(EncodedRecord(key_of_prompt(record), [own, strange]))
+    return records
+
+
+def _answer(
+    kind: int,
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+    arguments: Mapping[str, Any],
+    template: ConfinedTemplate,
+    where: str,
+) -> EncodedAnswer:
+    """Render and encode a prompt and its answer; the prompt is not trained on."""
+    try:
+        samples = template.samples([*map(silenced, prompt), *answer], dict(arguments))
+    except ConfigError as error:
+        raise DataError(f"{where}: {error.parts()[1]}", hint="correct the record, or leave it out") from error
+    learnt = [(tokens, trained) for tokens, trained in samples if any(trained[1:])]
+    if len(learnt) != 1:
+        what = "has nothing to learn" if not learnt else "has several turns, which the chat template renders apart"
+        raise DataError(f"{where} {what}", hint="an answer is the last message, of the role assistant")
+    return EncodedAnswer(kind, *learnt[0])
+
+
+def _write_file(path: Path, records: Sequence[EncodedRecord], tokenizer: Tokenizer, recipe: str) -> None:
+    answers = [answer for record in records for answer in record.answers]
+    tokens = np.array([token for answer in answers for token in answer.tokens], np.int32)
+    trained = np.array([flag for answer in answers for flag in answer.trained], np.uint8)
+    starts = np.cumsum([0, *(len(answer.tokens) for answer in answers)], dtype=np.int64)
+    trained[starts[:-1]] = 0  # a first token has no context to be predicted from
+    numbers = np.array([number for number, record in enumerate(records) for _ in record.answers], np.int64)
+    kinds = np.array([answer.kind for answer in answers], np.uint8)
+    tensors = {"tokens": tokens, "trained": trained, "starts": starts, "records": numbers, "kinds": kinds}
+    content = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors.values())).hexdigest()
+    text = tokenizer.engine.decode(tokens[trained > 0].tolist(), skip_special_tokens=True)
+    summary = Summary(recipe=recipe, content=content, bytes=str(len(text.encode())))
+    write_atomic(path, save(tensors, asdict(summary)))
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+class PreferenceDataset(ChatDataset):
+    """Map-style data set of the records in a prepared file, several in each sample of `sequence` tokens.
+
+    A sample is like a sample of `ChatDataset`, with the additional entry `ANSWERS`, int64 (T,). All answers of a record
+    are in one sample. No answer is ever cut: a record whose answers do not fit into a sample is left out.
+
+    Raises:
+        DataError: the file is damaged, or no record remains.
+    """
+
+    def __init__(self, path: Path, sequence: int) -> None:
+        self.path, self.sequence, self.packed = path, sequence, True
+        header = self._read()
+        self.content = header["content"]
+        lengths = np.diff(self._starts)
+        members = [np.flatnonzero(self._records == number) for number in range(self.documents)]
+        sizes = np.array([int(lengths[answers].sum()) for answers in members])
+        fitting = np.flatnonzero(sizes <= sequence)
+        self.cut, self.left_out = 0, len(sizes) - len(fitting)
+        if not len(fitting):
+            raise DataError(
+                f"no record fits into a sample of {sequence} tokens; the shortest takes {sizes.min(initial=0)}",
+                hint="raise data.sequence",
+            )
+        self._samples = [
+            [int(answer) for item in sample for answer in members[fitting[item]]]
+            for sample in pack(sizes[fitting].tolist(), sequence)
+        ]
+        self.tokens = int(sizes[fitting].sum())
+        fits = np.isin(self._records, fitting)
+        self.targets = sum(
+            int(self._trained[start:end].sum())
+            for start, end, there in zip(self._starts[:-1], self._starts[1:], fits, strict=True)
+            if there
+        )
+        # A loss over preferences cannot be converted to bits per byte.
+        self.bytes, self.targets_per_byte = int(header["bytes"]), 0.0
+
+    def _read(self) -> dict[str, str]:
+        header = super()._read()
+        try:
+            with foreign.open_safetensors(self.path, "numpy") as file:
+                self._records, self._kinds = map(file.get_tensor, ("records", "kinds"))
+            if not len(self._records) == len(self._kinds) == len(self._starts) - 1:
+                raise ValueError("its parts do not fit each other")
+            if (np.diff(self._records, prepend=0) < 0).any() or (self._kinds >= KINDS).any():
+                raise ValueError("its records overlap or are out of order")
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{self.path} is damaged: {error}", hint="delete it and prepare the data again") from error
+        self.documents = int(self._records[-1]) + 1 if len(self._records) else 0
+        return header
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Sentences for the user about how records were packed and left out."""
+        full = self.tokens / (len(self) * self.sequence)
+        samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
+        yield f"{self.documents:,} preferences in {samples}"
+        if self.left_out:
+            yield f"{self.left_out:,} preferences do not fit into data.sequence and are left out; no answer is cut"
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        answers, at = torch.full((self.sequence,), -1), 0
+        first, number = -1, -1
+        for answer in self._samples[index]:
+            if self._records[answer] != first:
+                first, number = self._records[answer], number + 1
+            count = int(self._starts[answer + 1] - self._starts[answer])
+            answers[at : at + count] = KINDS * number + int(self._kinds[answer])
+            at += count
+        return {**sample, ANSWERS: answers}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_records", "_kinds")}

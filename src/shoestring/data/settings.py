@@ -1,0 +1,95 @@
+"""Settings of the corpus; this module imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from shoestring.core.errors import ConfigError
+
+BYTES = 256
+"""Number of byte values: the smallest alphabet a byte-level tokenizer can have, before the end-of-text token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The corpus: how it is read, cut into tokens and split into training and held-out text."""
+
+    form: Literal["text", "chat", "preference", "rated"] = "text"
+    """Form of the records: `text` to learn as a whole, or `chat`, conversations in any of the known formats (messages,
+    ShareGPT, Alpaca, prompt and completion), which the model's chat template renders; the model learns only the
+    assistant's messages; `preference`, pairs of a chosen and a rejected answer, for [preference.dpo],
+    [preference.simpo] and [preference.orpo]; or `rated`, single answers that are desirable or not, for
+    [preference.kto]. Several chats or answers share a sample and do not attend to each other."""
+    field: str = ""
+    """Name of the field of a record that holds the text or the messages; defaults to `text`, and for chats to what the
+    format of the record has. A mapping such as `prompt=question, completion=answer` reads chats whose fields have other
+    names."""
+    template: str = ""
+    """Path of a chat template (a Jinja file), for a model that has none; it is saved with the trained model. Defaults
+    to the model's own."""
+    tokenizer: str = "bpe"
+    """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes the
+    tokenizer of the `hf:` model or of the model's folder, and anything else is the path of a tokenizer.json."""
+    vocabulary: int = 2048
+    """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
+    vocabulary shortens the text and enlarges the embedding."""
+    sequence: int = 256
+    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step."""
+    held_out: float = 0.05
+    """Fraction of the documents held out of training for evaluation, between 0 and 1."""
+    weights: tuple[float, ...] = ()
+    """Proportions in which the sources of a mixture are sampled, one number a source; they need not add up to 1.
+    Without weights every sample of every source is used once an epoch."""
+    workers: int = 0
+    """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of
+    your own (torch's CPU generator, NumPy's, Python's) depend on the seed and the sample's position alone, not on the
+    number of workers."""
+    cache_memory: float = 0.0
+    """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
+    cache_disk: float = 0.0
+    """GiB on a local disk for the samples of a data set of your own that is slow to read, shared by the ranks of a
+    host."""
+    cache_folder: str = ""
+    """Folder for `cache_disk`; defaults to one in ~/.cache, so that the next run uses it again."""
+
+    def __post_init__(self) -> None:
+        if self.template and self.form == "text":
+            raise ConfigError("data.template only applies to chats", hint='set data.form = "chat"')
+        smallest = BYTES + 2
+        if self.tokenizer == "bpe" and self.vocabulary < smallest:
+            raise ConfigError(
+                f"data.vocabulary is {self.vocabulary}, below {smallest}: 256 bytes, end-of-text and one merge",
+                hint='raise it, or set data.tokenizer = "bytes"',
+            )
+        if self.sequence < 1:
+            raise ConfigError(f"data.sequence is {self.sequence}", hint="give at least 1 token a sample")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"data.held_out is {self.held_out}", hint="give a fraction between 0 and 1, such as 0.05")
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise ConfigError(f"data.weights is {list(self.weights)}", hint="give a positive number for each source")
+        if self.weights and min(self.weights) < 1e-4 * sum(self.weights):
+            raise ConfigError(
+                f"data.weights is {list(self.weights)}, of which one is below 1/10,000 of the sum",
+                hint="remove that source, or give it more",
+            )
+        if not (0 <= self.cache_memory < math.inf and 0 <= self.cache_disk < math.inf):
+            raise ConfigError(
+                "data.cache_memory and data.cache_disk are sizes in GiB", hint="give 0 or a positive number"
+            )
+        if self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
+
+    @property
+    def record_field(self) -> str:
+        """Name of the field that holds the text or the messages; empty for chats if the record's format decides."""
+        return self.field or ("text" if self.form == "text" else "")
+
+    def check_weights(self, sources: int) -> None:
+        """Raise ConfigError unless there is one weight a source, or none."""
+        if len(self.weights) not in (0, sources):
+            raise ConfigError(
+                f"`data.weights` has {len(self.weights)} entries for {sources} sources",
+                hint="give one weight for each source, or none",
+            )

@@ -1,0 +1,232 @@
+"""Finds out, by running a small random copy of a transformers model, how the model handles caches, other texts in a
+batch, and packed samples.
+
+An observation takes seconds, so its result is stored on disk, under a digest of the configuration and of the versions
+of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoestring.core.errors import ShoestringError
+from shoestring.models import hf
+from shoestring.models.hf_cache import OwnCache, cache_argument, carried_by
+from shoestring.models.observing import (
+    check_ours,
+    check_own,
+    packing_difference,
+    reference_of,
+    rows_independent,
+    tokens_of,
+    trial,
+)
+from shoestring.models.shrunken import Shrunken, shrink
+from shoestring.storage import foreign, records
+from shoestring.storage.guarded import private_folder
+from shoestring.storage.whole import write_atomic
+
+log = logging.getLogger("shoestring")
+
+_SHORT = 16
+"""Number of tokens in the test texts if the model itself is run rather than a small copy."""
+_INDIFFERENT = ("_name_or_path", "dtype", "use_cache", "transformers_version", "architectures", "shoestring")
+"""Entries of a model's configuration that do not affect its observed behaviour."""
+CacheKind = Literal["ours", "its own", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    """How a model handles caches, batches and packed samples."""
+
+    cache: CacheKind
+    """The cache that generation uses. "ours": `KVCache`, one for many texts. "its own": the model's own cache object,
+    one for each text. "none": no cache, so the whole text is read again for each token."""
+    why: str = ""
+    """Why `KVCache` is not used; empty if it is used."""
+    argument: str = ""
+    """Name of the argument of `forward` that takes a cache."""
+    made: bool = False
+    positions: bool = False
+    pieces: bool = True
+    crops: bool = True
+    carried: list[list[str]]
+    """The fields from `made` to `carried` have the meaning of the fields of `OwnCache`."""
+    windows: list[int]
+    """Text lengths, in tokens, at which attention or the position embeddings change, such as the size of a sliding
+    window."""
+    switches: list[int]
+    """Those lengths in `windows` beyond which the cache becomes invalid and the whole text must be read again."""
+    rows_independent: bool
+    """Whether each text gives the same logits in a batch as it does alone."""
+    packing_isolates: bool
+    """Whether texts packed into one sample do not attend to each other, if positions restart at each text."""
+    packing_why: str = ""
+    """Why packed texts attend to each other; empty if they do not."""
+    copied: bool = True
+    """Whether a small copy of the model was run; False if the model itself was run, with short texts."""
+
+    @property
+    def own_cache(self) -> OwnCache:
+        """How the model reads texts into its own cache, as observed."""
+        carried = tuple((kind, name) for kind, name in self.carried)
+        return OwnCache(
+            self.argument, self.made, self.positions, self.pieces, self.crops, tuple(self.switches), carried
+        )
+
+
+def observe(model: nn.Module) -> Behaviour:
+    """The behaviour of a transformers model, from the stored observation or by running a copy of the model."""
+    file = _file(model)
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        if file is not None:
+            return records.record(Behaviour, foreign.read_json_object(file, within=file.parent))
+    with _undisturbed(model):
+        shrunken = shrink(model)
+        if shrunken is None:
+            name = type(model).__name__
+            log.warning("no small copy of %s can be run, so the model itself is run, with short texts", name)
+        behaviour = _observe(shrunken or Shrunken(model, _SHORT, {}), copied=shrunken is not None)
+    if file is not None:
+        with suppress(OSError, ShoestringError):
+            write_atomic(file, json.dumps(asdict(behaviour)).encode())
+    return behaviour
+
+
+def packing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
+    """Why a model lets texts that are packed into one sample attend to each other; empty if it does not.
+
+    A transformers model is tested by running a small copy of it, any other model by running the model itself.
+
+    Args:
+        vocabulary: number of tokens in the model's vocabulary.
+        length: maximum number of tokens that the model may read.
+    """
+    if not hf.is_pretrained(model):
+        with _undisturbed(model):
+            return packing_difference(model, vocabulary, length)
+    config: Any = model.config
+    if not getattr(config, "use_cache", None):
+        return observe(model).packing_why
+    with _undisturbed(model):
+        shrunken = shrink(model) or Shrunken(model, min(_SHORT, length), {})
+        return packing_difference(shrunken.model, int(tokens_of(shrunken.model, 64).max()) + 1, shrunken.length)
+
+
+# -- stored observations -----------------------------------------------------------------------------------------------
+
+
+def _file(model: nn.Module) -> Path | None:
+    """The file in which a model's observation is stored; None if no private folder can be made for it."""
+    config: Any = model.config
+    content = {key: value for key, value in config.to_dict().items() if key not in _INDIFFERENT}
+    releases = [version(package) for package in ("torch", "transformers")]
+    attention = getattr(config, "_attn_implementation", "")
+    facts = [_code(), type(model).__module__, type(model).__qualname__, attention, releases, content]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
+    with suppress(OSError, ShoestringError):
+        if home.is_absolute():
+            return private_folder(home / ".cache", "shoestring", "behaviour") / f"{digest}.json"
+        return private_folder(Path(tempfile.gettempdir()), f"shoestring-behaviour-{os.geteuid()}") / f"{digest}.json"
+    return None
+
+
+@cache
+def _code() -> str:
+    """Digest of the observing code; results that another version of the code has stored are not used."""
+    files = (
+        Path(__file__).with_name(f"{name}.py") for name in ("behaviour", "observing", "hf_cache", "shrunken", "cache")
+    )
+    return hashlib.sha256(b"".join(map(foreign.read_bytes, files))).hexdigest()
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in evaluation mode and gradients are off; afterwards the modes and the state of the
+    random number generators are restored."""
+    training = [module for module in model.modules() if module.training]
+    devices = [] if torch.get_default_device().type == "cpu" else None
+    with torch.random.fork_rng(devices=[] if devices is None else devices), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Context in which `use_cache` of a model's configuration is off, as it is in training."""
+    config: Any = model.config
+    caching, config.use_cache = getattr(config, "use_cache", None), False
+    try:
+        yield
+    finally:
+        config.use_cache = caching
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
+    model, length = shrunken.model, shrunken.length
+    tokens = tokens_of(model, length)
+    outputs: list[Any] = []
+    carried = carried_by(model, lambda: outputs.append(model(input_ids=tokens[None], use_cache=True)))
+    texts = reference_of(model, tokens, carried)
+    argument, windows = cache_argument(model, outputs[0]), sorted(set(shrunken.scaled.values()))
+    with _without_cache(model):
+        fault = packing_difference(model, int(tokens.max()) + 1, length)
+    facts: dict[str, Any] = {
+        "argument": argument,
+        "windows": windows,
+        "rows_independent": rows_independent(model, texts, carried),
+        "packing_isolates": not fault,
+        "packing_why": fault,
+        "copied": copied,
+    }
+    if not argument:
+        return Behaviour(cache="none", why="it takes no cache", carried=[], switches=[], **facts)
+    why = trial(partial(check_ours, model, argument, texts))
+    if not why and not carried:
+        return Behaviour(cache="ours", carried=[], switches=[], **facts)
+    reason = ""
+    for own in _ways(argument, carried, shrunken.scaled):
+        if not (reason := trial(partial(check_own, model, own, texts))):
+            return Behaviour(
+                cache="its own",
+                why=why,
+                made=own.made,
+                positions=own.positions,
+                pieces=own.pieces,
+                crops=own.crops,
+                carried=[list(names) for names in carried],
+                switches=[shrunken.scaled[length] for length in own.switches],
+                **facts,
+            )
+    return Behaviour(cache="none", why=reason, carried=[], switches=[], **facts)
+
+
+def _ways(argument: str, carried: tuple[tuple[str, str], ...], scaled: Iterable[int]) -> Iterator[OwnCache]:
+    """All ways in which a model may read into its own cache, the least costly first."""
+    for made, positions in product((False, True), repeat=2):
+        for pieces, crops in product((True, False), repeat=2):
+            for switches in ((), *((length,) for length in sorted(scaled))):
+                yield OwnCache(argument, made, positions, pieces, crops, switches, carried)

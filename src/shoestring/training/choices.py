@@ -1,0 +1,123 @@
+"""Make or reuse the choice of [memory.budget]. The run folder stores it, and a resumed run uses it again.
+
+A choice depends on the model and the ranks, so it is not stored as a setting: if the same run file is started with
+another number of ranks, a new choice is made.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.core.world import World
+from shoestring.memory import Budget
+from shoestring.memory.settings.budget import BudgetChoice, SettledBudget
+from shoestring.renames import renamed
+from shoestring.run import Run, technique
+from shoestring.settings import structure
+from shoestring.storage.whole import write_atomic
+from shoestring.training.budget import BudgetSearch, rounded
+
+FILE = "choices.json"
+"""Name of the file in a run folder that holds the choice."""
+
+
+def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
+    """Return the run with the choice of [memory.budget] applied, if it has that table. A collective.
+
+    Args:
+        run: the run, with the default features that `Run.completed` adds.
+        folder: the run folder, where the choice is stored for resumed runs; None to store nothing.
+
+    Raises:
+        ConfigError: no allowed choice fits (the error states the smallest feasible budget), or the peak cannot be
+            predicted.
+    """
+    budget = next((feature for feature in run.features if isinstance(feature, Budget)), None)
+    if budget is None or isinstance(budget, SettledBudget):
+        return run
+    decide = world.decide if dist.is_initialized() else lambda work: work()  # `check` has no ranks
+    choice = structure(decide(lambda: _decided(run, world, budget, folder)), BudgetChoice, budget.name, FILE)
+    return with_choice(run, world, budget, choice)
+
+
+def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) -> Run:
+    """Return the run with the features and settings of a choice instead of its own."""
+    others = (
+        feature for feature in run.features if feature.name not in choice.replaced and not isinstance(feature, Budget)
+    )
+    remaining = tuple(rounded(feature) if choice.rounded else feature for feature in others)
+    names = {name: name.partition(".") for name in choice.added_features}
+    kinds = {name: technique(area, key) for name, (area, _, key) in names.items()}
+    added = [
+        structure(renamed(name, table, FILE), kinds[name], name, FILE) for name, table in choice.added_features.items()
+    ]
+    settled = SettledBudget(gib=budget.gib, allow=budget.allow, choice=choice)
+    settings = replace(run.settings, accumulate=choice.accumulate)
+    return replace(run, settings=settings, features=(*remaining, *added, settled)).completed(world)
+
+
+def _decided(run: Run, world: World, budget: Budget, folder: Path | None) -> dict[str, Any]:
+    """Reuse the choice of the run that is resumed if it was made under the same conditions; otherwise search anew."""
+    budget.check_limit()
+    conditions = _conditions(run, world)
+    choice = _recorded(run, folder, conditions)
+    if choice is None:
+        alone = not dist.is_initialized()
+        choice = asdict(BudgetSearch(run, world).within(budget)) if alone else _search_in_process(run, world)
+    if folder is not None:
+        record = {budget.name: {"for": conditions, "choice": choice}}
+        write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
+    return choice
+
+
+def _conditions(run: Run, world: World) -> dict[str, Any]:
+    """The facts that a choice depends on; a stored choice is reused only if they are equal."""
+    settings = run.settings
+    conditions = {
+        "model": settings.model,
+        "arguments": dict(run.model),
+        "batch": settings.batch,
+        "accumulate": settings.accumulate,
+        "sequence": run.data.sequence,
+        "features": [feature.name for feature in run.features],
+        "budget": [asdict(feature) for feature in run.features if isinstance(feature, Budget)],
+        "ranks": world.size,
+        "ranks of a host": world.local_size,
+    }
+    return json.loads(json.dumps(conditions))
+
+
+def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:
+    """Read the choice of the run that is resumed; None if there is none, or it was made under other conditions."""
+    resume = run.settings.resume
+    if resume is False:
+        return None
+    folders = [folder] if folder is not None else []
+    if isinstance(resume, str) and resume != "auto":
+        folders += list(Path(resume).parents)[:2]
+    for candidate in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads((candidate / FILE).read_text())["memory.budget"]
+            if record["for"] == conditions:
+                return record["choice"]
+    return None
+
+
+def _search_in_process(run: Run, world: World) -> dict[str, Any]:
+    """Search in a separate process: prediction needs fake ranks, and this process has a real process group."""
+    command = [sys.executable, "-P", "-m", "shoestring.training.budget", str(world.size), str(world.local_size)]
+    done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
+    if done.returncode == ShoestringError.code:
+        raise ShoestringError.from_parts(json.loads(done.stdout))
+    if done.returncode:
+        raise ConfigError(f"the search of `memory.budget` failed: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout)

@@ -1,0 +1,117 @@
+"""Check the data of a run for `shoestring check`: prepare it if it is small, otherwise only read some of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoestring.data import Data, chats, preferences
+from shoestring.data.corpus import check_tokens, prepare_source
+from shoestring.data.mixture import prepare_mixture
+from shoestring.data.piped import is_piped
+from shoestring.data.sources import StandardLibrary, TextFiles, local_size, look_at_huggingface, open_source
+from shoestring.data.tokenizer import load_tokenizer
+from shoestring.run import Run
+from shoestring.storage.compressed import COMPRESSIONS
+from shoestring.training.data_loading import (
+    DataSets,
+    check_form,
+    check_teachers,
+    is_own,
+    model_arguments,
+    own_data,
+    tokenizer_of,
+)
+from shoestring.training.packing import packing_refused, unpack
+
+QUICK = 1 << 20
+"""Maximum size in bytes of a source that is prepared completely."""
+_EXPANSION = 8
+"""Factor by which compressed text usually expands."""
+MOST = 1 << 28
+"""Maximum number of characters that are read of a larger source, which takes seconds."""
+CHATS = 1 << 18
+"""Maximum number of characters that are read of a larger source of chats, which are also rendered and encoded."""
+
+
+@dataclass(frozen=True)
+class DataPreview:
+    """The data sets (None if preparing them would take long), and the arguments of the model that follow from them."""
+
+    data: DataSets | None
+    model_arguments: dict[str, object]
+
+
+def preview(run: Run, folder: Path) -> DataPreview:
+    """Check the data of a run without a download.
+
+    Writes to `folder` only, and to the cache of the `datasets` library for a small data set of that library.
+
+    Args:
+        folder: an empty folder, which may be deleted once the data sets are no longer used.
+
+    Raises:
+        ConfigError, DataError: `open_data` would refuse the data; faults beyond what is read here are not found.
+    """
+    check_form(run)
+    if is_own(run):
+        data = own_data(run)
+        return DataPreview(data, data.model_arguments)
+    settings = replace(run.data, tokenizer=tokenizer_of(run))
+    if all(map(_is_quick, run.sources)):
+        if isinstance(run.settings.data, str):
+            corpus = prepare_source(run.sources[0], settings, folder)
+        else:
+            settings.check_weights(len(run.sources))
+            corpus = prepare_mixture(run.sources, settings, folder)
+        check_teachers(run, corpus.tokenizer)
+        if "run.model" not in run.unread and (fault := packing_refused(run, corpus)):
+            corpus = unpack(corpus, fault)
+        data = DataSets(corpus.train, corpus.held_out, corpus)
+        return DataPreview(data, data.model_arguments)
+    arguments = model_arguments(run)
+    for source in run.sources:
+        _read_beginning(source, settings)
+    return DataPreview(None, arguments)
+
+
+def _is_quick(source: str) -> bool:
+    """Whether a source is small enough to prepare. A missing source counts as small: opening it raises the error."""
+    if is_piped(source):
+        return False
+    if source.endswith(".tokens"):
+        return Path(source).is_file() and Path(source).stat().st_size <= QUICK
+    if source.startswith("hf:"):
+        size = local_size(source.removeprefix("hf:"))
+        return size is not None and size <= QUICK
+    reader = open_source(source, "text")
+    return isinstance(reader, TextFiles) and sum(map(_text_size, reader.paths)) <= QUICK
+
+
+def _text_size(path: Path) -> int:
+    """Bytes of text in a file, estimated where it is compressed."""
+    return path.stat().st_size * (_EXPANSION if path.suffix.lower() in COMPRESSIONS else 1)
+
+
+def _read_beginning(source: str, settings: Data) -> None:
+    """Read the beginning of a source, up to `MOST` characters, as training will; a pipe could not be read again."""
+    if is_piped(source):
+        return
+    if source.startswith("hf:"):
+        look_at_huggingface(source.removeprefix("hf:"))
+        return
+    if source.endswith(".tokens"):
+        check_tokens(Path(source), settings)
+        return
+    reader = open_source(source, settings.record_field)
+    if settings.form != "text":
+        check_records = (chats if settings.form == "chat" else preferences).check_records
+        check_records(reader, load_tokenizer(Path(settings.tokenizer)), settings, CHATS)
+        return
+    if isinstance(reader, StandardLibrary):  # skips files that are not text, so it never refuses one
+        return
+    left = MOST
+    for document in reader.documents():
+        left -= len(document.text)
+        if left <= 0:
+            return

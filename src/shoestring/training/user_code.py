@@ -1,0 +1,50 @@
+"""Import the user's own code that a run file names, only if the user has vouched for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoestring.core.task import Loss, cross_entropy
+from shoestring.naming import Trust, resolve
+from shoestring.report.trackers import TRACKERS, Opener
+from shoestring.run import Run
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The user's own functions that training calls, except the data set, which `open_data` imports."""
+
+    model: Trust
+    """Who vouches for the code that `run.model` names."""
+    loss: Loss
+    """The function that `run.loss` names; by default the cross-entropy."""
+    evaluate: Callable[..., Any] | None
+    """The function that `run.evaluate` names; None if the setting is empty."""
+    sinks: Mapping[str, Opener]
+    """Name of a sink in `run.sinks` -> function that opens the sink."""
+
+
+def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
+    """Import the functions that `run.loss`, `run.evaluate` and `run.sinks` name.
+
+    Args:
+        skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the packages.
+
+    Raises:
+        ConfigError: a name does not exist, or importing it fails.
+        TrustError: the user has not vouched for the code.
+    """
+    settings = run.settings
+
+    def import_one(key: str, target: str) -> Any:
+        return resolve(target, key, run.trust(key)) if target and key not in skip else None
+
+    names = settings.sinks if "run.sinks" not in skip else ()
+    return UserCode(
+        model=run.trust("run.model"),
+        loss=import_one("run.loss", settings.loss) or cross_entropy,
+        evaluate=import_one("run.evaluate", settings.evaluate),
+        sinks={name: TRACKERS.get(name) or import_one("run.sinks", name) for name in names},
+    )

@@ -1,0 +1,166 @@
+"""`shoestring check`: the resolved run, its features in order, and its memory, without starting anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from shoestring import figures
+from shoestring.core.compose import compose
+from shoestring.core.errors import ShoestringError
+from shoestring.core.feature import arrange_mesh, check_owners, order_of_application, resolve_all
+from shoestring.core.job import Job, attachments_of
+from shoestring.core.kept import Progress
+from shoestring.core.world import World
+from shoestring.memory.exhausted import advice
+from shoestring.memory.predicted import Prediction, predict
+from shoestring.models.loading import build_model
+from shoestring.planning.system import free_memory
+from shoestring.run import Run
+from shoestring.training.build import check_loading, progress_of
+from shoestring.training.choices import within_budget
+from shoestring.training.data_loading import check_form, sample_bytes, with_steps
+from shoestring.training.evaluation import check_evaluations
+from shoestring.training.preview import DataPreview, preview
+from shoestring.training.run_folder import check_claim, check_resume
+from shoestring.training.user_code import UserCode, import_user_code
+
+log = logging.getLogger("shoestring")
+GIB = 2**30
+
+
+def check(run: Run, workers: int = 1) -> Iterator[str]:
+    """Describe the resolved run, the order of its features, its parameters and its memory, line by line.
+
+    The check calls the same functions in the same order as `training.loop.train`, up to the start of ranks, so it
+    refuses every run that training would refuse before its first step. Settings that name untrusted code are not read,
+    and are listed at the end. If the model is one of these settings, its parameters and memory are left out.
+
+    Raises:
+        ShoestringError: training would refuse the run before its first step.
+    """
+    # All ranks count as ranks of one host; checking needs no process group.
+    world = arrange_mesh(World(size=workers, local_size=workers), run.features)
+    completed = run.completed(world)
+    yield completed.dump()
+    occupied = list(check_claim(completed))
+    run = completed if run.unread else within_budget(completed, world)
+    check_form(run)
+    with TemporaryDirectory(prefix="shoestring-check-") as folder:
+        seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder))
+        code = import_user_code(run, skip=run.unread)
+        if seen.data:
+            run = replace(run, settings=with_steps(run.settings, seen.data))
+        job = _job(run, code, world, seen)
+        sample = sample_bytes(seen.data.train[0]) if seen.data else 2 * 8 * run.data.sequence
+        check_loading(job, run.settings, sample)
+        check_evaluations(run.settings, seen.data)
+        check_resume(run)
+        known = "run.model" not in run.unread
+        yield "order of application:"
+        for seam, feature in order_of_application(attachments_of(job).features):
+            why = feature.explain(attachments_of(job)) if known else ""
+            yield f"  {seam.name:6} {feature.name}{'  (' + why + ')' if why else ''}"
+        if known:
+            yield _parameters(job)
+        if run.unread:
+            yield from _left_out(run)
+        else:
+            micro = run.settings.batch // world.ranks_over(attachments_of(job).data_axes) // run.settings.accumulate
+            yield from _memory(job, micro, run)
+        yield from occupied
+
+
+def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
+    """Build the run's job on the meta device, and run all checks. The model is empty if the run's model is unread
+    because its code is not trusted."""
+    progress = progress_of(run.settings) if seen.data or not run.settings.epochs else Progress()
+    if "run.model" in run.unread:
+        job = Job(nn.Module(), progress=progress, world=world)
+        attachments_of(job).features = resolve_all(run.features, world)
+        check_owners(attachments_of(job).features)
+        return job
+    settings = run.settings
+    with torch.device("meta"):
+        model = build_model(settings.model, run.model, seen.model_arguments, settings.seed, trust=code.model)
+    return compose(Job(model, loss=code.loss, progress=progress, world=world), run.features, dry=True)
+
+
+def _left_out(run: Run) -> Iterator[str]:
+    yield f"not looked at, because `{run.origin.place}` names code that nobody has vouched for:"
+    for key, value in run.unread.items():
+        yield f"  {key if key.startswith('run.') else f'[{key}]'}: {value}"
+    model = "the model, what features say of it, and " if "run.model" in run.unread else ""
+    yield f"{model}the memory of a step are left out with it; to have all: shoestring trust {run.origin.place}"
+
+
+def _parameters(job: Job) -> str:
+    adding = [feature.name for feature in attachments_of(job).features if feature.adds_parameters]
+    more = f", without those that {', '.join(adding)} will add" if adding else ""
+    return f"parameters: {sum(p.numel() for p in attachments_of(job).parameters):,}{more}"
+
+
+def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
+    shape, accumulate = (micro, run.data.sequence), run.settings.accumulate
+    try:
+        with _muted("torch._subclasses.fake_tensor"):  # this logger prints a traceback, but the message below is enough
+            predicted = predict(
+                job.model,
+                attachments_of(job).features,
+                attachments_of(job).loss,
+                shape,
+                ranks=job.world.size,
+                accumulate=accumulate,
+            )
+    except ShoestringError:  # a feature refuses the job, as it would in training
+        raise
+    except Exception as error:  # features and models that need real numbers may raise anything
+        log.debug("the memory of a step cannot be predicted", exc_info=error)
+        yield f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"
+        return
+    held = predicted.window.by_kind()
+    state = sum(held.get(kind, 0) for kind in ("parameter", "buffer", "gradient", "optimizer state"))
+    yield f"weights, gradients and optimizer state of a rank at its peak: {figures.memory(state)}"
+    yield f"activations of a rank for {micro} samples, and all else: {figures.memory(predicted.peak - state)}"
+    yield f"sum for a rank: {figures.memory(predicted.peak)}, predicted from its operators"
+    yield "  " + ", ".join(
+        f"{kind} {figures.memory(nbytes)}" for kind, nbytes in sorted(held.items(), key=lambda item: -item[1])
+    )
+    if predicted.host:
+        yield f"host memory for what is offloaded, beside it: {figures.memory(predicted.host)}"
+    if predicted.unseen:
+        yield f"  without what {', '.join(predicted.unseen)} may take"
+    yield from _room(job, predicted, held)
+
+
+def _room(job: Job, predicted: Prediction, held: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line with what to change, if the run does not fit into this machine."""
+    ranks = job.world.size
+    if torch.cuda.is_available():
+        needed, there, what = predicted.peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"
+    else:
+        needed, there, what = (
+            predicted.peak + predicted.host,
+            free_memory() / ranks,
+            "this host's free memory" + (f" for each of {ranks} ranks" if ranks > 1 else ""),
+        )
+    if needed > there:
+        yield f"it does not fit into {what}, {figures.memory(there)}; {advice(attachments_of(job), held)}"
+
+
+@contextmanager
+def _muted(name: str) -> Iterator[None]:
+    """Drop the messages of another library's logger."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

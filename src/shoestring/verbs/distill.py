@@ -1,0 +1,121 @@
+"""`shoestring distill`: training a draft model in two stages from one run file, and measuring its acceptance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from shoestring import figures
+from shoestring.core.errors import ConfigError
+from shoestring.core.world import World
+from shoestring.data.loader import sweep
+from shoestring.decode import Distill
+from shoestring.models.distillation import acceptance
+from shoestring.models.loading import build_model, open_model, origin_trust
+from shoestring.models.saving import pass_on
+from shoestring.report.recorder import Recorder
+from shoestring.run import Run
+from shoestring.training.data_loading import DataSets, open_data, to_device
+from shoestring.training.loop import train
+
+REFERENCE, DRAFT = "reference", "draft"
+HELD_OUT = 512
+"""Largest number of held-out samples that acceptance is measured on."""
+
+
+def stages(run: Run) -> dict[str, Run]:
+    """Map the name of each stage, which is also its folder inside the run folder, to the stage's run: first a reference
+    that is trained on all tokens, then the draft model.
+
+    There is no stage for the reference if the run file names one, or if the draft model is trained on all tokens.
+
+    Raises:
+        ConfigError: the run file has no table [decode.distill].
+    """
+    feature = next((feature for feature in run.features if isinstance(feature, Distill)), None)
+    if feature is None:
+        raise ConfigError("the run file has no table [decode.distill]", hint="name the model to draft for: its teacher")
+    base = Path(run.settings.folder or Path("runs") / run.name)
+    cache = str((base / feature.cache_folder).absolute()) if feature.cache_folder else ""
+    all_tokens = replace(feature, cache_folder=cache, reference="")
+    if feature.fraction == 1:
+        return {DRAFT: _stage(run, feature, all_tokens, base / DRAFT)}
+    selected = replace(feature, cache_folder=cache, reference=feature.reference or str(base / REFERENCE))
+    first = {} if feature.reference else {REFERENCE: _stage(run, feature, all_tokens, base / REFERENCE)}
+    return {**first, DRAFT: _stage(run, feature, selected, base / DRAFT)}
+
+
+def _stage(run: Run, feature: Distill, instead: Distill, folder: Path) -> Run:
+    features = tuple(instead if other is feature else other for other in run.features)
+    return replace(run, settings=replace(run.settings, folder=str(folder)), features=features)
+
+
+def distill(run: Run, world: World, record: Recorder | None = None, *, say: Callable[[str], object]) -> str:
+    """Train the stages one after the other, and report where each model is and how many of its drafts are accepted.
+
+    Every rank must call this function. If a stage is stopped, the function returns without measuring acceptance; a new
+    start with `run.resume = "auto"` continues the stage.
+
+    Args:
+        say: called with each line of the report.
+
+    Returns:
+        How the last stage ended: "finished" or "stopped".
+
+    Raises:
+        ShoestringError: raised on all ranks, for every error that the user can correct.
+    """
+    planned = stages(run)
+    folders: dict[str, Path] = {}
+    for name, stage in planned.items():
+        result = train(stage, world, record)
+        folders[name] = result.folder
+        world.agree(partial(_vouch, stage, result.folder / "model", world))
+        feature = next(feature for feature in stage.features if isinstance(feature, Distill))
+        tokens = f"{figures.percent(feature.fraction)} of the tokens" if feature.reference else "all tokens"
+        say(f"{name}: {result.status}, {tokens}, in {result.folder}")
+        if result.status != "finished":
+            return result.status
+    shares = _acceptances(run, planned[DRAFT], folders[DRAFT], world)
+    listed = ", ".join(f"{name} {figures.percent(share)}" for name, share in shares.items())
+    say(f"probability that a drafted token is accepted, on held-out text: {listed or 'there is no held-out text'}")
+    return "finished"
+
+
+def _vouch(stage: Run, model: Path, world: World) -> None:
+    """Record on every host that this run wrote the model, so that the next stage may open it."""
+    if world.local_rank == 0 and model.is_dir():
+        pass_on(origin_trust(stage.settings.model), model)
+
+
+def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, float]:
+    """Acceptance of the model before training, of the reference and of the draft model, by name; empty without held-out
+    text."""
+    data = open_data(last, world, folder)
+    if data.held_out is None:
+        return {}
+    feature = next(feature for feature in last.features if isinstance(feature, Distill))
+    teacher = open_model(feature.teacher).to(world.device)
+    plain = build_model(
+        run.settings.model, run.model, data.model_arguments, run.settings.seed, trust=run.trust("run.model")
+    ).eval()
+    models = {"before training": plain}
+    if feature.reference:
+        models[REFERENCE] = open_model(feature.reference)
+    models[DRAFT] = open_model(str(folder))
+    return {name: _accepted(model, teacher, data, last, world) for name, model in models.items()}
+
+
+def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, run: Run, world: World) -> float:
+    """Acceptance over the held-out samples, which are divided among the ranks. Every rank must call this function."""
+    assert data.held_out is not None
+    batch = max(1, run.settings.batch // (world.size * run.settings.accumulate))
+    batches = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT)
+    own = acceptance(model.to(world.device), teacher, (to_device(samples, world.device) for samples in batches))
+    totals, counts = zip(*(json.loads(message) for message in world.gather(json.dumps(own).encode())), strict=True)
+    return sum(totals) / sum(counts)

@@ -1,0 +1,125 @@
+"""`shoestring generate`: text from a trained model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import nn
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.world import own_device
+from shoestring.data.tokenizer import Tokenizer
+from shoestring.decode.adapter import Adapter
+from shoestring.decode.compiled import choose_passes
+from shoestring.decode.drafters import open_drafter
+from shoestring.decode.engine import Engine, Request, stream
+from shoestring.decode.report import describe
+from shoestring.decode.settings import SKIP, Decoding, Generation, Sampling, SamplingRule
+from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
+from shoestring.decode.skipping.plan import SkipPlan
+from shoestring.models import hf
+from shoestring.models.description import Description, describe_model
+from shoestring.models.loading import load_model
+
+DEFAULT = SamplingRule(temperature=0.8, top_p=0.95)
+"""Sampling rule for a model whose files name no sampling settings."""
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    settings: Generation | None = None,
+    *,
+    report: Callable[[str], object] | None = None,
+) -> Iterator[str]:
+    """Yield the continuation of a prompt in pieces; a character that takes several tokens is yielded once it is
+    complete.
+
+    The model runs on the GPU if there is one.
+
+    Args:
+        model: run folder, model folder, or hf:NAME.
+        report: called at the end with each line of a report on the cost of generation and the gain by speculation.
+
+    Raises:
+        CheckpointError: there is no such model. ConfigError: the model has no tokenizer, or a setting is out of range.
+    """
+    settings = settings or Generation()
+    built, tokenizer, description = open_described(model)
+    sampling = settings.sampling.over(description.sampling, DEFAULT)
+    start = tokenizer.encode_prompt(prompt, parse_special=settings.parse_special)
+    text = tokenizer.stream(start, settings.skip_special_tokens)
+    room = len(start) + settings.max_tokens
+    engine = build_engine(built, tokenizer, settings.decoding, room=room, skip=settings.skip)
+    request = Request(
+        tokens=start,
+        max_new=settings.max_tokens,
+        sampling=Sampling(**vars(sampling.rule), seed=settings.sampling.seed),
+        stop=frozenset(description.ends),
+        rolling=True,
+    )
+    for token in stream(engine, request):
+        yield text.add(token)
+    yield text.rest()
+    if report is not None:
+        for line in (*describe(engine), *filter(None, [str(sampling)])):
+            report(line)
+
+
+def open_described(source: str | Path) -> tuple[nn.Module, Tokenizer, Description]:
+    """Open a trained model on this process's device, with its tokenizer and its description.
+
+    Raises:
+        CheckpointError: `source` holds no model. ConfigError: the model has no tokenizer.
+    """
+    model, tokenizer = load_model(source)
+    if tokenizer is None:
+        hint = hf.tokenizer_hint(str(source).removeprefix(hf.PREFIX))
+        raise ConfigError(f"`{source}` has no tokenizer.json", hint=hint)
+    return model.to(own_device(0)), tokenizer, describe_model(source, tokenizer, model)
+
+
+def build_engine(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    decoding: Decoding,
+    *,
+    slots: int = 1,
+    context: int | None = None,
+    room: int | None = None,
+    skip: str = "",
+) -> Engine:
+    """Build the engine that generates with a model and with the drafter that the settings name.
+
+    Args:
+        slots: number of texts that are generated at the same time.
+        context: largest number of tokens that the model sees; default the model's own.
+        room: number of tokens per text that the cache can hold, if smaller than `context`.
+        skip: fraction of the bytes moved per token that skipping sublayers avoids, or the file of a skip plan; by
+            default no sublayer is skipped.
+
+    Raises:
+        CheckpointError: the model that is to draft does not exist. ConfigError: the drafter has another vocabulary, or
+            a number is out of range.
+    """
+    speculation, passes = decoding.speculation, decoding.passes
+    drafter = open_drafter(speculation, model, tokenizer, slots=slots, room=room or context, passes=passes)
+    adapter = choose_passes(model, context, passes, skips=bool(skip) or speculation.draft == SKIP)
+    if skip:
+        adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
+    return Engine(adapter, slots=slots, room=room, drafter=drafter, speculation=speculation)
+
+
+def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:
+    """Skip the sublayers of a plan; or, if `skip` is a share, choose them while generating."""
+    try:
+        share = float(skip)
+    except ValueError:
+        return Skipping(adapter, SkipPlan.load(Path(skip)))
+    if drafts:
+        raise ConfigError(
+            "--skip with a share learns from passes over one token, but --draft makes passes over several",
+            hint="give the file of a plan, or --draft skip alone, which keeps the text",
+        )
+    return OnlineSkipping(adapter, share, min(room or adapter.context, adapter.context))

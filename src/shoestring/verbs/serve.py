@@ -1,0 +1,96 @@
+"""`shoestring serve`: a trained model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoestring import figures
+from shoestring.core.errors import ConfigError
+from shoestring.decode.serve.served import describe
+from shoestring.decode.serve.settings import Serving
+from shoestring.decode.settings import Decoding, SamplingOptions, SamplingRule
+from shoestring.verbs.generate import build_engine, open_described
+
+if TYPE_CHECKING:
+    from shoestring.decode.serve.app import App
+
+log = logging.getLogger("shoestring")
+
+CONTEXT = 8192
+"""Number of tokens per text that the cache can hold, unless the settings name another number."""
+
+
+def serve(
+    model: str,
+    serving: Serving | None = None,
+    sampling: SamplingOptions | None = None,
+    decoding: Decoding | None = None,
+    *,
+    ready: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Serve a model until SIGTERM or SIGINT, on the GPU where there is one.
+
+    Args:
+        model: run folder, model folder, or hf:NAME.
+        sampling: sampling settings for requests that give none; a setting that is None defaults to the value in the
+            model's files.
+        ready: called with a line that names the server's address, as soon as requests are answered.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigError: the model has no tokenizer, a number is out of range, the address is not available, or the packages
+            of the server are not installed.
+    """
+    try:
+        from shoestring.decode.serve import server
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}", hint="pip install shoestring[serve]") from error
+    serving = serving or Serving()
+    listener = server.listen(serving)
+    app = build_app(model, serving, sampling, decoding)
+    line = f"{app.served.name} at {server.url_of(listener)}: {serving.slots} slots of {app.served.context} tokens"
+    line += f"; {defaults}" if (defaults := str(app.served.defaults)) else ""
+    asyncio.run(server.serve(app, listener, ready=lambda: ready(line)))
+
+
+def build_app(
+    model: str, serving: Serving, sampling: SamplingOptions | None = None, decoding: Decoding | None = None
+) -> App:
+    """Build the application that serves a model; the arguments and errors are those of `serve`."""
+    from shoestring.decode.serve.app import App
+    from shoestring.decode.serve.engine_thread import EngineThread
+
+    log.info("loading %s", model)
+    began = time.perf_counter()
+    built, tokenizer, description = open_described(model)
+    count = sum(parameter.numel() for parameter in built.parameters())
+    log.info(
+        "loaded %s parameters in %s; preparing generation", f"{count:,}", figures.seconds(time.perf_counter() - began)
+    )
+    defaults = (sampling or SamplingOptions()).over(description.sampling, SamplingRule())
+    engine = build_engine(
+        built,
+        tokenizer,
+        decoding or Decoding(),
+        slots=serving.slots,
+        context=serving.context or None,
+        room=None if serving.context else CONTEXT,
+    )
+    served = describe(
+        serving.name or Path(model.removeprefix("hf:")).resolve().name,
+        tokenizer,
+        engine.window,
+        description.ends,
+        serving.max_tokens,
+        engine.model.vocabulary,
+        defaults,
+    )
+    app = App(served, EngineThread(engine), serving)
+    if served.chat:
+        app.understanding.check()
+    return app

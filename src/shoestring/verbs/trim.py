@@ -1,0 +1,94 @@
+"""`shoestring checkpoint trim`: deleting all but the newest checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from shoestring.checkpoint.recovery.resume import forget_all
+from shoestring.checkpoint.tiers.claim import LOCK
+from shoestring.checkpoint.tiers.disk import ASIDE, Disk
+from shoestring.checkpoint.tiers.file_acts import Files, Lock
+from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.verbs.archive import DISK, Archive, find_damage
+
+
+def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
+    """Delete all but the newest checkpoints of a run on disk, after verifying the checkpoints that are kept.
+
+    Abandoned checkpoints, which lie after a step from which the run has since been resumed, are deleted unless there
+    are no others.
+
+    Args:
+        keep: number of checkpoints to keep.
+        memory: whether to delete also the checkpoints that a dead run has left in this host's memory.
+
+    Returns:
+        The paths that were deleted.
+
+    Raises:
+        ConfigError: `keep` is below 1.
+        CheckpointError: there are no checkpoints, a checkpoint that would be kept is damaged, or the run is alive.
+    """
+    if keep < 1:
+        raise ConfigError(f"--keep must be at least 1, got {keep}")
+    archive = Archive.of(run)
+    going = users(archive.memory)
+    if memory and going:
+        listed = ", ".join(map(str, going))
+        raise CheckpointError(f"`{archive.memory}` is in use by process {listed}", hint="end the run first")
+    every = archive.found() if memory and archive.memory.exists() else archive.some()
+    there = [checkpoint for checkpoint in every if checkpoint.level == DISK and not checkpoint.path.is_symlink()]
+    good = [checkpoint for checkpoint in there if not checkpoint.state.startswith(("not", "damaged"))]
+    staying = ([checkpoint for checkpoint in good if not checkpoint.abandoned] or good)[:keep]
+    for checkpoint in staying:
+        if wrong := find_damage(checkpoint):
+            raise CheckpointError(
+                f"nothing is deleted: the checkpoint of step {checkpoint.step} is damaged: {wrong[0]}",
+                hint="delete that checkpoint first",
+            )
+    # Leftovers of interrupted saves. Folders of other programs may begin with `step-` as well, and a run on another
+    # host may be writing here.
+    left = [
+        checkpoint
+        for checkpoint in there
+        if ASIDE.fullmatch(checkpoint.path.name) and not going and not _locked(archive.folder)
+    ]
+    gone = [checkpoint.path for checkpoint in (*good, *left) if checkpoint not in staying]
+    _delete(archive.folder, gone)
+    if memory and archive.memory.exists():
+        forget_all(archive.memory)
+        gone.append(archive.memory)
+    return gone
+
+
+def _locked(folder: Path) -> bool:
+    """Whether a run holds the lock of its folder of checkpoints."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        held = Lock.of(folder / LOCK)
+    except OSError:
+        return True
+    if held is not None:
+        held.release()
+    return held is None
+
+
+def _delete(folder: Path, paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_file():
+            path.unlink(missing_ok=True)
+    Disk(folder, Files()).retire(path for path in paths if path.is_dir())
+
+
+def users(memory: Path) -> list[int]:
+    """Ids of the processes on this host that have the checkpoint slots of a run mapped into memory."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            lines = path.read_text(errors="replace").splitlines()
+            if any(f"{memory.resolve()}/" in line and not line.endswith("(deleted)") for line in lines):
+                pids.append(int(path.parent.name))
+    return sorted(pids)

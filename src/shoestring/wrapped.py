@@ -1,0 +1,29 @@
+"""Functions for models that a program wrapped in torch's DistributedDataParallel (DDP) before attaching features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model that DDP wraps; a model without DDP is returned unchanged."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether the model is wrapped in DDP, which averages its gradients during the backward pass."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def last_only(model: nn.Module) -> Callable[[bool], AbstractContextManager[Any]]:
+    """Make a function from whether a micro-batch is a step's last one to a context for its forward and backward pass.
+
+    In these contexts, DDP averages gradients over ranks in the last micro-batch only; earlier ones accumulate locally.
+    """
+    assert isinstance(model, DistributedDataParallel)
+    return lambda last: nullcontext() if last else model.no_sync()

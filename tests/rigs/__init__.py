@@ -1,0 +1,1 @@
+"""Rigs that kill and damage runs, shared by tests and benchmarks; both run from the root of the repository."""

@@ -1,0 +1,59 @@
+"""How many processors a process may use: by its affinity, and by the quotas of its cgroups of both versions."""
+
+import os
+
+import pytest
+
+from shoestring.processors import processors
+
+PERIOD = 100_000
+
+
+@pytest.fixture
+def hundred(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(100), raising=False)
+
+
+def system(root, kind, quotas):
+    """A /proc and a /sys below `root`: the process is in the group a/b; quotas are by group, in processors."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"7:memory:/z\n{'2' if kind else '0'}:{kind}:/a/b\n1:name=systemd:/z\n")
+    for path, quota in quotas.items():
+        folder = root / "sys/fs/cgroup" / kind / path
+        folder.mkdir(parents=True, exist_ok=True)
+        if kind:
+            (folder / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else int(quota * PERIOD)}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{PERIOD}\n")
+        else:
+            (folder / "cpu.max").write_text(f"{'max' if quota is None else int(quota * PERIOD)} {PERIOD}\n")
+    return processors(root)
+
+
+@pytest.mark.parametrize("kind", ["", "cpu", "cpu,cpuacct"])
+@pytest.mark.parametrize(
+    ("quotas", "expected"),
+    [
+        ({"": None, "a": None, "a/b": None}, 100),
+        ({"a/b": 4}, 4),
+        ({"a": 3, "a/b": 8}, 3),  # the tightest of a group and those above it
+        ({"": 2, "a/b": 8}, 2),  # a container sees its own group as the root
+        ({"a/b": 1.5}, 2),
+        ({"a/b": 0.2}, 1),
+        ({"a/b": 400}, 100),  # more than there are
+        ({}, 100),  # not mounted
+    ],
+)
+def test_the_smallest_of_affinity_and_quotas_counts(tmp_path, hundred, kind, quotas, expected):
+    assert system(tmp_path, kind, quotas) == expected
+
+
+def test_a_quota_that_cannot_be_read_is_none(tmp_path, hundred):
+    assert processors(tmp_path) == 100
+    system(tmp_path, "", {"a/b": 4})
+    for text in ("", "4", "four 100000", "100000 0"):
+        (tmp_path / "sys/fs/cgroup/a/b/cpu.max").write_text(text)
+        assert processors(tmp_path) == 100
+
+
+def test_this_process_has_some():
+    assert 1 <= processors() <= os.cpu_count()

@@ -1,0 +1,112 @@
+"""The keys of run files: listed, searched, and shown with a recipe."""
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import tomli_w
+
+from shoestring import run
+from shoestring.cli import main
+from shoestring.core.errors import ConfigError
+from shoestring.verbs.keys import all_keys, keys_of_run, search
+
+
+def test_every_key_can_be_given_as_the_flag_that_is_listed():
+    for key in all_keys():
+        document = {}
+        run.override(document, [key.flag, "1"])
+        table = document
+        for word in key.table.split("."):
+            table = table[word]
+        assert table == {key.name: 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "others"),
+    [
+        (["lr"], "--optim.adamw.lr", {"--optim.muon.lr"}),
+        (["--lr"], "--optim.adamw.lr", set()),
+        (["adamw", "betas"], "--optim.adamw.betas", set()),
+        (["optim.adamw.lr"], "--optim.adamw.lr", set()),
+        (["evaluate-every"], "--evaluate_every", set()),
+        (["early", "stopping"], "--patience", set()),
+        (["CHUNKEDLOSS"], "--memory.chunkedloss.", set()),
+    ],
+)
+def test_names_come_before_help_texts(words, first, others):
+    flags = [key.flag for key in search(words)]
+    assert flags[0].startswith(first) and others <= set(flags)
+
+
+def test_a_former_name_finds_the_present_one():
+    assert search(["run.keep_best"])[0].flag == "--save_best"
+
+
+def test_nothing_that_matches_is_an_error_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="no key matches `vairant`") as refusal:
+        search(["vairant"])
+    assert refusal.value.hint == "did you mean `variant`?"
+
+
+@pytest.mark.parametrize("recipe", run.recipes())
+def test_a_recipe_is_shown_with_each_value_that_it_sets(recipe):
+    lines = list(keys_of_run(recipe))
+    _, document = run.read(recipe)
+    for area, tables in document.items():
+        tables = (
+            {area: tables} if area in ("run", "data") else {f"{area}.{key}": table for key, table in tables.items()}
+        )
+        for table, content in tables.items() if area != "model" else ():
+            assert any(line.startswith(f"[{table}] ") for line in lines)
+            for key, value in content.items():
+                flag = f"--{key}" if table == "run" else f"--{table}.{key}"
+                (line,) = (line for line in lines if line.startswith(f"  {flag} "))
+                if value == "":
+                    assert line == f"  {flag} (must be given)"
+                else:
+                    assert tomllib.loads(f"value {line.partition(flag)[2]}") == {"value": value}
+
+
+def test_help_with_a_recipe_shows_its_keys_without_torch(tmp_path):
+    (tmp_path / "own.toml").write_text(tomli_w.dumps({"run": {"steps": 7}, "comm": {"topk": {}}, "mine": {"x": {}}}))
+    code = "import sys; from shoestring.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    said = subprocess.run(
+        [sys.executable, "-c", code, "train", "own.toml", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr
+    assert "usage: shoestring train" in said.stdout
+    assert "\n  --steps = 7\n" in said.stdout and "\n  --comm.topk.density (" in said.stdout
+    assert "\n  --comm.topk.transport." in said.stdout
+
+
+def test_help_without_a_recipe_says_how_to_see_the_keys(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "shoestring train NAME --help; recipes: finetune" in capsys.readouterr().out
+
+
+def test_the_verb_prints_keys_and_json(capsys):
+    assert main(["keys", "patience"]) == 0
+    assert capsys.readouterr().out.startswith("  --patience (0)\n      Early stopping: ")
+    assert main(["keys", "patience", "--json"]) == 0
+    (key,) = (key for key in json.loads(capsys.readouterr().out) if key["name"] == "patience")
+    assert (key["flag"], key["type"], key["default"]) == ("--patience", "a whole number", "0")
+    assert main(["keys", "no-such-key-anywhere"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--lr", "did you mean `--optim.adamw.lr` or"),
+        ("--sequence", "did you mean `--data.sequence`"),
+        ("--rank", "`--memory.lora.rank`"),
+        ("--stpes", "did you mean `steps`"),
+    ],
+)
+def test_a_key_without_its_table_is_told_its_table(flag, hint, capsys):
+    assert main(["check", "finetune", "--model", "m", "--data", "d", flag, "1"]) == 2
+    assert hint in capsys.readouterr().err
