@@ -166,7 +166,7 @@ def test_a_token_file_of_another_tokenizer_is_refused(files, tmp_path):
     prepare_source(files, SMALL, tmp_path / "one")
     byte_tokenizer().save(tmp_path / "bytes.json")
     other = Data(tokenizer=str(tmp_path / "bytes.json"), sequence=16)
-    with pytest.raises(DataError, match="another tokenizer, of 280 tokens, not 257"):
+    with pytest.raises(DataError, match="another tokenizer: it knew 280 tokens, and the one in use knows 257"):
         prepare_source(str(tmp_path / "one" / "train.tokens"), other, tmp_path / "two")
 
 

@@ -18,6 +18,8 @@
 #define LANES 16
 #define CHUNK 64 /* positions; a multiple of LANES */
 #define WIDEST 256 /* entries of a head */
+#define FLOATS LANES
+#include "fused.h"
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -91,12 +93,12 @@ INLINED floats exponential(floats x) {
     floats t = x * 1.44269504f;
     t = (floats)(((ints)t & ~(t < -126.0f)) | ((ints)((floats){0} - 126.0f) & (t < -126.0f))); /* clamp; NaN stays */
     const floats rounder = (floats){0} + 12582912.0f, whole = (t + rounder) - rounder, f = t - whole;
-    floats y = 1.535336188319500e-4f * f + 1.339887440266574e-3f;
-    y = y * f + 9.618437357674640e-3f;
-    y = y * f + 5.550332471162809e-2f;
-    y = y * f + 2.402264791363012e-1f;
-    y = y * f + 6.931472028550421e-1f;
-    y = y * f + 1.0f;
+    floats y = fused((floats){0} + 1.535336188319500e-4f, f, (floats){0} + 1.339887440266574e-3f);
+    y = fused(y, f, (floats){0} + 9.618437357674640e-3f);
+    y = fused(y, f, (floats){0} + 5.550332471162809e-2f);
+    y = fused(y, f, (floats){0} + 2.402264791363012e-1f);
+    y = fused(y, f, (floats){0} + 6.931472028550421e-1f);
+    y = fused(y, f, (floats){0} + 1.0f);
     return y * (floats)((__builtin_convertvector(whole, ints) + 127) << 23);
 }
 
@@ -120,13 +122,14 @@ INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t 
             for (int lane = 0; lane < LANES; lane++) {
                 products[lane] = query->q[0] * load(k, (i + lane) * p.stride, bf16);
                 for (int d = 1; d < vectors; d++)
-                    products[lane] += query->q[d] * load(k, (i + lane) * p.stride + d * LANES, bf16);
+                    products[lane] = fused(query->q[d], load(k, (i + lane) * p.stride + d * LANES, bf16), products[lane]);
             }
             scores[i / LANES] = totals(products);
             i += LANES;
         } else {
             floats product = query->q[0] * load(k, i * p.stride, bf16);
-            for (int d = 1; d < vectors; d++) product += query->q[d] * load(k, i * p.stride + d * LANES, bf16);
+            for (int d = 1; d < vectors; d++)
+                product = fused(query->q[d], load(k, i * p.stride + d * LANES, bf16), product);
             scores[i / LANES][i % LANES] = total(product);
             i++;
         }
@@ -141,7 +144,8 @@ INLINED void add(Problem p, Query *query, const void *k, const void *v, int64_t 
     floats sums[WIDEST / LANES];
     for (int d = 0; d < vectors; d++) sums[d] = query->sums[d] * shrink;
     for (int64_t i = first; i < end; i++)
-        for (int d = 0; d < vectors; d++) sums[d] += weights[i] * load(v, i * p.stride + d * LANES, bf16);
+        for (int d = 0; d < vectors; d++)
+            sums[d] = fused((floats){0} + weights[i], load(v, i * p.stride + d * LANES, bf16), sums[d]);
     for (int d = 0; d < vectors; d++) query->sums[d] = sums[d];
     query->sum = query->sum * shrink + total(sum);
     query->largest = largest;

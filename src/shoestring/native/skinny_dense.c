@@ -27,6 +27,9 @@
 #include <immintrin.h>
 #endif
 
+#define FLOATS LANES
+#include "fused.h"
+
 #define MOST_COLUMNS 8
 /* Rows are prefetched two blocks ahead into the second-level cache, which allows more loads in flight than the first; the
    hardware prefetcher starts again at each row. Prefetching beyond the last row is harmless. */
@@ -103,7 +106,8 @@ INLINED void block(Product p, int rows, int columns, int bf16, int64_t row, int6
                 const floats weight = widened(left == LANES ? *(const halves *)from : some_halves(from, left));
                 for (int c = 0; c < columns; c++) {
                     const uint16_t *input = x + c * p.inputs + k;
-                    sums[r * columns + c] += weight * widened(left == LANES ? *(const halves *)input : some_halves(input, left));
+                    const floats value = widened(left == LANES ? *(const halves *)input : some_halves(input, left));
+                    sums[r * columns + c] = fused(weight, value, sums[r * columns + c]);
                 }
             }
         }
@@ -117,14 +121,14 @@ INLINED void block(Product p, int rows, int columns, int bf16, int64_t row, int6
             }
             for (int c = 0; c < columns; c++) {
                 const floats input = *(const floats *)(x + c * p.inputs + k);
-                for (int r = 0; r < rows; r++) sums[r * columns + c] += weights[r] * input;
+                for (int r = 0; r < rows; r++) sums[r * columns + c] = fused(weights[r], input, sums[r * columns + c]);
             }
         }
         if (k < p.inputs)
             for (int r = 0; r < rows; r++) {
                 const floats weight = some_floats(w + r * p.inputs + k, p.inputs - k);
                 for (int c = 0; c < columns; c++)
-                    sums[r * columns + c] += weight * some_floats(x + c * p.inputs + k, p.inputs - k);
+                    sums[r * columns + c] = fused(weight, some_floats(x + c * p.inputs + k, p.inputs - k), sums[r * columns + c]);
             }
     }
     for (int r = 0; r < rows; r++)

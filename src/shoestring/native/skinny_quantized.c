@@ -42,6 +42,9 @@
 #else
 #define WIDTH 8
 #endif
+#define FLOATS WIDTH
+#include "fused.h"
+
 #define MOST_COLUMNS 8
 #define AHEAD 8192 /* bytes that weights are prefetched ahead, into the second-level cache */
 #define LARGEST (127 * 256) /* largest integer of an input, so that both of its bytes fit a signed byte */
@@ -179,7 +182,7 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
             }
             const floats scale = from_fp16(scales + half * WIDTH);
             for (int c = 0; c < columns; c++)
-                y[half][c] += __builtin_convertvector(high[c] * 256 + low[c], floats) * (scale * x[c].scale);
+                y[half][c] = fused(__builtin_convertvector(high[c] * 256 + low[c], floats), scale * x[c].scale, y[half][c]);
         }
     }
     write(p, columns, sixteen, column, y);
@@ -221,7 +224,7 @@ INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t 
                 }
                 for (int c = 0; c < columns; c++) {
                     const ints sum = high[c] * 256 + low[c] - added * 257;
-                    y[half][c] += __builtin_convertvector(sum, floats) * (scale * x[c].scale);
+                    y[half][c] = fused(__builtin_convertvector(sum, floats), scale * x[c].scale, y[half][c]);
                 }
             }
         }
