@@ -76,7 +76,12 @@ VERBS: dict[str, Verb] = {
     ),
     "generate": Verb(
         "verbs.generate:generate", "models:Generate",
-        "Continue a prompt with a trained model, token by token.",
+        "Continue a prompt with a trained model, token by token; with --chat, answer a question.",
+    ),
+    "chat": Verb(
+        "verbs.chat:converse", "models:Talk",
+        "Talk with a trained model in the terminal, by its chat template; /help lists what can be said besides "
+        "questions.",
     ),
     "skip": Verb(
         "verbs.skip:skip", "models:Skip",

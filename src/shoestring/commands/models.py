@@ -1,16 +1,18 @@
-"""Arguments of the verbs for trained models: generate, serve, skip, prune and quantize."""
+"""Arguments of the verbs for trained models: generate, chat, serve, skip, prune and quantize."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from shoestring.commands.printing import say, write_text
 from shoestring.decode.serve.settings import Serving
-from shoestring.decode.settings import Decoding, Generation, SamplingOptions
+from shoestring.decode.settings import Conversing, Decoding, Generation, SamplingOptions
 from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice
 
 
@@ -26,8 +28,9 @@ class TrainedModel:
 class Generate(TrainedModel):
     """Arguments of `shoestring generate`."""
 
-    prompt: str = "def "
-    """Text that the model continues."""
+    prompt: str | None = None
+    """Text that the model continues, or with --chat the question that it answers; `-`, and with --chat the default, is
+    to read it from standard input; otherwise defaults to `def `."""
     settings: Generation = field(default_factory=Generation)
     """Settings of the generation."""
     report: bool = False
@@ -37,8 +40,16 @@ class Generate(TrainedModel):
         from shoestring.verbs.generate import generate
 
         lines: list[str] = []
-        pieces = generate(self.model, self.prompt, self.settings, report=lines.append if self.report else None)
-        write_text(self.prompt + next(pieces, ""))  # errors are raised before anything is printed
+        chat, prompt = self.settings.chat, self.prompt
+        if prompt == "-" or (prompt is None and chat):
+            if sys.stdin.isatty():
+                say("the question, ended by Ctrl-D:" if chat else "the text, ended by Ctrl-D:", sys.stderr)
+            prompt = sys.stdin.read()
+            prompt = prompt.strip() if chat else prompt
+        prompt = "def " if prompt is None else prompt
+        pieces = generate(self.model, prompt, self.settings, report=lines.append if self.report else None)
+        first = next(pieces, "")  # errors are raised before anything is printed
+        write_text(first if chat else prompt + first)
         for piece in pieces:
             sys.stdout.flush()
             write_text(piece)
@@ -47,6 +58,25 @@ class Generate(TrainedModel):
         for line in lines:
             say(line, sys.stderr)
         return 0
+
+
+@dataclass(frozen=True)
+class Talk(TrainedModel):
+    """Arguments of `shoestring chat`."""
+
+    settings: Conversing = field(default_factory=Conversing)
+    """Settings of the conversation."""
+    load: Path | None = None
+    """Conversation to continue: a file that `/save` wrote."""
+
+    def __call__(self) -> int:
+        from shoestring.commands.terminal import talk
+        from shoestring.verbs.chat import converse
+
+        with closing(converse(self.model, self.settings, say=partial(say, stream=sys.stderr))) as conversation:
+            if self.load is not None:
+                conversation.load(self.load)
+            return talk(conversation)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to samples."""
+"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +31,19 @@ class ConfinedTemplate:
             ConfigError: as for `ChatTemplate.samples`, or the conversation takes too long or too much memory.
             DataError: the template is not valid.
         """
-        samples = self._call([messages, arguments])
+        samples = self._call("samples", messages, arguments)
         return [(tokens, trained) for tokens, trained in samples]
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], longest: int | None = None
+    ) -> list[int]:
+        """Like `ChatTemplate.encode`; the conversation must consist of JSON types.
+
+        Raises:
+            ConfigError: as for `ChatTemplate.encode`, or the conversation takes too long or too much memory.
+            DataError: the template is not valid.
+        """
+        return self._call("encode", messages, arguments, longest)
 
     def ends(self) -> list[int]:
         """As `ChatTemplate.ends`.
@@ -41,9 +52,10 @@ class ConfinedTemplate:
             ConfigError: the template takes too long or too much memory.
             DataError: the template is not valid.
         """
-        return self._call(None)
+        return self._call("ends")
 
-    def _call(self, job: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        job = [method, *arguments]
         try:
             answer = json.loads(self._confined.call(json.dumps(job, default=str).encode()))
         except LimitError as error:
@@ -68,18 +80,18 @@ def answer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def build_samples(setup: bytes) -> Callable[[bytes], bytes]:
-    """Build the handler that runs in the confined process: it takes a conversation as JSON and returns its samples as
-    JSON; for null it returns the tokens that end answers.
+    """Build the handler that runs in the confined process: it takes the name of a method of `ChatTemplate` and its
+    arguments as JSON, and returns the method's result as JSON.
     """
     tokenizer = Tokenizer.load(setup.decode())
     compiled: list[ChatTemplate] = []
 
     def handle(job: bytes) -> bytes:
-        talk = json.loads(job)
+        method, *arguments = json.loads(job)
         try:
             if not compiled:  # compiled here because the limits apply only while a call is handled, not during set-up
                 compiled.append(ChatTemplate(tokenizer, template_source(tokenizer) or ""))
-            result = compiled[0].ends() if talk is None else compiled[0].samples(*talk)
+            result = getattr(compiled[0], method)(*arguments)
         except ShoestringError as error:
             return json.dumps({"error": error.parts()}).encode()
         return json.dumps({"result": result}).encode()

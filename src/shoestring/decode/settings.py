@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import struct
@@ -233,8 +234,8 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """Generation of one text with a trained model."""
+class TextSettings:
+    """Settings of writing with a trained model, which `generate` and `chat` share."""
 
     max_tokens: int = 256
     """Largest number of tokens to generate; an end-of-text token ends the text earlier."""
@@ -242,9 +243,6 @@ class Generation:
     """Settings of sampling; default to the model's own, or else to a temperature of 0.8 and a top_p of 0.95."""
     decoding: Decoding = Decoding()
     """Settings of the model's forward passes and of speculative decoding."""
-    parse_special: bool = True
-    """Read text of the prompt that spells a special token, such as `<|im_start|>`, as that token; otherwise it is
-    ordinary characters."""
     skip_special_tokens: bool = True
     """Hide special tokens in the text that is generated. Added tokens that a tokenizer does not flag as special, such
     as `<think>`, are always shown."""
@@ -252,3 +250,78 @@ class Generation:
     """Sublayers to skip, which speeds up generation and costs quality: either the fraction of the bytes moved per token
     that skipping avoids, such as 0.2, for sublayers chosen by the prompt, or the file of a plan that `shoestring skip`
     wrote; by default nothing is skipped."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            _refuse("max_tokens", self.max_tokens, "give a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """Inputs of a model's chat template besides the conversation.
+
+    Raises:
+        ConfigError: `template_arguments` is not a JSON object.
+    """
+
+    system: str = ""
+    """System message, with which the conversation begins; by default there is none."""
+    template_arguments: str = ""
+    """Further variables of the chat template, as a JSON object: `{"enable_thinking": false}`."""
+
+    def __post_init__(self) -> None:
+        self.variables()
+
+    def variables(self) -> dict[str, Any]:
+        """Parse `template_arguments`."""
+        try:
+            variables = json.loads(self.template_arguments or "{}")  # own file: a flag
+        except ValueError:
+            variables = None
+        if not isinstance(variables, dict):
+            hint = 'give a JSON object: {"enable_thinking": false}'
+            raise ConfigError(f"template_arguments is `{self.template_arguments}`", hint=hint)
+        return variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(TextSettings, TemplateOptions):
+    """Generation of one text with a trained model.
+
+    Raises:
+        ConfigError: a value is out of range, or has no effect without `chat`.
+    """
+
+    chat: bool = False
+    """Take the prompt as a question to the model, by its chat template, and write the answer alone."""
+    parse_special: bool = True
+    """Read text of the prompt that spells a special token, such as `<|im_start|>`, as that token; otherwise it is
+    ordinary characters. In a chat it always is."""
+
+    def __post_init__(self) -> None:
+        TextSettings.__post_init__(self)
+        TemplateOptions.__post_init__(self)
+        for name in ("system", "template_arguments"):
+            if getattr(self, name) and not self.chat:
+                raise ConfigError(f"{name} has no effect on a prompt that is continued as it is", hint="add --chat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversing(TextSettings, TemplateOptions):
+    """A conversation with a trained model, by the model's chat template.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_tokens: int = 0
+    """Largest number of tokens of an answer; 0: as many as the context has room for."""
+    context: int = 0
+    """Largest number of tokens of the conversation that the model sees; 0 is the model's own, at most 8,192. Where
+    there is no more room, the oldest questions are left out with their answers."""
+
+    def __post_init__(self) -> None:
+        TextSettings.__post_init__(self)
+        TemplateOptions.__post_init__(self)
+        if self.context < 0:
+            _refuse("context", self.context, "give 0 for the model's own, or a positive number")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import own_device
+from shoestring.data.chat_template import template_source
+from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.adapter import Adapter
 from shoestring.decode.compiled import choose_passes
@@ -40,6 +44,7 @@ def generate(
 
     Args:
         model: run folder, model folder, or hf:NAME.
+        prompt: text to continue, or with `settings.chat` the question to answer.
         report: called at the end with each line of a report on the cost of generation and the gain by speculation.
 
     Raises:
@@ -48,7 +53,10 @@ def generate(
     settings = settings or Generation()
     built, tokenizer, description = open_described(model)
     sampling = settings.sampling.over(description.sampling, DEFAULT)
-    start = tokenizer.encode_prompt(prompt, parse_special=settings.parse_special)
+    if settings.chat:
+        start = encode_question(tokenizer, prompt, settings.system, settings.variables())
+    else:
+        start = tokenizer.encode_prompt(prompt, parse_special=settings.parse_special)
     text = tokenizer.stream(start, settings.skip_special_tokens)
     room = len(start) + settings.max_tokens
     engine = build_engine(built, tokenizer, settings.decoding, room=room, skip=settings.skip)
@@ -65,6 +73,20 @@ def generate(
     if report is not None:
         for line in (*describe(engine), *filter(None, [str(sampling)])):
             report(line)
+
+
+def encode_question(tokenizer: Tokenizer, question: str, system: str, variables: Mapping[str, Any]) -> list[int]:
+    """Tokens of a single question, by the tokenizer's chat template.
+
+    Raises:
+        ConfigError: there is no template, or it refuses the question. DataError: the template is not valid.
+    """
+    if template_source(tokenizer) is None:
+        raise ConfigError("the model has no chat template", hint="without --chat, a prompt is continued as it is")
+    messages = [{"role": "system", "content": system}] if system else []
+    with closing(ConfinedTemplate(tokenizer)) as template:
+        tokens = template.encode([*messages, {"role": "user", "content": question}], variables)
+    return tokens or list(tokenizer.ends)
 
 
 def open_described(source: str | Path) -> tuple[nn.Module, Tokenizer, Description]:
