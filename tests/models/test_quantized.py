@@ -90,18 +90,31 @@ def test_the_native_product_agrees_with_float64_in_every_row_alone_and_beside_ot
     for outputs, inputs in ((1, 32), (17, 96), (48, 160), (33, 1024)):
         packed = rounding.pack(*rounding.quantize(draw(outputs, inputs), bits), bits)
         dense = rounding.dequantize(*packed, outputs, torch.float64)
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16):
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 19, 40):
             x = draw(rows, inputs, seed=rows) * torch.logspace(-3, 3, rows)[:, None]
             x[0, :32] = 0
-            kernel = quantized._kernel()
-            assert kernel is not None
-            y = quantized._native(kernel, x, *packed, outputs)
+            y = quantized.quantized_linear(x, *packed, outputs)
             # Each input is off by at most half a step, of which there are 32512 to the largest of its group.
             largest = x.double().view(rows, -1, 32).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1)
             bound = largest / 2 / 32512 @ dense.abs().T + 2e-6 * (x.double().abs() @ dense.abs().T)
             assert bool(((y.double() - x.double() @ dense.T).abs() <= bound + 1e-30).all())
-            alone = torch.cat([quantized._native(kernel, row[None], *packed, outputs) for row in x])
+            alone = torch.cat([quantized.quantized_linear(row[None], *packed, outputs) for row in x])
             assert torch.equal(y, alone)
+
+
+@pytest.mark.parametrize("name", ["skinny_quantized", "blocked_quantized"])
+def test_it_is_the_native_product_that_is_taken(name, monkeypatch):
+    monkeypatch.setattr(quantized.F, "linear", None)
+    packed = rounding.pack(*rounding.quantize(draw(16, 64), 4), 4)
+    assert quantized._kernel(name) is not None
+    quantized.quantized_linear(draw(1 if name == "skinny_quantized" else 17, 64), *packed, 16)
+
+
+def test_in_training_many_rows_are_multiplied_by_the_dequantised_weight():
+    packed = rounding.pack(*rounding.quantize(draw(16, 64), 8), 8)
+    x, dense = draw(40, 64).requires_grad_(), rounding.dequantize(*packed, 16, torch.float32)
+    y = quantized.quantized_linear(x, *packed, 16)
+    assert torch.equal(y, x @ dense.T)
 
 
 def test_extreme_numbers_do_not_overflow():
@@ -112,9 +125,9 @@ def test_extreme_numbers_do_not_overflow():
     torch.testing.assert_close(y, torch.tensor([[-4096.0, 4064.0], [4096.0, -4064.0]]))
 
 
-def test_more_rows_and_double_precision_go_through_the_dequantised_weight():
+def test_double_precision_goes_through_the_dequantised_weight():
     packed = rounding.pack(*rounding.quantize(draw(16, 64), 8), 8)
-    for dtype, rows in ((torch.float64, 1), (torch.float32, 100)):
+    for dtype, rows in ((torch.float64, 1), (torch.float64, 100)):
         x = draw(rows, 64).to(dtype)
         dense = rounding.dequantize(*packed, 16, dtype)
         assert torch.equal(quantized.quantized_linear(x, *packed, 16), x @ dense.T)

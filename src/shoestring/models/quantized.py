@@ -39,7 +39,9 @@ from shoestring.models.rounding import (
 )
 from shoestring.models.skinny import FEW_ROWS
 
-_BYTES_OF_A_GROUP = 72  # bytes of workspace in the native product for each group of inputs
+_BYTES_OF_A_GROUP = 72  # bytes of workspace in the product of few rows for each group of inputs
+_BYTES_OF_A_PANEL = 34  # bytes of workspace in the product of many rows for each input and thread
+_WITHOUT_KERNEL = "quantised layers are dequantised for every product, which is slower than dense ones"
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -55,9 +57,10 @@ def quantized_linear(
 ) -> Tensor:
     """Compute y = x Wᵀ + bias for a quantised weight W.
 
-    On a CPU, inputs of few rows are multiplied by the packed weight in one pass over it by a native kernel, which
-    rounds the inputs to 16-bit integers with a scale for each group. If the kernel cannot be used, the weight is
-    dequantised and `F.linear` is called. The backward pass dequantises again, so no dense weight is kept in memory
+    On a CPU, native kernels multiply the packed weight by the inputs, which they round to 16-bit integers with a scale
+    for each group: few rows in one pass over the weight, many rows in blocks. A row of y is bitwise the same, however
+    many rows are beside it. In training, and where the kernels cannot be used, products of many rows are those of
+    `F.linear` with the dequantised weight. The backward pass dequantises again, so no dense weight is kept in memory
     between the passes.
 
     Args:
@@ -72,7 +75,7 @@ def quantized_linear(
     if fake or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         y = _operator(x, weight, scales, rows, places)
     else:
-        y = _product(x, weight, scales, rows, places)
+        y = _product(x, weight, scales, rows, places, most=None)
     return y if bias is None else y + bias
 
 
@@ -82,13 +85,22 @@ def dense(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype, places:
     return values if places is None else packed24.unpack(values, unpack_places(places, rows))
 
 
-def _product(x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None, most: int | None = FEW_ROWS
+) -> Tensor:
+    """Compute x Wᵀ.
+
+    Args:
+        most: largest number of rows of x that are rounded to integers; None for no limit.
+    """
     inputs = _columns(weight, places)
     if x.shape[-1] != inputs:
         raise RuntimeError(f"an input of {x.shape[-1]} features for a layer of {inputs}")
-    few = 0 < x.numel() <= FEW_ROWS * inputs
-    if few and x.device.type == "cpu" and x.dtype is not torch.float64 and (kernel := _kernel()) is not None:
-        return _native(kernel, x, weight, scales, rows, places)
+    count = x.numel() // inputs
+    if x.device.type == "cpu" and x.dtype is not torch.float64 and 0 < count <= (most or count):
+        name = "skinny_quantized" if count <= _few_rows(places is None) else "blocked_quantized"
+        if (kernel := _kernel(name)) is not None:
+            return _native(kernel, x, weight, scales, rows, places)
     return F.linear(x, dense(weight, scales, rows, x.dtype, places))
 
 
@@ -101,7 +113,8 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, p
     count = x.numel() // inputs
     flat = x.detach().float().contiguous()
     y = flat.new_empty((*x.shape[:-1], rows))
-    room = weight.new_empty(count * inputs // GROUP * _BYTES_OF_A_GROUP)
+    threads = torch.get_num_threads()
+    room = weight.new_empty(count * inputs // GROUP * _BYTES_OF_A_GROUP + threads * inputs * _BYTES_OF_A_PANEL)
     kernel(
         bits_of(weight),
         count,
@@ -113,19 +126,25 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, p
         flat.data_ptr(),
         room.data_ptr(),
         y.data_ptr(),
-        torch.get_num_threads(),
+        threads,
     )
     return y.to(x.dtype)
 
 
 @cache
-def _kernel() -> Any:
+def _few_rows(dense: bool) -> int:
+    """Largest number of rows for which the kernel of few rows is the faster one, as measured. Without the instructions
+    of AVX-512 that multiply bytes it is soon limited by arithmetic; the places of 2:4 weights are slow to widen."""
+    if not dense:
+        return 40
+    return FEW_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3
+
+
+@cache
+def _kernel(name: str) -> Any:
     """The C function, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    types = [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int]
-    return native.function(
-        "skinny_quantized", types, "quantised layers are dequantised for every product, which is slower than dense ones"
-    )
+    return native.function(name, [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int], _WITHOUT_KERNEL)
 
 
 @torch.library.custom_op("shoestring::quantized_linear", mutates_args=())

@@ -20,38 +20,10 @@
    The order of each sum does not depend on the number of rows of x, so a row of y is the same bit by bit alone and beside
    others. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
-#define INLINED static inline __attribute__((always_inline))
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define WIDE
-#endif
-
-#define GROUP 32
-#define LANES 16 /* rows that are interleaved */
-#if defined(WIDE)
-#define WIDTH 16 /* rows in a vector */
-#else
-#define WIDTH 8
-#endif
-#define FLOATS WIDTH
-#include "fused.h"
+#include "quantized.h"
 
 #define MOST_COLUMNS 8
 #define AHEAD 8192 /* bytes that weights are prefetched ahead, into the second-level cache */
-#define LARGEST (127 * 256) /* largest integer of an input, so that both of its bytes fit a signed byte */
-
-typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef uint8_t bytes __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
 /* 32 inputs, as integers of 16 bits: scale (256 high + low). For a 2:4 weight, 128 is added to both bytes. */
 typedef struct {
@@ -120,25 +92,6 @@ INLINED bytes chosen(const int8_t *x, bytes choice) {
     bytes four;
     for (int i = 0; i < 4 * WIDTH; i++) four[i] = (uint8_t)x[choice[i]];
     return four;
-#endif
-}
-
-INLINED floats from_fp16(const uint16_t *bits) {
-#if defined(WIDE)
-    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)bits));
-#elif defined(__F16C__)
-    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bits));
-#else
-    floats wide;
-    for (int lane = 0; lane < WIDTH; lane++) { /* rebias the exponent by a product, which also normalizes subnormals */
-        const uint32_t sign = (uint32_t)(bits[lane] & 0x8000) << 16, rest = (uint32_t)(bits[lane] & 0x7fff) << 13;
-        float value;
-        memcpy(&value, &rest, sizeof value);
-        value *= 0x1p112f;
-        if (rest >= 0x7c00u << 13) value = rest > 0x7c00u << 13 ? NAN : INFINITY;
-        wide[lane] = sign ? -value : value;
-    }
-    return wide;
 #endif
 }
 
@@ -237,30 +190,17 @@ INLINED void any_columns(Product p, int columns, int bits, int sparse, int64_t s
     switch (columns) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 }
 
-/* Round a group of inputs to integers, with `added` in each byte. A group with an entry that is not finite becomes zeros
-   with a scale of NaN, so every output is NaN, as in a dense product with a NaN; infinity becomes NaN, too. */
+/* Round a group of inputs to integers, with `added` in each byte. */
 static void to_integers(const float *x, int added, Inputs *to) {
-    float largest = 0;
-    int wrong = 0;
-    for (int k = 0; k < GROUP; k++) {
-        largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
-        wrong |= !(fabsf(x[k]) <= 0x1.fffffep127f);
-    }
-    if (wrong) {
-        memset(to->high, added, GROUP), memset(to->low, added, GROUP);
-        to->scale = NAN, to->sum = 0;
-        return;
-    }
-    const float inverse = largest > 0x1p-100f ? LARGEST / largest : 0; /* the inverse of smaller values may overflow */
+    int32_t q[GROUP];
+    to->scale = round_group(x, q);
     to->sum = 0;
     for (int k = 0; k < GROUP; k++) {
-        const int32_t q = (int32_t)rintf(x[k] * inverse);
-        const int32_t high = (q + 128) >> 8;
+        const int32_t high = (q[k] + 128) >> 8;
         to->high[k] = (int8_t)(high + added);
-        to->low[k] = (int8_t)(q - high * 256 + added);
-        to->sum += q;
+        to->low[k] = (int8_t)(q[k] - high * 256 + added);
+        to->sum += q[k];
     }
-    to->scale = largest / LARGEST;
 }
 
 /* y (columns x outputs) = x (columns x inputs) W^T. `places` is NULL for a dense weight. `room` is a workspace of
