@@ -78,7 +78,9 @@ def test_rows_hold_the_answers_that_packed_samples_hold(see_each_other, tmp_path
             else:
                 assert len(sample["input_ids"]) == 2 and "position_ids" not in sample
                 group = []
-                for inputs, labels, values in zip(*(sample[n] for n in ("input_ids", "labels", "answers")), strict=True):
+                for inputs, labels, values in zip(
+                    *(sample[n] for n in ("input_ids", "labels", "answers")), strict=True
+                ):
                     own = values >= 0
                     assert not inputs[~own].any() and (labels[~own] == IGNORED).all()
                     group.append((inputs[own], labels[own], int(values[0])))

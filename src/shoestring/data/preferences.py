@@ -224,8 +224,9 @@ class PreferenceDataset(ChatDataset):
         fitting = np.flatnonzero((sizes if packed else longest) <= sequence)
         self.cut, self.left_out = 0, len(sizes) - len(fitting)
         if not len(fitting):
+            shortest = (sizes if packed else longest).min(initial=0)
             raise DataError(
-                f"no record fits into {sequence} tokens; the shortest takes {(sizes if packed else longest).min(initial=0)}",
+                f"no record fits into a sample of {sequence} tokens; the shortest takes {shortest}",
                 hint="raise data.sequence",
             )
         samples = pack(sizes[fitting].tolist(), sequence) if packed else [[item] for item in range(len(fitting))]

@@ -55,8 +55,8 @@ class Pairs(NamedTuple):
 class Objective:
     """Replaces the loss of a job by the loss of a preference feature, both in training and in evaluation.
 
-    A batch has its texts in rows of T tokens, (B, T), in which several answers may be packed; or as (B, R, T) for models
-    in which packed texts would see each other: R rows for each record, one for each of its answers.
+    A batch has its texts in rows of T tokens, (B, T), in which several answers may be packed; or as (B, R, T) for
+    models in which packed texts would see each other: R rows for each record, one for each of its answers.
     """
 
     def __init__(self, attachments: Attachments, settings: Preference) -> None:

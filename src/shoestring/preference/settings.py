@@ -104,7 +104,9 @@ class Referenced(Preference):
 
     def report_items(self, trace: Trace) -> Sequence[Curve]:
         label = "Held-out answers, mean over tokens"
-        divergence = Curve(title="KL divergence from the reference", metrics={"held_out_kl_per_token": label}, unit="nats")
+        divergence = Curve(
+            title="KL divergence from the reference", metrics={"held_out_kl_per_token": label}, unit="nats"
+        )
         return (*super().report_items(trace), divergence)
 
     @property
