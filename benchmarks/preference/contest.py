@@ -34,18 +34,21 @@ KL_BOUND = 0.5
 class Plan:
     """Sizes of everything; those of a trial take minutes."""
 
-    even: Language = field(default_factory=Language)
-    """Answers of about one length, of which a sample holds one pair, packed or not."""
-    mixed: Language = field(default_factory=lambda: Language(prompt=(10, 60), answer=(5, 80)))
+    language: Language = field(default_factory=Language)
+    """What is learnt; pairs are of about one length, so that a sample holds one of them."""
+    even: Language = field(default_factory=lambda: Language(words=3000, prompt=(30, 32), answer=(38, 40)))
+    """What is timed without packing, for the same reason."""
+    mixed: Language = field(default_factory=lambda: Language(words=3000, prompt=(10, 60), answer=(5, 80)))
+    """What is timed with packing."""
     shape: Shape = field(default_factory=Shape)
-    large: Shape = field(default_factory=lambda: Shape(hidden=256, layers=6, steps=0))
+    large: Shape = field(default_factory=lambda: Shape(hidden=512, layers=8, steps=0))
     """The model that is timed."""
     pairs: int = 2000
     """Pairs to train on, beside TRL."""
     held_out: int = 1000
     known: int = 5000
     """Pairs of the generator with a known preference, of which a tenth is held out."""
-    timed: int = 320
+    timed: int = 96
     rounds: int = FEWEST_ROUNDS
     seeds: int = 3
     epochs: int = 2
@@ -87,30 +90,32 @@ class Contest:
         return str(folder)
 
     def seeds(self) -> list[int]:
-        """Seeds that were drawn after everything else was fixed: another plan or another code of it draws others."""
+        """Seeds that were drawn after everything else was fixed: another plan draws others."""
         draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(self.plan.seeds)]}  # noqa: E731
         return stored(self.runs / f"seeds-{self.digest}.json", self.check, draw)["seeds"]
 
-    def even(self, library: Any, seed: int, folder: Path) -> Task:
+    def task(self, library: Any, seed: int, folder: Path) -> Task:
         """The training of one seed with a pair in each sample."""
-        language = self.plan.even
+        language = self.plan.language
         records = language.pairs(self.plan.pairs + 1, 1)
         folder.mkdir(parents=True, exist_ok=True)
         return Task(
             library, self.base(language, self.plan.shape), write(folder / "pairs.jsonl", records), str(folder / "run"),
-            batch=16, micro=8, sequence=self.longest(records), packed=False, epochs=self.plan.epochs, seed=seed,
+            batch=16, micro=8, sequence=self.sequence(records, language, 1), packed=False,
+            epochs=self.plan.epochs, seed=seed,
         )  # fmt: skip
 
-    def longest(self, records: Sequence[Mapping[str, Any]], language: Language | None = None) -> int:
-        """Tokens of the longest pair.
+    @staticmethod
+    def sequence(records: Sequence[Mapping[str, Any]], language: Language, pairs: int) -> int:
+        """Tokens of a sample that any pair fits into, and that holds so many on average, or exactly one.
 
         Raises:
-            AssertionError: two pairs of an even language would fit into that.
+            AssertionError: it should hold one, and would hold two of the shortest.
         """
-        tokenizer = (language or self.plan.even).tokenizer()
-        sizes = [sum(len(tokens) for _, tokens in encoded(tokenizer.engine, record)) for record in records]
-        assert language or 2 * min(sizes) > max(sizes), (min(sizes), max(sizes))
-        return max(sizes)
+        engine = language.tokenizer().engine
+        sizes = [sum(len(tokens) for _, tokens in encoded(engine, record)) for record in records]
+        assert pairs > 1 or 2 * min(sizes) > max(sizes), (min(sizes), max(sizes))
+        return max(sizes) if pairs == 1 else max(*sizes, round(pairs * statistics.fmean(sizes)))
 
     # -- reward accuracy beside TRL ------------------------------------------------------------------------------------
 
@@ -119,9 +124,9 @@ class Contest:
 
         def make() -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
-                task = self.even(library, seed, Path(folder))
+                task = self.task(library, seed, Path(folder))
                 answer = contestant.run(task)
-                judged = judge(task.base, answer["adapter"], self.plan.even.pairs(self.plan.held_out, 2))
+                judged = judge(task.base, answer["adapter"], self.plan.language.pairs(self.plan.held_out, 2))
                 return {"accuracy": judged, "steps": answer["steps"], "seconds": answer["seconds"]}
 
         return stored(self.runs / f"accuracy-{self.digest}-{library}-{seed}.json", self.check, make)["accuracy"]
@@ -140,7 +145,7 @@ class Contest:
             f"{name} {', '.join(f'{value:.3f}' for value in values)}"
             for name, values in (("ours", ours), ("TRL", theirs))
         )
-        best = self.plan.even.best_accuracy(self.plan.even.pairs(self.plan.held_out, 2))
+        best = self.plan.language.best_accuracy(self.plan.language.pairs(self.plan.held_out, 2))
         note = (
             f"{said}; difference {low:.4f} to {high:.4f}; knowing the generator gives {best:.3f}; seeds {self.seeds()}"
         )
@@ -157,24 +162,17 @@ class Contest:
                 with tempfile.TemporaryDirectory() as folder:
                     records = language.pairs(self.plan.timed + 1, 3)
                     base, data = self.base(language, self.plan.large), write(Path(folder) / "pairs.jsonl", records)
-                    longest = self.longest(records, None if kind == "even" else language)
+                    micro = 1 if kind == "even" else 4
                     task = Task(
                         library,  # pyrefly: ignore[bad-argument-type]
-                        base, data, str(Path(folder) / "run"), batch=8, micro=1 if kind == "even" else 4,
-                        sequence=longest if kind == "even" else self.room(records, language, longest),
-                        packed=kind == "mixed", seed=round_,
+                        base, data, str(Path(folder) / "run"), batch=8, micro=micro,
+                        sequence=self.sequence(records, language, micro), packed=kind == "mixed", seed=round_,
                     )  # fmt: skip
                     answer = contestant.run(task)
                 if was_calm():
                     return answer
 
         return stored(self.runs / f"timed-{self.digest}-{kind}-{library}-{round_}.json", self.check, make)
-
-    def room(self, records: Sequence[Mapping[str, Any]], language: Language, longest: int) -> int:
-        """Tokens of a sample that holds four pairs on average, and any pair."""
-        engine = language.tokenizer().engine
-        mean = statistics.fmean(sum(len(tokens) for _, tokens in encoded(engine, record)) for record in records)
-        return max(longest, round(4 * mean))
 
     def ratio(self, kind: str, what: str) -> Measured:
         """The median over rounds of ours over TRL's, of alternating runs."""
@@ -195,11 +193,12 @@ class Contest:
 
         def make() -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
-                language, records = self.plan.even, self.plan.even.pairs(self.plan.known, 4)
+                language, records = self.plan.language, self.plan.language.pairs(self.plan.known, 4)
                 task = Task(
                     "shoestring", self.base(language, self.plan.shape), write(Path(folder) / "pairs.jsonl", records),
-                    str(Path(folder) / "run"), batch=16, micro=8, sequence=self.longest(records), packed=False,
-                    seed=seed, held_out=0.1, evaluate_every=max(1, self.plan.known // 200),
+                    str(Path(folder) / "run"), batch=16, micro=8,
+                    sequence=self.sequence(records, language, 1), packed=False, seed=seed, held_out=0.1,
+                    evaluate_every=max(1, self.plan.known // 200),
                 )  # fmt: skip
                 return {"evaluations": contestant.run(task)["evaluations"]}
 
@@ -210,9 +209,9 @@ class Contest:
         runs = [self.known(seed) for seed in self.seeds()]
         firsts, lasts = ([run[place]["held_out_reward_accuracy"] for run in runs] for place in (0, -1))
         count = round(0.1 * self.plan.known)
-        records = self.plan.even.pairs(self.plan.known, 4)
+        records = self.plan.language.pairs(self.plan.known, 4)
         said = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in zip(firsts, lasts, strict=True))
-        best = self.plan.even.best_accuracy(records)
+        best = self.plan.language.best_accuracy(records)
         note = f"from the first evaluation to the last: {said}; knowing the generator gives {best:.3f}"
         return of_share(round(min(lasts) * count), count, note)
 
@@ -232,8 +231,8 @@ class Contest:
         def make() -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 work = Path(folder)
-                task = replace(self.even("shoestring", 0, work), batch=8, micro=4, epochs=2, evaluate_every=5)
-                records = self.plan.even.pairs(min(self.plan.pairs, 160), 5)
+                task = replace(self.task("shoestring", 0, work), batch=8, micro=4, epochs=2, evaluate_every=5)
+                records = self.plan.language.pairs(min(self.plan.pairs, 160), 5)
                 task = replace(task, data=write(work / "few.jsonl", records), held_out=0.1)
                 expected = self._finished(task, work / "through", 0)
                 steps = 2 * len(records) // 8
@@ -252,7 +251,7 @@ class Contest:
         """The weights and the metrics of a run, killed once unless `kill` is 0, and resumed."""
         document = contestant.document(replace(task, folder=str(folder)))
         document["run"]["resume"] = "auto"
-        document["checkpoint"] = {"tiered": {}}
+        document["checkpoint"] = {"plain": {"every": 3}}
         file = folder.with_suffix(".toml")
         file.write_text(tomli_w.dumps(document))
         if kill:
@@ -298,7 +297,7 @@ def rows(contest: Callable[[], Contest]) -> list[Bar]:
     def ratio(kind: str, what: str) -> Callable[[Contest], Measured]:
         return lambda contest: contest.ratio(kind, what)
 
-    even = "2 answers of one length, one pair a micro-batch"
+    even = "answers of one length, one pair a micro-batch"
     mixed = "answers of 5 to 80 words, four pairs a micro-batch, packed by ours and padded by TRL"
     settings = "TRL with PEFT, precomputed references and gradient checkpointing, on the same pairs"
     tasks: list[tuple[str, str, float, str]] = [

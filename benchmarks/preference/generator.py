@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ TEMPLATE = (
 STRENGTH = 2.0
 """Factor of the difference of utilities in Bradley and Terry's model."""
 _SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "wo", "zu")
+
+
+def utility(worths: Mapping[str, float], answer: str) -> float:
+    """The utility of an answer; about standard normal."""
+    words = answer.split()
+    return sum(worths[word] for word in words) / math.sqrt(len(words))
 
 
 @dataclass(frozen=True)
@@ -49,23 +55,17 @@ class Language:
         drawn = random.Random(1)
         return {word: drawn.gauss(0, 1) for word in self.vocabulary()}
 
-    def utility(self, answer: str) -> float:
-        """The utility of an answer; about standard normal."""
-        worths, words = self.worths(), answer.split()
-        return sum(worths[word] for word in words) / math.sqrt(len(words))
-
     def pairs(self, count: int, seed: int) -> list[dict[str, Any]]:
         """Records of messages, as both libraries read them; no two have the same prompt."""
         drawn, words, worths = random.Random(f"pairs {seed}"), self.vocabulary(), self.worths()
         text = lambda lengths: " ".join(drawn.choices(words, k=drawn.randint(*lengths)))  # noqa: E731
-        value = lambda answer: sum(map(worths.__getitem__, answer.split())) / math.sqrt(len(answer.split()))  # noqa: E731
         records, prompts = [], set()
         while len(records) < count:
             prompt, one, two = text(self.prompt), text(self.answer), text(self.answer)
             if prompt in prompts or one == two:
                 continue
             prompts.add(prompt)
-            if drawn.random() > 1 / (1 + math.exp(-STRENGTH * (value(one) - value(two)))):
+            if drawn.random() > 1 / (1 + math.exp(-STRENGTH * (utility(worths, one) - utility(worths, two)))):
                 one, two = two, one
             sides = {"prompt": ("user", prompt), "chosen": ("assistant", one), "rejected": ("assistant", two)}
             records.append({name: [{"role": role, "content": said}] for name, (role, said) in sides.items()})
@@ -73,7 +73,10 @@ class Language:
 
     def best_accuracy(self, records: Sequence[dict[str, Any]]) -> float:
         """Share of the records whose chosen answer has the higher utility: what knowing the generator gives."""
-        values = ([self.utility(record[side][0]["content"]) for side in ("chosen", "rejected")] for record in records)
+        worths = self.worths()
+        values = (
+            [utility(worths, record[side][0]["content"]) for side in ("chosen", "rejected")] for record in records
+        )
         return sum(one > two for one, two in values) / len(records)
 
     def tokenizer(self) -> Tokenizer:

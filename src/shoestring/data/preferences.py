@@ -141,6 +141,9 @@ def _pair(record: PreferencePair | RatedAnswer, template: ConfinedTemplate, wher
         _answer(kind, record.prompt, answer, record.arguments, template, f"{where}: the {_SIDES[kind]} answer")
         for kind, answer in enumerate((record.chosen, record.rejected))
     ]
+    if answers[CHOSEN].tokens == answers[REJECTED].tokens:
+        hint = "leave the record out, or correct the template, which drops what tells them apart"
+        raise DataError(f"{where}: the chat template renders the chosen and the rejected answer alike", hint=hint)
     return EncodedRecord(key_of_prompt(record), answers)
 
 
