@@ -258,6 +258,8 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
             raise DataError(f"no chat has an answer within its first {sequence} tokens", hint="raise data.sequence")
         samples = pack(lengths[with_answer], sequence) if packed else [[item] for item in range(len(with_answer))]
         self._samples = [[int(with_answer[item]) for item in sample] for sample in samples]
+        self.room = len(samples) * sequence
+        """Number of tokens that the samples have room for."""
         self.documents = len(lengths)
         self.tokens = int(lengths[with_answer].sum())
         self.targets = sum(int(self._trained[s : s + n].sum()) for s, n in zip(self._starts[:-1], lengths, strict=True))
@@ -292,7 +294,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
     @property
     def notes(self) -> Iterator[str]:
         """Sentences for the user about how chats were packed and truncated."""
-        full = self.tokens / (len(self) * self.sequence)
+        full = self.tokens / self.room
         samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
         yield f"{self.documents:,} chats in {samples}"
         if self.cut:

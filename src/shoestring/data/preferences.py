@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoestring import figures
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.task import IGNORED
 from shoestring.data import Data
 from shoestring.data.chat_formats import Message, PreferencePair, RatedAnswer, parse_record
 from shoestring.data.chat_messages import silenced
@@ -140,6 +141,9 @@ def _pair(record: PreferencePair | RatedAnswer, template: ConfinedTemplate, wher
         _answer(kind, record.prompt, answer, record.arguments, template, f"{where}: the {_SIDES[kind]} answer")
         for kind, answer in enumerate((record.chosen, record.rejected))
     ]
+    if answers[CHOSEN].tokens == answers[REJECTED].tokens:
+        hint = "leave the record out, or correct the template, which drops what tells them apart"
+        raise DataError(f"{where}: the chat template renders the chosen and the rejected answer alike", hint=hint)
     return EncodedRecord(key_of_prompt(record), answers)
 
 
@@ -203,28 +207,35 @@ class PreferenceDataset(ChatDataset):
     A sample is like a sample of `ChatDataset`, with the additional entry `ANSWERS`, int64 (T,). All answers of a record
     are in one sample. No answer is ever cut: a record whose answers do not fit into a sample is left out.
 
+    Args:
+        packed: whether answers are packed; False gives each record its own sample and each of its answers its own row,
+            for models in which packed answers would attend to each other. Entries are then (R, T), for the R answers
+            of a record and the longest answer of T <= `sequence` tokens, and there are no `position_ids`.
+
     Raises:
         DataError: the file is damaged, or no record remains.
     """
 
-    def __init__(self, path: Path, sequence: int) -> None:
-        self.path, self.sequence, self.packed = path, sequence, True
+    def __init__(self, path: Path, sequence: int, *, packed: bool = True) -> None:
+        self.path, self.sequence, self.packed = path, sequence, packed
         header = self._read()
         self.content = header["content"]
         lengths = np.diff(self._starts)
         members = [np.flatnonzero(self._records == number) for number in range(self.documents)]
         sizes = np.array([int(lengths[answers].sum()) for answers in members])
-        fitting = np.flatnonzero(sizes <= sequence)
+        longest = np.array([int(lengths[answers].max()) for answers in members])
+        fitting = np.flatnonzero((sizes if packed else longest) <= sequence)
         self.cut, self.left_out = 0, len(sizes) - len(fitting)
         if not len(fitting):
+            shortest = (sizes if packed else longest).min(initial=0)
             raise DataError(
-                f"no record fits into a sample of {sequence} tokens; the shortest takes {sizes.min(initial=0)}",
+                f"no record fits into a sample of {sequence} tokens; the shortest takes {shortest}",
                 hint="raise data.sequence",
             )
-        self._samples = [
-            [int(answer) for item in sample for answer in members[fitting[item]]]
-            for sample in pack(sizes[fitting].tolist(), sequence)
-        ]
+        samples = pack(sizes[fitting].tolist(), sequence) if packed else [[item] for item in range(len(fitting))]
+        self._samples = [[int(answer) for item in sample for answer in members[fitting[item]]] for sample in samples]
+        self._row = sequence if packed else int(longest[fitting].max())
+        self.room = len(samples) * sequence if packed else sum(map(len, self._samples)) * self._row
         self.tokens = int(sizes[fitting].sum())
         fits = np.isin(self._records, fitting)
         self.targets = sum(
@@ -252,13 +263,30 @@ class PreferenceDataset(ChatDataset):
     @property
     def notes(self) -> Iterator[str]:
         """Sentences for the user about how records were packed and left out."""
-        full = self.tokens / (len(self) * self.sequence)
-        samples = f"{len(self):,} samples of {self.sequence} tokens, which are {figures.percent(full)} full"
-        yield f"{self.documents:,} preferences in {samples}"
+        full = figures.percent(self.tokens / self.room)
+        shape = f"{self.sequence} tokens" if self.packed else f"one row of {self._row} tokens for each answer"
+        yield f"{self.documents:,} preferences in {len(self):,} samples of {shape}, which are {full} full"
         if self.left_out:
             yield f"{self.left_out:,} preferences do not fit into data.sequence and are left out; no answer is cut"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._packed(index) if self.packed else self._in_rows(index)
+
+    def _in_rows(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        rows = self._samples[index]
+        inputs, labels = np.zeros((len(rows), self._row), np.int64), np.full((len(rows), self._row), IGNORED, np.int64)
+        answers = np.full((len(rows), self._row), -1, np.int64)
+        for row, answer in enumerate(rows):
+            own = slice(self._starts[answer], self._starts[answer + 1])
+            tokens, count = self._tokens[own], self._starts[answer + 1] - self._starts[answer]
+            inputs[row, :count], answers[row, :count] = tokens, self._kinds[answer]
+            labels[row, :count] = np.where(self._trained[own], tokens, IGNORED)
+        arrays = {"input_ids": inputs, "labels": labels, ANSWERS: answers}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _packed(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
         answers, at = torch.full((self.sequence,), -1), 0
         first, number = -1, -1

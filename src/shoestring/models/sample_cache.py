@@ -152,14 +152,17 @@ def must_compute(cache: SampleCache, keys: Sequence[bytes], attachments: Attachm
     return any(answer == b"1" for answer in attachments.world.gather(b"1" if missing else b"0"))
 
 
-def sample_keys(batch: Batch) -> list[bytes]:
+def sample_keys(batch: Batch, also: Sequence[str] = ()) -> list[bytes]:
     """A key of 16 bytes for each sample of a batch: a hash of the model's inputs.
 
     Because keys depend only on content, they stay valid when the data set grows or is shuffled, and data sets with
     common samples share them.
+
+    Args:
+        also: names of further entries of the batch that the cached tensors depend on.
     """
     if isinstance(batch, Mapping):
-        inputs = {name: batch[name] for name in _INPUTS if name in batch}
+        inputs = {name: batch[name] for name in (*_INPUTS, *also) if name in batch}
     else:
         inputs = {"inputs": batch[0]}
     rows = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}

@@ -10,23 +10,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.frozen import Reference
-from shoestring.core.task import Batch, call_model
+from shoestring.core.task import IGNORED, Batch, call_model
 from shoestring.core.trace import span
-from shoestring.data.preferences import ANSWERS, KINDS
+from shoestring.data.preferences import ANSWERS, KINDS, MISMATCHED
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_off
 from shoestring.models.distillation import targets_of
 from shoestring.models.loading import open_model
 from shoestring.models.loss_in_head import LossInHead, head_of, returns_head
 from shoestring.models.sample_cache import SampleCache, must_compute, sample_keys
+from shoestring.preference.divergence import DivergenceMeter
 from shoestring.preference.log_probabilities import AnswerSums, sums_by_answer, target_log_probabilities
 from shoestring.preference.losses import AnswerScores, Compared
 
 if TYPE_CHECKING:
     from shoestring.preference.settings import Preference
+
+ROWS = "rows"
+"""Name of the entry of a batch that has the number of rows of each record, where that is not 1."""
 
 
 class LogProbabilities(NamedTuple):
@@ -48,7 +53,11 @@ class Pairs(NamedTuple):
 
 
 class Objective:
-    """Replaces the loss of a job by the loss of a preference feature, both in training and in evaluation."""
+    """Replaces the loss of a job by the loss of a preference feature, both in training and in evaluation.
+
+    A batch has its texts in rows of T tokens, (B, T), in which several answers may be packed; or as (B, R, T) for
+    models in which packed texts would see each other: R rows for each record, one for each of its answers.
+    """
 
     def __init__(self, attachments: Attachments, settings: Preference) -> None:
         self.attachments, self.settings = attachments, settings
@@ -56,6 +65,7 @@ class Objective:
         self.reference_sums: Tensor | None = None  # for the current micro-batch, (B, N, K)
         self.cache: SampleCache | None = None
         self.frozen: nn.Module | None = None
+        self.divergence = DivergenceMeter(settings.tokens)
         self.compared = settings.compared
         if self.compared is not None:
             self._freeze_reference(self.compared)
@@ -122,16 +132,23 @@ class Objective:
 
         In this order the activations of policy and reference are never in memory at the same time.
         """
+        batch = in_rows(batch)
         if self.compared is not None and has_answers(batch):
+            measured = self.settings.measures_divergence and not self.attachments.module.training
+            self.divergence.begin(_places(batch) if measured else None)
             with torch.no_grad(), span("reference", "compute"):
-                self.reference_sums = self._reference(model, batch)
+                self.reference_sums = _joined(self._reference(model, batch, computed=measured), batch)
         return self.forward(model, batch)
 
-    def _reference(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the reference's log-probability of each answer, (B, N, K), from the cache or by a forward pass."""
+    def _reference(self, model: nn.Module, batch: Batch, *, computed: bool) -> Tensor:
+        """Return the reference's log-probability of each answer, (rows, N, K), from the cache or by a forward pass.
+
+        Args:
+            computed: whether a forward pass is made in any case.
+        """
         cache = self._opened_cache()
-        keys = [] if cache is None else sample_keys(batch)
-        if cache is not None and not must_compute(cache, keys, self.attachments):
+        keys = [] if cache is None else sample_keys(batch, also=("labels", "targets", ANSWERS))
+        if not computed and cache is not None and not must_compute(cache, keys, self.attachments):
             return cache.read(keys)["sums"].to(batch[ANSWERS].device)
         if self.frozen is not None:
             values = self._values(call_model(self.frozen, batch), batch)
@@ -144,6 +161,7 @@ class Objective:
         return sums
 
     def _log_probabilities(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Any:
+        self.divergence.observe(hidden, weight, bias)
         return LogProbabilities(target_log_probabilities(hidden, weight, bias, targets, self.settings.tokens))
 
     def _values(self, output: Any, batch: Batch) -> Tensor:
@@ -151,6 +169,7 @@ class Objective:
         result = output if isinstance(output, Tensor | LogProbabilities) else output.logits
         if isinstance(result, LogProbabilities):
             return result.values
+        self.divergence.observe(result)
         targets = targets_of(batch)
         wide = result.to(torch.promote_types(result.dtype, torch.float32))
         chosen = wide.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
@@ -158,9 +177,8 @@ class Objective:
 
     @staticmethod
     def _sums(values: Tensor, batch: Batch) -> AnswerSums:
-        """Sum log-probabilities by answer; position t predicts token t + 1, so it counts for that token's answer."""
-        answers = torch.nn.functional.pad(batch[ANSWERS], (0, 1), value=-1)[:, 1:]
-        return sums_by_answer(values, targets_of(batch), answers, KINDS)
+        """Sum log-probabilities by answer."""
+        return sums_by_answer(values, targets_of(batch), _answers_predicted(batch), KINDS)
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -169,7 +187,7 @@ class Objective:
         if not has_answers(batch):
             hint = 'set data.form = "preference", or give batches with the entry `answers`'
             raise ConfigError(f"`{self.settings.name}` learns from preferences, but the batch has none", hint=hint)
-        sums = self._sums(self._values(output, batch), batch)
+        sums = AnswerSums(*(_joined(part, batch) for part in self._sums(self._values(output, batch), batch)))
         reference = self.reference_sums
         sides = []
         for kind in range(KINDS):
@@ -181,7 +199,7 @@ class Objective:
 
     def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch; returns the sum over pairs, and the number of pairs."""
-        losses, counts, metrics = self.settings.losses(self.pairs(output, batch), self)
+        losses, counts, metrics = self.settings.losses(self.pairs(output, in_rows(batch)), self)
         count = counts.sum()
         for name, values in metrics.items():
             total = torch.where(counts, values.detach(), 0).sum()
@@ -189,6 +207,9 @@ class Objective:
                 self.attachments.numbers[name] = total / count.clamp_min(1)
             else:
                 self.attachments.count_evaluated(name, total, count)
+        if (measured := self.divergence.values) is not None:
+            self.attachments.count_evaluated("kl_per_token", measured.sum(), torch.tensor(len(measured)).to(measured))
+            self.divergence.begin(None)
         return torch.where(counts, losses, 0).sum(), count
 
     def mean_over_ranks(self, total: Tensor, count: Tensor) -> Tensor:
@@ -218,6 +239,31 @@ class FlushedWithCheckpoints:
 
 def has_answers(batch: Batch) -> bool:
     return isinstance(batch, Mapping) and ANSWERS in batch
+
+
+def in_rows(batch: Batch) -> Batch:
+    """Return a batch with all texts in rows, (B · R, T), if each record has R rows; its entry `ROWS` is then R."""
+    if not has_answers(batch) or batch[ANSWERS].ndim < 3:
+        return batch
+    flat = {name: value.flatten(0, 1) for name, value in batch.items() if isinstance(value, Tensor) and value.ndim == 3}
+    return {**batch, **flat, ROWS: batch[ANSWERS].shape[1]}
+
+
+def _joined(sums: Tensor, batch: Batch) -> Tensor:
+    """Add up the rows of each record: (B · R, N, K) -> (B, N, K), where each answer is in one row alone."""
+    rows = batch.get(ROWS, 1)
+    return sums if rows == 1 else sums.unflatten(0, (-1, rows)).sum(1)
+
+
+def _answers_predicted(batch: Batch) -> Tensor:
+    """The answer of the token that each position predicts, (rows, T): position t predicts token t + 1."""
+    return F.pad(batch[ANSWERS], (0, 1), value=-1)[:, 1:]
+
+
+def _places(batch: Batch) -> Tensor:
+    """Where a token of an answer to the record's own prompt is predicted, (rows, T) bool."""
+    answers = _answers_predicted(batch)
+    return (targets_of(batch) != IGNORED) & (answers >= 0) & (answers % KINDS != MISMATCHED)
 
 
 def check_vocabulary(model: nn.Module, reference: nn.Module, label: str) -> None:

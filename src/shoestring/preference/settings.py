@@ -36,6 +36,11 @@ class Preference(Feature):
         """The reference that the objective compares the model with; None if it has none."""
         return None
 
+    @property
+    def measures_divergence(self) -> bool:
+        """Whether evaluations measure the divergence from the reference."""
+        return False
+
     def check(self, attachments: Attachments) -> None:
         if self.tokens < 1:
             raise ConfigError(f"`{self.name}.tokens` must be at least 1, got {self.tokens}")
@@ -63,8 +68,12 @@ class Preference(Feature):
         """
 
     def report_items(self, trace: Trace) -> Sequence[Curve]:
-        margin = Curve(title="Reward margin", metrics={"reward_margin": "Chosen above rejected"})
-        return (margin, Curve(title="Reward accuracy", metrics={"reward_accuracy": "Fraction of pairs"}))
+        margins = {"reward_margin": "Training", "held_out_reward_margin": "Held out"}
+        accuracies = {"reward_accuracy": "Training", "held_out_reward_accuracy": "Held out"}
+        return (
+            Curve(title="Reward margin of chosen over rejected answers", metrics=margins),
+            Curve(title="Reward accuracy: fraction of pairs whose chosen answer is ahead", metrics=accuracies),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,9 @@ class Referenced(Preference):
     cache_folder: str = "reference"
     """Folder in which the reference's log-probabilities are cached by sample, so that later epochs need no forward pass
     of the reference. A relative path is inside the run folder. If empty, nothing is cached."""
+    held_out_kl: bool = True
+    """Whether evaluations also measure the KL divergence from the reference, as the mean over the tokens of held-out
+    answers, in nats per token. It takes a forward pass of the reference in each evaluation."""
 
     def placed(self, folder: Path) -> Self:
         return replace(self, cache_folder=str(folder / self.cache_folder)) if self.cache_folder else self
@@ -85,6 +97,17 @@ class Referenced(Preference):
     @property
     def tokenizer_of(self) -> str:
         return self.reference
+
+    @property
+    def measures_divergence(self) -> bool:
+        return self.held_out_kl
+
+    def report_items(self, trace: Trace) -> Sequence[Curve]:
+        label = "Held-out answers, mean over tokens"
+        divergence = Curve(
+            title="KL divergence from the reference", metrics={"held_out_kl_per_token": label}, unit="nats"
+        )
+        return (*super().report_items(trace), divergence)
 
     @property
     def compared(self) -> Compared:

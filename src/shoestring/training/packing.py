@@ -1,4 +1,4 @@
-"""Whether several chats may share a sample: only if the model keeps them from seeing each other."""
+"""Whether several chats, or answers, may share a sample: only if the model keeps them from seeing each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shoestring import figures
-from shoestring.core.errors import ConfigError
 from shoestring.data.chats import ChatDataset
 from shoestring.data.corpus import Corpus
 from shoestring.data.joined import Joined, Tokens
@@ -32,7 +31,7 @@ def packing_refused(run: Run, corpus: Corpus) -> str:
     Raises:
         ShoestringError: the model cannot be built.
     """
-    if not _chats(corpus.train):
+    if not _has(ChatDataset, corpus.train):
         return ""
     settings, trust, length = run.settings, run.trust("run.model"), corpus.train.sequence
     arguments = {"vocab_size": corpus.vocab_size, "context": length}
@@ -56,12 +55,17 @@ def packing_refused(run: Run, corpus: Corpus) -> str:
 
 
 def unpack(corpus: Corpus, fault: str) -> Corpus:
-    """The corpus with each chat in a sample of its own, after a warning with the reason and the cost."""
-    apart = _apart(corpus, fault)
-    before, after = (1 - part.tokens / (len(part) * part.sequence) for part in (corpus.train, apart.train))
+    """The corpus with each chat in a sample of its own, and each answer of a preference in a row of its own, after a
+    warning with the reason and the cost."""
+    apart = _apart(corpus)
+    before, after = (1 - part.tokens / _room(part) for part in (corpus.train, apart.train))
+    preferences = _has(PreferenceDataset, corpus.train)
     log.warning(
-        "each sample holds one chat, because packed chats would see each other in this model (%s): %s samples in place "
-        "of %s, and padding is %s of them in place of %s",
+        "%s would see each other in this model (%s): %s samples in place of %s, and padding is %s of them in place of "
+        "%s",
+        "each sample holds one preference, with one answer a row, because packed answers"
+        if preferences
+        else "each sample holds one chat, because packed chats",
         fault,
         f"{len(apart.train):,}",
         f"{len(corpus.train):,}",
@@ -71,29 +75,27 @@ def unpack(corpus: Corpus, fault: str) -> Corpus:
     return apart
 
 
-def _chats(part: Tokens) -> bool:
-    """Whether any samples are chats."""
-    return isinstance(part, ChatDataset) or (isinstance(part, Joined) and any(map(_chats, part.parts)))
+def _has(kind: type[ChatDataset], part: Tokens) -> bool:
+    """Whether any samples are chats, or preferences."""
+    return isinstance(part, kind) or (isinstance(part, Joined) and any(_has(kind, inner) for inner in part.parts))
 
 
-def _apart(corpus: Corpus, fault: str) -> Corpus:
-    train, held_out = (_each_alone(part, fault) for part in (corpus.train, corpus.held_out))
-    return replace(
-        corpus,
-        train=train,
-        held_out=held_out,
-        parts={name: _apart(part, fault) for name, part in corpus.parts.items()},
-    )
-
-
-def _each_alone(part: Tokens, fault: str) -> Tokens:
-    if isinstance(part, PreferenceDataset):  # both answers of a pair have to be in one sample
-        raise ConfigError(
-            f"the answers of a pair would see each other in this model: {fault}",
-            hint="preferences are learned by models that keep packed texts apart",
-        )
-    if isinstance(part, ChatDataset):
-        return ChatDataset(part.path, part.sequence, packed=False)
+def _room(part: Tokens) -> int:
+    """Number of tokens that the samples have room for."""
     if isinstance(part, Joined):
-        return Joined([_each_alone(inner, fault) for inner in part.parts], part.weights)
+        return sum(map(_room, part.parts))
+    return part.room if isinstance(part, ChatDataset) else len(part) * part.sequence
+
+
+def _apart(corpus: Corpus) -> Corpus:
+    train, held_out = map(_each_alone, (corpus.train, corpus.held_out))
+    parts = {name: _apart(part) for name, part in corpus.parts.items()}
+    return replace(corpus, train=train, held_out=held_out, parts=parts)
+
+
+def _each_alone(part: Tokens) -> Tokens:
+    if isinstance(part, ChatDataset):
+        return type(part)(part.path, part.sequence, packed=False)
+    if isinstance(part, Joined):
+        return Joined([_each_alone(inner) for inner in part.parts], part.weights)
     return part
