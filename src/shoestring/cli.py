@@ -78,6 +78,10 @@ VERBS: dict[str, Verb] = {
         "verbs.generate:generate", "models:Generate",
         "Continue a prompt with a trained model, token by token.",
     ),
+    "evaluate": Verb(
+        "verbs.evaluate:evaluate", "models:EvaluateModel",
+        "Evaluate a trained model on tasks of lm-evaluation-harness, such as hellaswag, or on tasks of your own.",
+    ),
     "skip": Verb(
         "verbs.skip:skip", "models:Skip",
         "Choose the attention and feed-forward sublayers whose skipping costs least, from sample text, for "

@@ -1,4 +1,4 @@
-"""Arguments of the verbs for trained models: generate, serve, skip, prune and quantize."""
+"""Arguments of the verbs for trained models: generate, evaluate, serve, skip, prune and quantize."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from shoestring.commands.printing import say, write_text
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Decoding, Generation, SamplingOptions
-from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice
+from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice, TaskEvaluation
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,25 @@ class Generate(TrainedModel):
         sys.stdout.flush()
         for line in lines:
             say(line, sys.stderr)
+        return 0
+
+
+@dataclass(frozen=True)
+class EvaluateModel(TrainedModel):
+    """Arguments of `shoestring evaluate`."""
+
+    settings: TaskEvaluation = field(default_factory=TaskEvaluation)
+    """Settings of the evaluation."""
+    out: Path | None = None
+    """File to write the results to, as JSON in the form of lm-evaluation-harness."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.evaluate import evaluate, save, tables
+
+        results = evaluate(self.model, self.settings)
+        if self.out is not None:
+            save(results, self.out)
+        say("\n".join(tables(results)))
         return 0
 
 

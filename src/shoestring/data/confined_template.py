@@ -1,4 +1,5 @@
-"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to samples."""
+"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to samples or
+text."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class ConfinedTemplate:
             ConfigError: as for `ChatTemplate.samples`, or the conversation takes too long or too much memory.
             DataError: the template is not valid.
         """
-        samples = self._call([messages, arguments])
+        samples = self._call({"samples": [messages, arguments]})
         return [(tokens, trained) for tokens, trained in samples]
 
     def ends(self) -> list[int]:
@@ -41,7 +42,16 @@ class ConfinedTemplate:
             ConfigError: the template takes too long or too much memory.
             DataError: the template is not valid.
         """
-        return self._call(None)
+        return self._call({"ends": []})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True) -> str:
+        """Like `ChatTemplate.render` without further arguments; the conversation must consist of JSON types.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or takes too long or too much memory.
+            DataError: the template is not valid.
+        """
+        return self._call({"render": [messages, ask]})
 
     def _call(self, job: Any) -> Any:
         try:
@@ -68,18 +78,24 @@ def answer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def build_samples(setup: bytes) -> Callable[[bytes], bytes]:
-    """Build the handler that runs in the confined process: it takes a conversation as JSON and returns its samples as
-    JSON; for null it returns the tokens that end answers.
+    """Build the handler that runs in the confined process: it takes the name of a method of `ConfinedTemplate` and its
+    arguments as JSON, and returns the result as JSON.
     """
     tokenizer = Tokenizer.load(setup.decode())
     compiled: list[ChatTemplate] = []
 
     def handle(job: bytes) -> bytes:
-        talk = json.loads(job)
+        ((name, arguments),) = json.loads(job).items()
         try:
             if not compiled:  # compiled here because the limits apply only while a call is handled, not during set-up
                 compiled.append(ChatTemplate(tokenizer, template_source(tokenizer) or ""))
-            result = compiled[0].ends() if talk is None else compiled[0].samples(*talk)
+            template = compiled[0]
+            calls: dict[str, Callable[..., Any]] = {
+                "samples": template.samples,
+                "ends": template.ends,
+                "render": lambda messages, ask: template.render(messages, {}, ask=ask),
+            }
+            result = calls[name](*arguments)
         except ShoestringError as error:
             return json.dumps({"error": error.parts()}).encode()
         return json.dumps({"result": result}).encode()
