@@ -142,15 +142,15 @@ def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tenso
         rows: with `shares`, the first rows have different contexts, and the others the context of one of the first.
     """
     cache = adapter.new_cache(len(rows), max(len(row.tokens) for row in rows))
-    # Only the tokens from the last one of the context on need logits, which take most memory if the vocabulary is large.
+    # Logits are computed from the last token of the context on only: with a large vocabulary they take most memory.
     heads = [row.context[:-1] if shares else () for row in rows]
-    first = list(dict.fromkeys(row.context for row in rows)) if shares else []
-    counts = [len(context) - 1 for context in first]
-    if any(counts):
-        tokens = _padded(heads[: len(first)])
-        adapter.read(tokens, cache, rows=slice(0, len(first)), counts=counts, wanted="last")
-    for index in range(len(first), len(rows)):
-        cache.copy(first.index(rows[index].context), index, len(heads[index]))
+    if any(heads):
+        contexts = list(dict.fromkeys(row.context for row in rows))
+        counts = [len(context) - 1 for context in contexts]
+        first = _padded(heads[: len(contexts)])
+        adapter.read(first, cache, rows=slice(0, len(contexts)), counts=counts, wanted="last")
+        for index in range(len(contexts), len(rows)):
+            cache.copy(contexts.index(rows[index].context), index, len(heads[index]))
     tails = [row.tokens[len(head) :] for row, head in zip(rows, heads, strict=True)]
     logits = adapter.read(_padded(tails), cache, counts=[len(tail) for tail in tails])
     return [

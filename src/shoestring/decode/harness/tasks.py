@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shoestring.core.errors import ConfigError, DataError, ShoestringError
 from shoestring.naming import is_task_file
@@ -61,7 +64,7 @@ class Tasks:
             DataError: a task or its data cannot be read.
         """
         if self._loaded is None:
-            with _failures(f"`{self.key}`: cannot load {', '.join(self.names)}"):
+            with _failures(f"`{self.key}`: cannot load {', '.join(self.names)}"), _seeded():
                 self._loaded = self.manager.load(list(self.names))
                 for task in self._loaded["tasks"].values():
                     if task.get_config("num_fewshot") is None:
@@ -118,6 +121,20 @@ def _failures(what: str) -> Iterator[None]:
     except Exception as error:
         line = next((line for line in str(error).splitlines() if line.strip()), "")
         raise DataError(f"{what}: {type(error).__name__}: {line[:300]}", hint="--debug shows where") from error
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Context in which the global generators that tasks may draw from, such as the order of their documents, have the
+    harness's default seeds, so that all ranks load the same."""
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(1234)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 @contextmanager
