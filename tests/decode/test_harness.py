@@ -78,7 +78,9 @@ def test_texts_score_as_in_hf_with_any_tokenizer(kind, begins, tmp_path):
     pairs += [("the cat ", "sat"), ("<s>the cat", " sat"), ("", " the cat sat"), ("the cat " * 40, "sat")]
     pairs = [pair for pair in pairs if (pair[0].strip() or not pair[0]) and scored_by_hf(theirs, *pair)]
     assert len(pairs) > 20
-    close(ours.loglikelihood(requests("loglikelihood", *pairs)), theirs.loglikelihood(requests("loglikelihood", *pairs)))
+    close(
+        ours.loglikelihood(requests("loglikelihood", *pairs)), theirs.loglikelihood(requests("loglikelihood", *pairs))
+    )
 
 
 def scored_by_hf(theirs, context, continuation):
@@ -119,7 +121,9 @@ def test_models_with_windows_states_and_switches_score_as_in_hf(name, tmp_path):
     ours, theirs = both(f"hf:{tmp_path / 'model'}", max_length=zoo.CONTEXT)
     question = "which animal sat on the mat of the house?"
     pairs = [(question, " the cat"), (question, " the dog"), ("short", " x"), (question, " t"), (question, " u")]
-    close(ours.loglikelihood(requests("loglikelihood", *pairs)), theirs.loglikelihood(requests("loglikelihood", *pairs)))
+    close(
+        ours.loglikelihood(requests("loglikelihood", *pairs)), theirs.loglikelihood(requests("loglikelihood", *pairs))
+    )
 
 
 def test_results_do_not_depend_on_the_batch_size_and_come_in_the_harness_s_form(tmp_path, capsys):
