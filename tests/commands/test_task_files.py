@@ -39,5 +39,5 @@ def test_a_task_file_is_left_unread_until_the_user_vouches_for_it_and_again_once
 
 def test_tasks_need_the_tokenizer_of_text():
     run = parse({"run": {"data": "mytask:images", "evaluate": "lm-eval:piqa"}})
-    with pytest.raises(DataError, match="`run.evaluate` names tasks on text, and this data set has no tokenizer"):
+    with pytest.raises(DataError, match=r"`run\.evaluate` names tasks on text, and this data set has no tokenizer"):
         check_form(run)

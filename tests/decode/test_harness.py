@@ -84,7 +84,7 @@ def test_texts_score_as_in_hf_with_any_tokenizer(kind, begins, tmp_path):
 
 
 def scored_by_hf(theirs, context, continuation):
-    """Whether `hf` can score a pair: it refuses a continuation without tokens of its own, and one beyond the context."""
+    """Whether `hf` can score a pair: it refuses continuations without tokens of their own or beyond the context."""
     tokens = theirs._encode_pair(context, continuation)[1] if context else theirs.tok_encode(continuation)
     return 1 < len(tokens) <= CONTEXT
 
@@ -182,11 +182,11 @@ def test_what_cannot_be_run_is_said_in_one_line(tmp_path, monkeypatch):
     folder = saved(tmp_path / "model", byte_tokenizer())
     with pytest.raises(ConfigError, match="`--tasks` names no task"):
         evaluate(folder, TaskEvaluation())
-    with pytest.raises(ConfigError, match="there is no file `none.yaml`"):
+    with pytest.raises(ConfigError, match=r"there is no file `none\.yaml`"):
         evaluate(folder, TaskEvaluation(tasks=("none.yaml",)))
     (path,) = write_tasks(tmp_path / "tasks", ("choices",))
     (tmp_path / "tasks" / "rows.jsonl").unlink()
-    with pytest.raises(DataError, match="`--tasks`: .*choices.yaml: FileNotFoundError"):
+    with pytest.raises(DataError, match=r"`--tasks`: .*choices\.yaml: FileNotFoundError"):
         evaluate(folder, TaskEvaluation(tasks=(path,)))
     with pytest.raises(ConfigError, match="lm-evaluation-harness has no task `hellaswagg`") as caught:
         evaluate(folder, TaskEvaluation(tasks=("hellaswagg",)))

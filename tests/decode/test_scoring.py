@@ -36,7 +36,7 @@ def model():
 
 @torch.no_grad()
 def one_by_one(model, context, continuation):
-    """Each token's log-probability from a pass over what precedes it in its window, which begins a context at a time."""
+    """Each token's log-probability from a pass over what precedes it in its window."""
     text, total, greedy = [*context, *continuation], 0.0, True
     for place in range(len(context), len(text)):
         end = min(len(text), len(context) + ((place - len(context)) // CONTEXT + 1) * CONTEXT)

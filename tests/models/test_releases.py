@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # a release is installed
 
 ROOT = Path(__file__).parents[2]
 CASES = ("mistral", "deepseek_v2", "mamba", "mixtral", "llama, yarn", "phi3, longrope")
-"""A window, latent attention, a recurrent state, a mixture, and positions that are scaled, at a length in one of them."""
+"""A window, latent attention, a recurrent state, a mixture, and two kinds of scaled positions."""
 PROMISES = ("tokens", "batches", "cache", "saved", "LoRA")
 
 
