@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,9 @@ class Tasks:
         from lm_eval import simple_evaluate
 
         with _failures(f"`{self.key}`: {', '.join(self.names)}"), _quiet():
-            return dict(simple_evaluate(model, tasks=list(self.names), task_manager=self.manager, **options) or {})
+            return dict(
+                simple_evaluate(model=model, tasks=list(self.names), task_manager=self.manager, **options) or {}
+            )
 
     def metrics(self, model: HarnessModel, limit: int | None = None) -> dict[str, float]:
         """Run the tasks, and return their metrics by name: `TASK/METRIC`, or `TASK/METRIC/FILTER` for a task that
@@ -95,10 +98,9 @@ class Tasks:
         from lm_eval import evaluator
 
         loaded = self.load()
-        with _failures(f"`{self.key}`: {', '.join(self.names)}"), _quiet():
-            results = evaluator.evaluate(
-                model, loaded, limit=limit, bootstrap_iters=0, log_samples=False, confirm_run_unsafe_code=False
-            )
+        # The harness shows a progress bar for the prompts of each task.
+        with _failures(f"`{self.key}`: {', '.join(self.names)}"), _quiet(), redirect_stderr(io.StringIO()):
+            results = evaluator.evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False)
         return dict(metrics_of(results["results"]))
 
 
