@@ -29,7 +29,7 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Window:
+class _TargetWindow:
     """Tokens to score that fit into the model's context together with what precedes them."""
 
     pair: int
@@ -47,7 +47,7 @@ class _Row:
     context: Tokens
     targets: Tokens
     """The targets without the last one."""
-    windows: list[_Window]
+    windows: list[_TargetWindow]
 
     @property
     def tokens(self) -> Tokens:
@@ -93,15 +93,15 @@ def score(
     return scores
 
 
-def _windows(pair: int, context: Sequence[int], continuation: Sequence[int], size: int) -> Iterator[_Window]:
+def _windows(pair: int, context: Sequence[int], continuation: Sequence[int], size: int) -> Iterator[_TargetWindow]:
     """Cut a pair into windows; a window reads at most `size` tokens, because its last token need not be read."""
     text = (*context, *continuation)
     for start in range(len(context), len(text), size):
         end = min(start + size, len(text))
-        yield _Window(pair, text[max(0, end - size - 1) : start], text[start:end], end == len(text))
+        yield _TargetWindow(pair, text[max(0, end - size - 1) : start], text[start:end], end == len(text))
 
 
-def _check(windows: Sequence[_Window], adapter: Adapter) -> None:
+def _check(windows: Sequence[_TargetWindow], adapter: Adapter) -> None:
     """Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process."""
     largest = max((max(window.context + window.targets) for window in windows), default=0)
     if adapter.vocabulary is not None and largest >= adapter.vocabulary:
@@ -111,7 +111,7 @@ def _check(windows: Sequence[_Window], adapter: Adapter) -> None:
         )
 
 
-def _batches(windows: Sequence[_Window], size: int, *, shares: bool) -> Iterator[list[_Row]]:
+def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:
     """Arrange windows in batches of at most `size` rows, the longest first, so that memory runs out at once or never.
 
     Args:
