@@ -8,7 +8,7 @@ python -m benchmarks.models --release 5.24.0 …      the same with another rele
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Deadline, main, stored
@@ -105,14 +106,27 @@ def rows() -> list[Bar]:
     ]
 
 
+def install(number: str, folder: Path) -> str:
+    """Install a release of transformers into a folder, with those of the packages it needs that the installed ones do
+    not satisfy; returns why it cannot be installed, or an empty string."""
+    pip, wanted = [sys.executable, "-m", "pip", "install", "--quiet"], f"transformers=={number}"
+    plan = folder / "plan.json"
+    done = subprocess.run([*pip, "--dry-run", "--report", str(plan), wanted], capture_output=True, text=True)
+    if done.returncode == 0:
+        packages = [package["metadata"] for package in json.loads(plan.read_text())["install"]]
+        named = [f"{package['name']}=={package['version']}" for package in packages] or [wanted]
+        target = ["--no-deps", "--target", str(folder), *named]
+        done = subprocess.run([*pip, *target], capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return "" if done.returncode == 0 else (errors or done.stderr.splitlines() or ["pip failed"])[-1]
+
+
 def _with_release(number: str, arguments: Sequence[str]) -> int:
     """Run this module with another release of transformers, installed into a temporary folder; its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        numpy = f"numpy=={importlib.metadata.version('numpy')}"  # that of torch, whatever is newest
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
-        if code := subprocess.run([*pip, f"transformers=={number}", numpy]).returncode:
-            print(f"transformers {number} cannot be installed here", file=sys.stderr)
-            return code
+        if reason := install(number, Path(folder)):
+            print(f"transformers {number} cannot be installed here: {reason}", file=sys.stderr)
+            return 1
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "benchmarks.models", *arguments]
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT).returncode

@@ -83,6 +83,10 @@ VERBS: dict[str, Verb] = {
         "Talk with a trained model in the terminal, by its chat template; /help lists what can be said besides "
         "questions.",
     ),
+    "evaluate": Verb(
+        "verbs.evaluate:evaluate", "models:EvaluateModel",
+        "Evaluate a trained model on tasks of lm-evaluation-harness, such as hellaswag, or on tasks of your own.",
+    ),
     "skip": Verb(
         "verbs.skip:skip", "models:Skip",
         "Choose the attention and feed-forward sublayers whose skipping costs least, from sample text, for "

@@ -49,6 +49,10 @@ OURS = frozenset(
 arguments. Callables are listed rather than modules, because a module also contains the functions that it imports."""
 
 
+HARNESS = "lm-eval:"
+"""Prefix of `run.evaluate` for tasks of lm-evaluation-harness: `lm-eval:TASK,TASK`."""
+
+
 class TrustError(ShoestringError):
     """A folder or file from somebody else names code to run, and the user has not declared that it is trusted."""
 
@@ -136,6 +140,24 @@ def is_name(text: object) -> bool:
     return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+def harness_tasks(text: str) -> list[str] | None:
+    """The tasks that `lm-eval:TASK,TASK` names; None for other texts."""
+    if not text.startswith(HARNESS):
+        return None
+    return [name.strip() for name in text.removeprefix(HARNESS).split(",")]
+
+
+def is_task_file(name: str) -> bool:
+    """Whether a task of lm-evaluation-harness is named by its file, which may name code to run."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def task_files(value: object) -> list[str]:
+    """The files of tasks in `lm-eval:TASK,TASK`, each with the prefix `lm-eval:`; see `source_files`."""
+    tasks = harness_tasks(value) if isinstance(value, str) else None
+    return [f"{HARNESS}{name}" for name in tasks or () if is_task_file(name)]
+
+
 def names_in(value: object) -> Iterator[str]:
     """Yield all strings in a TOML or JSON value, at any depth, that have the form of a callable's name."""
     left = [value]
@@ -206,11 +228,15 @@ def _here() -> list[str]:
 
 
 def source_files(name: str) -> list[tuple[Path, str]]:
-    """List the source files of the top-level module or package of a name, without importing it.
+    """List the source files of the top-level module or package of a name, without importing it; for the file of a task
+    of lm-evaluation-harness, all files of tasks and modules in its folder.
 
     Returns:
         Pairs of path and relative path, sorted; empty for a built-in or missing module.
     """
+    if name.startswith(HARNESS):
+        folder = Path(name.removeprefix(HARNESS)).parent
+        return [(path, path.name) for path in sorted(folder.glob("*")) if path.suffix in (".yaml", ".yml", ".py")]
     spec = _find(_package(name))
     if spec is None:
         return []
@@ -227,7 +253,10 @@ def source_files(name: str) -> list[tuple[Path, str]]:
 
 
 def _package(name: str) -> str:
-    """Return the top-level module or package of a name; its code runs first when the name is imported."""
+    """Return the top-level module or package of a name, whose code runs first when the name is imported; the file of a
+    task is returned as it is."""
+    if name.startswith(HARNESS):
+        return name
     return name.partition(":")[0].partition(".")[0]
 
 

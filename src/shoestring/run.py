@@ -67,9 +67,10 @@ class Settings:
     evaluate_every: int = 0
     """Number of steps between evaluations on part of the held-out data. 0 evaluates only at the end."""
     evaluate: str = ""
-    """Your own evaluation: `package.module:callable`, from the model to a dict of metrics. All ranks call the function
-    at each evaluation, with the model in evaluation mode and without gradients; the metrics of the first rank are
-    recorded."""
+    """Further metrics of each evaluation. `lm-eval:TASK,TASK` runs tasks of lm-evaluation-harness, named as there or by
+    the YAML file of a task: the first 64 documents of each during training, all of them at the end.
+    `package.module:callable` is your own function, from the model to a dict of metrics: all ranks call it, with the
+    model in evaluation mode and without gradients, and the metrics of the first rank are recorded."""
     patience: int = 0
     """Early stopping: number of evaluations in a row without a lower held-out loss after which training ends. 0 turns
     early stopping off."""

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shoestring.naming import USER, Trust, foreign, names_in
+from shoestring.naming import USER, Trust, foreign, names_in, task_files
 
 TABLES = ("run", "model", "data")
 """Tables of a run file that are not those of features."""
@@ -26,6 +26,7 @@ def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     settings = document.get("run")
     settings = settings if isinstance(settings, dict) else {}
     named = {f"run.{key}": foreign(names_in(settings.get(key))) for key in _KEYS}
+    named["run.evaluate"] += tuple(task_files(settings.get("evaluate")))
     packages = settings.get("packages")
     listed = packages if isinstance(packages, list | tuple) else ()
     packages = tuple(package for package in listed if isinstance(package, str))

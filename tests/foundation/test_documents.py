@@ -28,7 +28,8 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
     ("your-own-loop.md", 3): (1,),
 }
 OTHERS = {  # that are no whole scripts
-    ("evaluation.md", 0),  # below
+    ("evaluation.md", 0),  # needs lm_eval: tests/decode/test_harness.py makes such calls
+    ("evaluation.md", 1),  # below
     ("fine-tuning.md", 0),  # a call that tests/memory make
     ("preferences.md", 0),  # a call that tests/preference make
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
@@ -106,8 +107,8 @@ def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_p
     """As printed for the check; for the run with a smaller model, fewer steps and an early end."""
     write_texts(tmp_path / "texts")
     guide = page("evaluation.md")
-    (tmp_path / "run.toml").write_text(blocks(guide, "toml")[0])
-    (tmp_path / "mytask.py").write_text(blocks(guide, "python")[0])
+    (tmp_path / "run.toml").write_text(blocks(guide, "toml")[1])
+    (tmp_path / "mytask.py").write_text(blocks(guide, "python")[1])
 
     def shoestring(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shoestring", *arguments]

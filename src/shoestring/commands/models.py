@@ -1,4 +1,4 @@
-"""Arguments of the verbs for trained models: generate, chat, serve, skip, prune and quantize."""
+"""Arguments of the verbs for trained models: generate, evaluate, chat, serve, skip, prune and quantize."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from shoestring.commands.printing import say, write_text
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Conversing, Decoding, Generation, SamplingOptions
-from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice
+from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice, TaskEvaluation
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,25 @@ class Talk(TrainedModel):
             if self.load is not None:
                 conversation.load(self.load)
             return talk(conversation)
+
+
+@dataclass(frozen=True)
+class EvaluateModel(TrainedModel):
+    """Arguments of `shoestring evaluate`."""
+
+    settings: TaskEvaluation = field(default_factory=TaskEvaluation)
+    """Settings of the evaluation."""
+    out: Path | None = None
+    """File to write the results to, as JSON in the form of lm-evaluation-harness."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.evaluate import evaluate, save, tables
+
+        results = evaluate(self.model, self.settings)
+        if self.out is not None:
+            save(results, self.out)
+        say("\n".join(tables(results)))
+        return 0
 
 
 @dataclass(frozen=True)

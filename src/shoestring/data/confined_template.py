@@ -1,4 +1,5 @@
-"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to tokens."""
+"""Runs an untrusted chat template in a process with limits on time and memory, to convert conversations to tokens or
+text."""
 
 from __future__ import annotations
 
@@ -54,8 +55,17 @@ class ConfinedTemplate:
         """
         return self._call("ends")
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        job = [method, *arguments]
+    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True) -> str:
+        """Like `ChatTemplate.render` without further arguments; the conversation must consist of JSON types.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or takes too long or too much memory.
+            DataError: the template is not valid.
+        """
+        return self._call("render", messages, {}, ask=ask)
+
+    def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        job = [method, arguments, keywords]
         try:
             answer = json.loads(self._confined.call(json.dumps(job, default=str).encode()))
         except LimitError as error:
@@ -87,11 +97,11 @@ def build_samples(setup: bytes) -> Callable[[bytes], bytes]:
     compiled: list[ChatTemplate] = []
 
     def handle(job: bytes) -> bytes:
-        method, *arguments = json.loads(job)
+        method, arguments, keywords = json.loads(job)
         try:
             if not compiled:  # compiled here because the limits apply only while a call is handled, not during set-up
                 compiled.append(ChatTemplate(tokenizer, template_source(tokenizer) or ""))
-            result = getattr(compiled[0], method)(*arguments)
+            result = getattr(compiled[0], method)(*arguments, **keywords)
         except ShoestringError as error:
             return json.dumps({"error": error.parts()}).encode()
         return json.dumps({"result": result}).encode()

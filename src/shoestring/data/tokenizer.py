@@ -46,8 +46,8 @@ _PROBE = " Ab\t c\r\n\n  d  é ß 漢字 🙂 <|endoftext|> don't 0123 \u200b~"
 class Tokenizer:
     """Encodes text to token ids and decodes token ids to text.
 
-    Text that spells a special token is encoded as ordinary characters, except by `encode_prompt`, so that text in a
-    corpus cannot end a document.
+    Text that spells a special token is encoded as ordinary characters, except by `encode_prompt` and
+    `encode_with_special`, so that text in a corpus cannot end a document.
 
     Args:
         origin: name of the tokenizer in error messages.
@@ -145,12 +145,16 @@ class Tokenizer:
             ConfigError: the prompt has no tokens.
             DataError: the tokenizer has no token for a part of the text.
         """
-        with single_threaded(), self._encoding():
-            ids = (self._reader if parse_special else self.plain).encode(text, add_special_tokens=False).ids
+        ids = self.encode_with_special(text) if parse_special else self.encode(text)
         tokens = [*(self.prefix if add_special_tokens else ()), *ids] or list(self.ends)
         if not tokens:
             raise ConfigError("the prompt has no tokens", hint="give a prompt with text")
         return tokens
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Ids of `text`, in which text that spells a special token is encoded as that token; none are added."""
+        with single_threaded(), self._encoding():
+            return self._reader.encode(text, add_special_tokens=False).ids
 
     def _encoding(self) -> contextlib.AbstractContextManager[None]:
         return engine_errors(f"{self.origin} cannot encode a text", "the text has characters that it does not know")

@@ -29,7 +29,7 @@ from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.data.tokens import read_header
 from shoestring.models import hf
 from shoestring.models.saving import model_folder
-from shoestring.naming import resolve
+from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
 from shoestring.training.packing import packing_refused, unpack
 
@@ -108,6 +108,9 @@ def check_form(run: Run) -> None:
         raise DataError("`run.baselines` works only on text, which this data set is not", hint="remove run.baselines")
     if own and run.settings.prompts:
         raise DataError("`run.prompts` works only with text, which this data set is not", hint="remove run.prompts")
+    if own and harness_tasks(run.settings.evaluate) is not None:
+        hint = "name a function of your own: `package.module:callable`"
+        raise DataError("`run.evaluate` names tasks on text, and this data set has no tokenizer", hint=hint)
     forms = {feature.data_form: feature.name for feature in run.features if feature.data_form}
     if not own and forms and run.data.form not in forms:
         form, name = next(iter(forms.items()))

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job, attachments_of
+from shoestring.core.trace import span
+from shoestring.data.chat_ends import ends_learnt
 from shoestring.data.loader import sweep
+from shoestring.decode.harness.tasks import Tasks
+from shoestring.models.description import describe_model
 from shoestring.run import Settings
 from shoestring.training.data_loading import DataSets, to_device
 
-PART = 64  # number of held-out samples that an evaluation during the run uses
+PART = 64  # number of held-out samples, and of documents of each task, that an evaluation during the run uses
+Own = Callable[..., Any] | Tasks
+"""What `run.evaluate` names: the user's own function, or tasks of lm-evaluation-harness."""
 
 
-def evaluate(
-    job: Job, settings: Settings, data: DataSets, own: Callable[..., Any] | None = None, limit: int = 0
-) -> dict[str, float]:
+def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = None, limit: int = 0) -> dict[str, float]:
     """Compute the held-out loss, if there is held-out data, and the metrics that `own` returns. A collective.
 
     For a mixture, `held_out_loss` covers all sources, and `held_out_loss_NAME` covers one source.
 
     Args:
-        own: the function that `run.evaluate` names.
-        limit: number of held-out samples to use; 0 uses all.
+        own: what `run.evaluate` names.
+        limit: number of held-out samples, and of documents of each task, to use; 0 uses all.
     """
     values = _held_out(job, settings, data, limit) if data.held_out is not None else {}
+    if isinstance(own, Tasks):
+        return values | _task_metrics(job, settings, data, own, limit)
     return values | _own_metrics(job, own, settings.evaluate) if own is not None else values
 
 
 def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[str, float]:
     assert data.held_out is not None
     axes = attachments_of(job).data_axes
-    rank, size = job.world.index_over(axes), job.world.ranks_over(axes)
-    micro = max(1, settings.batch // (size * settings.accumulate))  # as in training, so that it fits into memory
+    rank, size, micro = job.world.index_over(axes), job.world.ranks_over(axes), _micro(job, settings)
     parts = data.corpus.parts if data.corpus else {}
     held_out = {name: part.held_out for name, part in parts.items()} or {"": data.held_out}
     sums: dict[str, tuple[float, int]] = {}
@@ -50,6 +56,29 @@ def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[
         values["held_out_bits_per_byte"] = loss * bits
     values |= {f"held_out_{name}": value for name, value in attachments_of(job).evaluated_means().items()}
     return values | {f"held_out_loss_{name}": total / max(count, 1) for name, (total, count) in sums.items() if name}
+
+
+def _micro(job: Job, settings: Settings) -> int:
+    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory."""
+    ranks = job.world.ranks_over(attachments_of(job).data_axes)
+    return max(1, settings.batch // (ranks * settings.accumulate))
+
+
+def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, limit: int) -> dict[str, float]:
+    """Run tasks of lm-evaluation-harness on every rank, and return the metrics of the first rank on all ranks.
+
+    Every rank runs all documents, because the forward passes of a sharded model are collectives.
+    """
+    from shoestring.decode.harness.model import HarnessModel
+
+    assert data.corpus is not None  # `check_form` refuses tasks for other data
+    attachments, tokenizer = attachments_of(job), data.corpus.tokenizer
+    with attachments.evaluating(), attachments.computing(), span("tasks", "compute"):
+        ends = {*describe_model(settings.model, tokenizer, warn=False).ends, *ends_learnt(data.corpus.train, tokenizer)}
+        model = HarnessModel(attachments.module, tokenizer, ends, batch=_micro(job, settings))
+        with closing(model):
+            values = tasks.metrics(model, limit or None)
+    return job.world.decide(lambda: values)
 
 
 def _own_metrics(job: Job, own: Callable[..., Any], target: str) -> dict[str, float]:
@@ -114,8 +143,8 @@ class Evaluations:
     job: Job
     settings: Settings
     data: DataSets
-    own: Callable[..., Any] | None
-    """The function that `run.evaluate` names."""
+    own: Own | None
+    """What `run.evaluate` names."""
     save: Callable[[], object]
     """Writes the model to the folder of the best model; a collective."""
 
@@ -124,6 +153,8 @@ class Evaluations:
         self.best = Best()
         self.lost_patience = False
         check_evaluations(settings, self.data)
+        if isinstance(self.own, Tasks):
+            self.own.load()  # before the first step, because a task's data may be missing
         if settings.patience or settings.save_best:
             self.job.keep("best", self.best)
 

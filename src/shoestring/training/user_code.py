@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoestring.core.task import Loss, cross_entropy
-from shoestring.naming import Trust, resolve
+from shoestring.decode.harness.tasks import Tasks
+from shoestring.naming import Trust, harness_tasks, resolve
 from shoestring.report.trackers import TRACKERS, Opener
 from shoestring.run import Run
 
@@ -20,8 +21,8 @@ class UserCode:
     """Who vouches for the code that `run.model` names."""
     loss: Loss
     """The function that `run.loss` names; by default the cross-entropy."""
-    evaluate: Callable[..., Any] | None
-    """The function that `run.evaluate` names; None if the setting is empty."""
+    evaluate: Callable[..., Any] | Tasks | None
+    """The function or the tasks that `run.evaluate` names; None if the setting is empty."""
     sinks: Mapping[str, Opener]
     """Name of a sink in `run.sinks` -> function that opens the sink."""
 
@@ -39,7 +40,10 @@ def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
     settings = run.settings
 
     def import_one(key: str, target: str) -> Any:
-        return resolve(target, key, run.trust(key)) if target and key not in skip else None
+        if not target or key in skip:
+            return None
+        tasks = harness_tasks(target) if key == "run.evaluate" else None
+        return resolve(target, key, run.trust(key)) if tasks is None else Tasks(tasks, key)
 
     names = settings.sinks if "run.sinks" not in skip else ()
     return UserCode(

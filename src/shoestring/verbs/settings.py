@@ -72,6 +72,32 @@ class SkipChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskEvaluation:
+    """Evaluation of a trained model on tasks of lm-evaluation-harness."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks to run: names of tasks, groups or tags of lm-evaluation-harness, or YAML files of tasks."""
+    fewshot: int | None = None
+    """Number of solved examples in each prompt; defaults to the number that the task sets, or else to 0."""
+    limit: int = 0
+    """Number of documents of each task to run, from the first; 0 runs all."""
+    batch: int = 8
+    """Number of texts in a forward pass; more are faster on a GPU and take more memory. No result depends on it."""
+    context: int = 0
+    """Largest number of tokens that the model sees; of longer texts the oldest tokens are left out. Defaults to the
+    context of the model."""
+    chat: bool = False
+    """Write prompts as chats, with the model's chat template, for models that were tuned on chats."""
+    system: str = ""
+    """System message, or text at the start of each prompt without --chat."""
+    generation: str = ""
+    """Settings of generation that replace those of the tasks, such as `max_gen_toks=64,temperature=0.8`; by default
+    texts are generated as each task says, without sampling unless it samples."""
+    samples: bool = False
+    """Include each document, prompt and answer of the model in the file of the results."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataView:
     """Settings of how training data is read and shown. A run file determines all of these settings except `first` and
     `most`."""

@@ -1,0 +1,165 @@
+"""Log-probabilities of continuations, computed for many texts at once.
+
+Texts that share a context, such as the choices of a question, read it once: it is read into one row of the cache, which
+is then copied to the rows of the other continuations. Continuations that differ in their last token only share a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.adapter import Adapter, Whole
+
+Tokens = tuple[int, ...]
+
+
+class Score(NamedTuple):
+    """How likely a continuation is after its context."""
+
+    logprob: float
+    """Natural logarithm of the continuation's probability."""
+    greedy: bool
+    """Whether each token of the continuation is the likeliest one at its position."""
+
+
+@dataclass(frozen=True)
+class _TargetWindow:
+    """Tokens to score that fit into the model's context together with what precedes them."""
+
+    pair: int
+    """Index of the pair that the tokens belong to."""
+    context: Tokens
+    targets: Tokens
+    last: bool
+    """Whether this is the last window of its pair."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Tokens that are read for one or several windows, whose targets differ in the last token only."""
+
+    context: Tokens
+    targets: Tokens
+    """The targets without the last one."""
+    windows: list[_TargetWindow]
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.context + self.targets
+
+
+def score(
+    adapter: Adapter,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch: int,
+    done: Callable[[int], object] = lambda _: None,
+) -> list[Score]:
+    """Score the continuations of (context, continuation) pairs of tokens, in any order of lengths.
+
+    A context that is longer than the model's context loses its oldest tokens. A continuation that is longer is scored
+    in windows, each of which begins with as many earlier tokens as fit; every token is scored once.
+
+    Args:
+        pairs: contexts have at least one token; an empty continuation has the log-probability 0.
+        batch: number of texts in a forward pass.
+        done: called after each pass with the number of pairs whose last window was scored.
+
+    Raises:
+        ConfigError: a token is not in the model's vocabulary.
+    """
+    windows = [window for index, pair in enumerate(pairs) for window in _windows(index, *pair, adapter.context)]
+    _check(windows, adapter)
+    scores = [Score(0.0, True)] * len(pairs)
+    shares = adapter.pieces and not isinstance(adapter, Whole)
+    for rows in _batches(windows, batch, shares=shares):
+        for row, logits in zip(rows, _read(adapter, rows, shares=shares), strict=True):
+            # The log-probabilities are computed in at least float32, as softmax in a narrower type loses digits.
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            total, best = logits.logsumexp(-1), logits.argmax(-1)
+            for window in row.windows:
+                targets = torch.tensor(window.targets, device=logits.device)
+                logprob = (logits.gather(-1, targets[:, None])[:, 0] - total).sum()
+                before = scores[window.pair]
+                scores[window.pair] = Score(
+                    before.logprob + float(logprob), before.greedy and bool((best == targets).all())
+                )
+        done(sum(window.last for row in rows for window in row.windows))
+    return scores
+
+
+def _windows(pair: int, context: Sequence[int], continuation: Sequence[int], size: int) -> Iterator[_TargetWindow]:
+    """Cut a pair into windows; a window reads at most `size` tokens, because its last token need not be read."""
+    text = (*context, *continuation)
+    for start in range(len(context), len(text), size):
+        end = min(start + size, len(text))
+        yield _TargetWindow(pair, text[max(0, end - size - 1) : start], text[start:end], end == len(text))
+
+
+def _check(windows: Sequence[_TargetWindow], adapter: Adapter) -> None:
+    """Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process."""
+    largest = max((max(window.context + window.targets) for window in windows), default=0)
+    if adapter.vocabulary is not None and largest >= adapter.vocabulary:
+        raise ConfigError(
+            f"the text holds token {largest}, but the model has {adapter.vocabulary} tokens",
+            hint="use the tokenizer that the model was trained with",
+        )
+
+
+def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:
+    """Arrange windows in batches of at most `size` rows, the longest first, so that memory runs out at once or never.
+
+    Args:
+        shares: whether rows may share the reading of their context; the rows of one context then follow each other.
+    """
+    rows: dict[tuple[Tokens, Tokens], _Row] = {}
+    for window in windows:
+        targets = window.targets[:-1]
+        rows.setdefault((window.context, targets), _Row(window.context, targets, [])).windows.append(window)
+    groups: dict[Tokens, list[_Row]] = {}
+    for row in sorted(rows.values(), key=lambda row: (-len(row.targets), row.targets)):
+        groups.setdefault(row.context if shares else row.tokens, []).append(row)
+    # The order depends on the tokens alone, not on the order of the pairs.
+    ordered = [row for _, rows in sorted(groups.items(), key=_longest_first) for row in rows]
+    for start in range(0, len(ordered), size):
+        leaders = {row.context: row for row in reversed(ordered[start : start + size])}
+        yield sorted(ordered[start : start + size], key=lambda row: leaders[row.context] is not row)
+
+
+def _longest_first(group: tuple[Tokens, list[_Row]]) -> tuple[int, Tokens]:
+    return -max(len(row.tokens) for row in group[1]), group[0]
+
+
+def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tensor]:
+    """Logits (T, V) after the last token of each row's context and after each of its targets.
+
+    Args:
+        rows: with `shares`, the first rows have different contexts, and the others the context of one of the first.
+    """
+    cache = adapter.new_cache(len(rows), max(len(row.tokens) for row in rows))
+    # Logits are computed from the last token of the context on only: with a large vocabulary they take most memory.
+    heads = [row.context[:-1] if shares else () for row in rows]
+    if any(heads):
+        contexts = list(dict.fromkeys(row.context for row in rows))
+        counts = [len(context) - 1 for context in contexts]
+        first = _padded(heads[: len(contexts)])
+        adapter.read(first, cache, rows=slice(0, len(contexts)), counts=counts, wanted="last")
+        for index in range(len(contexts), len(rows)):
+            cache.copy(contexts.index(rows[index].context), index, len(heads[index]))
+    tails = [row.tokens[len(head) :] for row, head in zip(rows, heads, strict=True)]
+    logits = adapter.read(_padded(tails), cache, counts=[len(tail) for tail in tails])
+    return [
+        logits[index, len(tail) - len(row.targets) - 1 : len(tail)]
+        for index, (row, tail) in enumerate(zip(rows, tails, strict=True))
+    ]
+
+
+def _padded(texts: Sequence[Sequence[int]]) -> Tensor:
+    """Texts of unlike lengths as one tensor (B, T), int64."""
+    length = max(map(len, texts))
+    return torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
