@@ -25,7 +25,7 @@ FLAGS = (
     "--remote-debugging-pipe",
     "about:blank",
 )
-# What cannot be brought into view by scrolling its containers: elements, and text of its own, which may leave its element.
+# What no scrolling of its containers brings into view: elements, and texts, which may be wider than their element.
 CUT = """(() => {
   const cut = [], shows = (node) => `${node.nodeName} ${node.className ?? ""} ${node.textContent.trim().slice(0, 40)}`;
   const reached = (box, from) => {
@@ -38,8 +38,9 @@ CUT = """(() => {
   };
   const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_ELEMENT | NodeFilter.SHOW_TEXT);
   for (let node = nodes.nextNode(); node; node = nodes.nextNode()) {
-    const text = node.nodeType === Node.TEXT_NODE, element = text ? node.parentElement : node, range = document.createRange();
+    const text = node.nodeType === Node.TEXT_NODE, element = text ? node.parentElement : node;
     if (element.closest(".unseen, script") || (text && !node.textContent.trim())) continue;
+    const range = document.createRange();
     range.selectNodeContents(node);
     const boxes = text ? [...range.getClientRects()] : [node.getBoundingClientRect()];
     if (boxes.some((box) => box.width && box.height && !reached(box, element))) cut.push(shows(node));
