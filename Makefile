@@ -2,12 +2,13 @@
 # make test:  runs the quick tests, on two workers: a file of tests on one of them, so that its fixtures are made once.
 # make test-slow: those that kill runs, lose hosts or train for long.
 # make check: lint, types, layers, sizes, names, variables, opened files, help texts.  make bench: the quick benchmarks.
+# make site:  the documentation as a site with search and an API reference, in site/; reads no network when viewed.
 # make gpu:   on a machine with a GPU, the tests and bars that need one.
 PYTHON ?= python3
 BIN := .venv/bin
 AGAIN := --last-failed --last-failed-no-failures none
 
-.PHONY: train test test-slow check types rules bench gpu docs clean
+.PHONY: train test test-slow check types rules bench gpu docs site clean
 .DELETE_ON_ERROR:
 
 train: .venv/run.stamp
@@ -50,6 +51,10 @@ docs: .venv/dev.stamp
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m benchmarks.evidence
 
+# Every link and anchor is checked. Searching needs a server: python3 -m http.server --directory site
+site: .venv/site.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
+
 .venv/run.stamp: pyproject.toml constraints.txt
 	@echo "shoestring: installing into .venv (torch is about 200 MB on a CPU)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shoestring needs Python 3.11 or newer; name one with make PYTHON=python3.x")'
@@ -61,6 +66,11 @@ docs: .venv/dev.stamp
 .venv/dev.stamp: .venv/run.stamp
 	@echo "shoestring: installing what the tests and checks need"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+.venv/site.stamp: .venv/run.stamp requirements-site.txt
+	@echo "shoestring: installing what builds the site"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-site.txt
 	@touch $@
 
 clean:

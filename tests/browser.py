@@ -25,13 +25,35 @@ FLAGS = (
     "--remote-debugging-pipe",
     "about:blank",
 )
+# What no scrolling of its containers brings into view: elements, and texts, which may be wider than their element.
+CUT = """(() => {
+  const cut = [], shows = (node) => `${node.nodeName} ${node.className ?? ""} ${node.textContent.trim().slice(0, 40)}`;
+  const reached = (box, from) => {
+    for (let at = from; at && at !== document.body; at = at.parentElement) {
+      const across = getComputedStyle(at).overflowX, frame = at.getBoundingClientRect();
+      if (across === "auto" || across === "scroll") box = frame;
+      else if (across !== "visible" && (box.right > frame.right + 1 || box.left < frame.left - 1)) return false;
+    }
+    return box.right <= document.documentElement.clientWidth + 1 && box.left >= -1;
+  };
+  const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_ELEMENT | NodeFilter.SHOW_TEXT);
+  for (let node = nodes.nextNode(); node; node = nodes.nextNode()) {
+    const text = node.nodeType === Node.TEXT_NODE, element = text ? node.parentElement : node;
+    if (element.closest(".unseen, script") || (text && !node.textContent.trim())) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const boxes = text ? [...range.getClientRects()] : [node.getBoundingClientRect()];
+    if (boxes.some((box) => box.width && box.height && !reached(box, element))) cut.push(shows(node));
+  }
+  return cut;
+})()"""
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
 
 class Browser:
     """One page. Messages end with a null byte: the browser reads them from descriptor 3 and writes them to 4."""
 
-    def __init__(self, width=900, height=760):
+    def __init__(self, width=900, height=760, mobile=False):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs, self.out = os.pipe()
         self.into, ours = os.pipe()
@@ -49,7 +71,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
 
     def call(self, method, **parameters):
         """The result of a command of the DevTools protocol."""
@@ -103,6 +125,10 @@ class Browser:
 
     def write(self, text):
         self.call("Input.insertText", text=text)
+
+    def cut(self):
+        """Elements and texts that are cut at the left or right: no scrolling brings all of them into view."""
+        return self.value(CUT)
 
     def dark(self, on=True):
         features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]

@@ -121,6 +121,26 @@ def unscale_before_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]
     return lambda: setattr(optimizer, "_step_supports_amp_scaling", fused)
 
 
+def call_closure_first(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Call the closure that a loop gives to `step` before the step hooks registered later, which need its gradients.
+
+    torch calls it inside of the step, after all hooks. `LBFGS` calls it several times, so there it stays inside.
+
+    Returns:
+        A function that undoes the change.
+    """
+
+    def call(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or isinstance(optimizer, torch.optim.LBFGS):
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        return args[:1], kwargs | {"closure": lambda: loss}
+
+    return optimizer.register_step_pre_hook(call).remove
+
+
 def allow_any_gradient(tensor: torch.Tensor) -> None:
     """Allow `tensor.grad` to have another data type than the tensor."""
     tensor.grad_dtype = None

@@ -163,6 +163,34 @@ def test_a_factory_that_returns_no_optimizer_is_refused():
         compose(Job(model(), optimizer=list, world=World()))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_features_see_the_gradients_of_a_closure(by_name):
+    """torch calls a closure behind the hooks of `step`; a clip there would clip what the step before has left."""
+    ends = []
+    for closed in (False, True):
+        torch.manual_seed(0)
+        plain, batch, losses = model(), tokens(), []
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        attach(plain, optimizer, optim.Clip(max_norm=1e-3))
+
+        def backward(plain=plain, optimizer=optimizer, batch=batch, losses=losses):
+            optimizer.zero_grad()
+            loss = 100 * plain(batch).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        for _ in range(3):
+            if not closed:
+                backward()
+                optimizer.step()
+            else:
+                loss = optimizer.step(closure=backward) if by_name else optimizer.step(backward)
+                assert loss.item() == losses[-1]
+        ends.append((plain[1].weight, losses))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
 def test_features_run_in_a_loop_of_accelerate():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)

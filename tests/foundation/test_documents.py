@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
 OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # needs lm_eval: tests/decode/test_harness.py makes such calls
     ("evaluation.md", 1),  # below
+    *(
+        (f"from-{origin}.md", 0) for origin in ("accelerate", "lightning", "torch", "trainer", "trl")
+    ),  # test_coming_from
     ("fine-tuning.md", 0),  # a call that tests/memory make
     ("preferences.md", 0),  # a call that tests/preference make
     ("hugging-face.md", 0),  # needs transformers: tests/models runs such a loop
@@ -90,6 +95,28 @@ def test_a_script_runs(tmp_path, monkeypatch, name, number, size):
         assert done.returncode == 0, done.stderr
     if "checkpoint" in script.read_text():
         assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_the_readmes_first_script_learns_and_prints_once(tmp_path):
+    (tmp_path / "script.py").write_text(blocks(page("README.md"), "python")[0])
+    began = os.times()
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    ended = os.times()
+    (line,) = done.stdout.splitlines()
+    found = re.fullmatch(r"loss (\d\.\d+): after 10 comes 13", line)
+    assert found and float(found[1]) < 0.1
+    assert line.partition(":")[2] in page("README.md").read_text()
+    spent = ended.children_user + ended.children_system - began.children_user - began.children_system
+    assert spent < 10, "the README says ten seconds"
+
+
+def test_the_readme_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = page("README.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(project["optional-dependencies"])
 
 
 def test_the_sink_of_the_guide_writes_losses(tmp_path):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoestring._torch import own_name
+from shoestring._torch import call_closure_first, own_name
 from shoestring.core.errors import ConfigError, ConflictError, NonFiniteError
 from shoestring.core.feature import DATA, Divided, Feature, Phase, Seam
 from shoestring.core.frozen import Reference, digest, freeze, shared_names
@@ -436,6 +436,7 @@ class Attachments:
             message = f"`optimizer` returned a {type(self.optimizer).__name__}, not a torch.optim.Optimizer"
             raise ConfigError(message, hint="give a function from parameters to an optimizer, or the optimizer itself")
         self.world.note("ended", -1)  # overwrites the note of an earlier job of this process
+        self.exits.callback(call_closure_first(self.optimizer))
         self.exits.callback(self.optimizer.register_step_pre_hook(lambda *_: before_update(self)).remove)
         self.exits.callback(self.optimizer.register_step_post_hook(lambda *_: after_update(self)).remove)
         self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)

@@ -52,7 +52,7 @@ def table(
         tag("th", t, scope="col", class_="figure" if figures and i >= figures else "words") for i, t in enumerate(head)
     ]
     body = [tag("tr", *(cell(i, child) for i, child in enumerate(row))) for row in rows]
-    inner = tag("table", tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", *body))
+    inner = tag("table", tag("caption", tag("span", caption)), tag("thead", tag("tr", *titles)), tag("tbody", *body))
     return tag(
         "div", inner, class_="scroll stacked" if stacked else "scroll", role="region", tabindex=0, aria_label=caption
     )

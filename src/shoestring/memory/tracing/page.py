@@ -147,7 +147,7 @@ def _tensors(held: Sequence[Held], peak: int) -> Markup:
     rest = held[_TENSORS:]
     if rest:
         rows.append([f"{len(rest):,} more", "", "", memory(sum(group.nbytes for group in rest)), ""])
-    return grid("The largest first", _TENSOR_HEAD, rows, figures=2)
+    return grid("The largest first", _TENSOR_HEAD, rows, figures=2, stacked=True)
 
 
 def _steps(steps: Sequence[StepPeak]) -> Markup:

@@ -78,7 +78,13 @@ def write(profile: Profile, path: Path) -> Path:
         _calls(_LEGEND),
         section(
             "Lines of the program",
-            grid("With all that they call outside of the program, longest first", _LINE_HEAD, rows, figures=2),
+            grid(
+                "With all that they call outside of the program, longest first",
+                _LINE_HEAD,
+                rows,
+                figures=2,
+                stacked=True,
+            ),
         ),
         _source(profile.sources, ("Forward", "Backward", "Python")),
         steps(profile.facts),
@@ -124,7 +130,7 @@ def write_comparison(comparison: Comparison, names: tuple[str, str], path: Path)
     parts = [
         _facts(facts),
         _calls(_CHANGES),
-        section("Lines of the program", grid("Largest change first", head, rows, figures=2)),
+        section("Lines of the program", grid("Largest change first", head, rows, figures=2, stacked=True)),
         _source(comparison.sources, ("Before", "After", "Change")),
     ]
     title = f"{names[0]} and {names[1]}"

@@ -161,4 +161,4 @@ def _table(record: StudyRecord) -> Markup:
     ]
     head = ("Trial", "Settings", "State", "Note", record.study.objective, "Steps", "Work")
     caption = f"The best first; {len(record.trials) - len(shown):,} more are not shown" if len(shown) == _ROWS else ""
-    return _section("Trials", grid(caption or "The best first", head, rows, figures=4))
+    return _section("Trials", grid(caption or "The best first", head, rows, figures=4, stacked=True))
