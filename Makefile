@@ -63,9 +63,10 @@ site: .venv/site.stamp
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-.venv/dev.stamp: .venv/run.stamp
+.venv/dev.stamp: .venv/run.stamp requirements-dev.txt requirements-evaluate.txt
 	@echo "shoestring: installing what the tests and checks need"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-evaluate.txt
 	@touch $@
 
 .venv/site.stamp: .venv/run.stamp requirements-site.txt
