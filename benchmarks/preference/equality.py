@@ -315,7 +315,8 @@ def equal(name: str, deadline: Deadline) -> Measured | NotRun:
         deadline.check()
         both[said] = differences(name, adapters=adapters)
     parts = [f"{said}: loss {one:.1e}, gradients {two:.1e}" for said, (one, two) in both.items()]
-    return Measured(max(map(max, both.values())), "; ".join(filter(None, [*parts, VARIANTS[name].note])))
+    note = VARIANTS[name].note
+    return Measured(max(map(max, both.values())), "; ".join([*parts, note] if note else parts))
 
 
 def rows() -> list[Bar]:

@@ -135,6 +135,7 @@ def build_base(folder: Path, language: Language, shape: Shape) -> None:
 def _texts(language: Language, tokenizer: Tokenizer) -> Iterator[torch.Tensor]:
     """Batches of 32 conversations, of which half end with the answer that was rejected."""
     pad = tokenizer.engine.token_to_id("<|endoftext|>")
+    assert pad is not None
     number = 0
     while True:
         number += 1

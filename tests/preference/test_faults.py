@@ -114,7 +114,7 @@ def test_the_reference_reads_the_tokens_of_the_policy(tmp_path):
 
 
 def origin():
-    return {"model": "shoestring.models.gpt:tiny", "arguments": {}, "offered": {}}
+    return {"model": "shoestring.models.gpt:tiny", "arguments": {}, "offered": {"context": 48}}
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
