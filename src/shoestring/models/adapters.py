@@ -68,6 +68,14 @@ def matrix(layer: nn.Module) -> Tensor:
     return weight.T if is_transposed(layer) else weight
 
 
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """The shape (N, K) of a linear layer's weight; a rounded weight is not dequantised for it."""
+    if isinstance(layer, quantized.QuantizedLinear | NF4Linear):
+        return layer.out_features, layer.in_features
+    rows, columns = matrix(layer).shape
+    return rows, columns
+
+
 class Adapted:
     """The forward pass of a layer with an adapter; registers the adapter's parameters on the layer.
 
