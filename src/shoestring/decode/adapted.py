@@ -75,6 +75,11 @@ class AdaptedRows(Adapter):
         """
         return load_adapter(folder, self.model, self.layers)
 
+    def forget(self) -> None:
+        """Drop what is kept of earlier batches, so that the memory of adapters that were removed is freed; may run in
+        any thread, also during a pass."""
+        self._pass.cache_clear()
+
     @torch.inference_mode()
     def read(
         self,
