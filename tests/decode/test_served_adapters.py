@@ -120,10 +120,13 @@ def test_prompts_are_cached_for_each_adapter_apart(server):
 
 def test_a_running_text_ends_with_the_adapter_that_was_removed_and_new_requests_get_404(home):
     with running(home) as http:
+        engine, removed = http.app.worker.engine, threading.Event()
+        step = engine.step
+        engine.step = lambda: step() if engine.counts.passes < 3 or removed.wait(60) else []
         assert names(http) == ["base"]
         assert completed(http, "late").status_code == 404
         assert administrate(http, "load", lora_name="late", lora_path="one").status_code == 200
-        body = {"prompt": "abc", "max_tokens": 200, "seed": 1, "model": "late", "stream": True, "stop_token_ids": []}
+        body = {"prompt": "abc", "max_tokens": 60, "seed": 1, "model": "late", "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             first = next(line for line in lines if line.startswith("data: {"))
@@ -133,10 +136,11 @@ def test_a_running_text_ends_with_the_adapter_that_was_removed_and_new_requests_
             assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
             # Another adapter under the same name does not change the running text either.
             assert administrate(http, "load", lora_name="late", lora_path="two").status_code == 200
+            assert http.app.worker.unfinished == 1
+            removed.set()
             rest = [line for line in lines if line.startswith("data: {")]
         pieces = [json.loads(line[6:])["choices"][0]["text"] for line in (first, *rest)]
-        assert "".join(pieces) == wanted(home / "allowed/one", "abc", 200, 1)
-        assert len(pieces) > 5
+        assert "".join(pieces) == wanted(home / "allowed/one", "abc", 60, 1)
         assert completed(http, "late").json()["choices"][0]["text"] == wanted(home / "allowed/two", "def f(x):", 24, 3)
 
 
@@ -182,6 +186,11 @@ def test_only_administrators_load_and_remove(home):
         assert http.get("/v1/models", headers=headers).status_code == 401
         assert administrate(http, "unload", lora_name="one").status_code == 200
     with running(home, adapters_folder=None, adapter=(f"one={home / 'allowed/one'}",)) as http:
+        for end in ("%0a", "/", "%0A?x", "#"):  # Starlette's patterns ignore a line feed at the end
+            body = {"lora_name": "one"}
+            answer = http.post(f"/v1/unload_lora_adapter{end}", json=body, follow_redirects=True)
+            assert answer.status_code in (401, 404), end
+        assert names(http) == ["base", "one"]
         answer = administrate(http, "load", lora_name="two", lora_path="two")
         assert (answer.status_code, "--adapters-folder" in answer.text) == (403, True)
         assert administrate(http, "unload", lora_name="one").status_code == 200
@@ -198,10 +207,10 @@ def test_nothing_outside_of_the_permitted_folder_is_read(home, tmp_path):
     for name, file in (("weights", adapter_folder.WEIGHTS), ("config", adapter_folder.CONFIG)):
         (allowed / name).mkdir()
         for other in (adapter_folder.WEIGHTS, adapter_folder.CONFIG):
-            content = (outside / other).read_bytes()
-            (allowed / name / other).write_bytes(content) if other != file else (allowed / name / other).symlink_to(
-                outside / other
-            )
+            if other == file:
+                (allowed / name / other).symlink_to(outside / other)
+            else:
+                (allowed / name / other).write_bytes((outside / other).read_bytes())
     (allowed / "nested").mkdir()
     (allowed / "nested" / "adapter").symlink_to(outside)
     with running(home, adapters_folder=allowed) as http:

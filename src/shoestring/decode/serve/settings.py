@@ -41,7 +41,7 @@ class Serving:
     api_keys: Annotated[tuple[str, ...], Suppress] = ()
     """Further API keys, in addition to the keys in the file. The command line has no flag for them, because `ps` shows
     flags to everybody."""
-    adapter: UseAppendAction[tuple[str, ...]] = ()
+    adapter: Annotated[tuple[str, ...], UseAppendAction] = ()
     """Low-rank adapter (LoRA) to serve beside the model, as NAME=FOLDER: a request whose field `model` is the name gets
     its text from the model with this adapter. May be given several times; texts with different adapters share passes
     of the model."""
