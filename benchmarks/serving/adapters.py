@@ -7,7 +7,8 @@ Speeds are of the engine with a model of 188 M random weights, greedily, in runs
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def drawn(layers: dict[str, AdaptableLayer], rank: int, seed: int, strength: flo
 # -- rate --------------------------------------------------------------------------------------------------------------
 
 
-def writer(rows: AdaptedRows, adapters: list[LoadedAdapter | None], tokens: int) -> Callable[[], None]:
+def writer(rows: AdaptedRows, adapters: Sequence[LoadedAdapter | None], tokens: int) -> Callable[[], None]:
     """Writes a text for each of these adapters in one batch, behind prompts that are in the cache after the first
     time."""
     engine = Engine(rows, slots=len(adapters))
@@ -68,14 +69,14 @@ def writer(rows: AdaptedRows, adapters: list[LoadedAdapter | None], tokens: int)
 
 
 def compared(
-    built: nn.Module, *, tokens: int = TOKENS, rounds: int = ROUNDS, clock: Clock | None = None
+    built: nn.Module, *, tokens: int = TOKENS, rounds: int = ROUNDS, clock: Clock = time.perf_counter
 ) -> tuple[Paired, Paired]:
     """Time with one adapter over that with eight, and without any over that with eight."""
     rows = AdaptedRows(adapt(built))
     loaded = [place(drawn(rows.layers, RANK, seed), rows.layers, "it") for seed in range(COUNT)]
-    eight, one, none = (writer(rows, some, tokens) for some in (loaded, loaded[:1] * COUNT, [None] * COUNT))
-    options = {} if clock is None else {"clock": clock}
-    return paired(one, eight, rounds=rounds, **options), paired(none, eight, rounds=rounds, **options)
+    batches = ([None] * COUNT, loaded[:1] * COUNT, loaded)
+    none, one, eight = (writer(rows, adapters, tokens) for adapters in batches)
+    return paired(one, eight, rounds=rounds, clock=clock), paired(none, eight, rounds=rounds, clock=clock)
 
 
 def rate(bits: Bits | None, _: Deadline) -> Measured:
@@ -110,7 +111,7 @@ def wrong(each: int = EACH, length: int = LENGTH) -> tuple[int, int, int]:
         flags = [flag for path in folders for flag in ("--adapter", f"{path.name}={path}")]
         orders = [(name, seed) for seed in range(each) for name in names]
         with served(base, *flags) as process, ThreadPoolExecutor(2 * COUNT) as clients:
-            written = list(clients.map(lambda order: _asked(process.address, *order, length), orders))
+            written = list(clients.map(lambda order: _asked(process.address, order[0], order[1], length), orders))
         models = {name: load_model(path) for name, path in names.items()}
     expected = [_generated(*models[name], seed, length) for name, seed in orders]
     plain = [_generated(*models["small"], seed, length) for _, seed in orders]

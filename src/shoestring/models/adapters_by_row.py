@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,18 @@ def adaptable_layers(
     layers, spoilt, hooks = dict[str, AdaptableLayer](), set[str](), []
 
     def watch(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        x = inputs[0] if inputs else None
-        kept = isinstance(x, Tensor) and isinstance(output, Tensor) and x.dtype == output.dtype
-        kept = kept and (x.shape[:-1] == (rows, tokens) or (x.shape[:-1] == (rows * tokens,) and not mixed))
-        if kept and output.shape[:-1] == x.shape[:-1]:
-            layers[name] = AdaptableLayer(layer, x.dtype, x.device)
-        else:
+        match inputs, output:
+            case (Tensor() as x, *_), Tensor() if x.dtype == output.dtype and x.shape[:-1] == output.shape[:-1]:
+                by_row = x.shape[:-1] == (rows, tokens) or (x.shape[:-1] == (rows * tokens,) and not mixed)
+                layers[name] = AdaptableLayer(layer, x.dtype, x.device)
+            case _:
+                by_row = False
+        if not by_row:
             spoilt.add(name)
 
     for name in adapter_folder.parts_of(model):
         layer = model.get_submodule(name)
-        hooks.append(layer.register_forward_hook(lambda *call, name=name: watch(name, *call)))
+        hooks.append(layer.register_forward_hook(partial(watch, name)))
     try:
         read(torch.arange(rows * tokens).view(rows, tokens) % 2)
     finally:

@@ -175,14 +175,14 @@ class AdapterCatalog:
     def _open(self, name: str, folder: Path) -> ServedAdapter:
         if not isinstance(self.model, AdaptedRows):
             raise CheckpointError("the server was started without adapters", hint="give --adapter or --adapters-folder")
-        found = adapter_folder.find(folder)
-        if found is None:
+        inner = adapter_folder.find(folder)
+        if inner is None:
             raise CheckpointError(f"`{folder}` holds no adapter", hint="name a folder with an adapter_config.json")
-        self._check_tokenizer(found)
-        base = adapter_folder.base_of(found)
+        self._check_tokenizer(inner)
+        base = adapter_folder.base_of(inner)
         if base and not self._is_base(base):
             log.warning("the adapter %s was trained on `%s`; this server has `%s`", name, base, self.base)
-        return ServedAdapter(name, self.model.load(found))
+        return ServedAdapter(name, self.model.load(inner))
 
     def _check_tokenizer(self, folder: Path) -> None:
         """Refuse an adapter with another vocabulary; warn of another chat template, because the model's is used."""
