@@ -59,7 +59,7 @@ def requests_for(adapters, count=12, **options):
     ]
 
 
-@pytest.mark.parametrize("draft", [None, "lookup", "skip"])
+@pytest.mark.parametrize("draft", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", "skip"))])
 def test_eight_adapters_in_a_batch_write_what_each_merged_model_writes(folders, draft):
     base, adapters = folders
     model, _ = load_model(base)
@@ -165,7 +165,7 @@ def test_folders_of_peft_with_a_root_scale_and_unlike_layers_over_a_model_of_tra
         assert text == alone(one, request)
 
 
-@pytest.mark.parametrize("kind", ["whole", "apart", "own cache"])
+@pytest.mark.parametrize("kind", ["whole", "apart", pytest.param("own cache", marks=pytest.mark.slow)])
 def test_models_that_read_each_text_by_itself_have_adapters_as_well(kind):
     torch.manual_seed(0)
     if kind == "own cache":

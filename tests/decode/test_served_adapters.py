@@ -32,16 +32,17 @@ def home(tmp_path_factory):
     """A base, adapters `one` and `two` that may be loaded, and one that may not."""
     home = tmp_path_factory.mktemp("home")
     built = model()
-    base = save_base(built, tokenizer(), home / "base")
+    save_base(built, tokenizer(), home / "chats" / "base")  # with a template, which starts a process
+    base = save_base(built, tokenizer(None), home / "base")
     for number, name in enumerate(("allowed/one", "allowed/two", "elsewhere/three")):
         save_adapter(built, home / name, base, number)
     return home
 
 
 @contextmanager
-def running(home, *, slots=4, keys=(), **settings):
+def running(home, *, base="base", slots=4, keys=(), **settings):
     options = {"port": 0, "grace": 5.0, "slots": slots, "adapters_folder": home / "allowed", "admin_keys": (ADMIN,)}
-    app = build_app(str(home / "base"), Serving(**options | {"api_keys": keys} | settings))
+    app = build_app(str(home / base), Serving(**options | {"api_keys": keys} | settings))
     with serving(app) as url, httpx.Client(base_url=url, timeout=30) as http:
         http.app = app
         yield http
@@ -52,7 +53,7 @@ def running(home, *, slots=4, keys=(), **settings):
 @pytest.fixture(scope="module")
 def server(home):
     entries = (f"one={home / 'allowed/one'}", f"team/two={home / 'allowed/two'}")
-    with running(home, adapter=entries) as http:
+    with running(home, base="chats/base", adapter=entries) as http:
         yield http
 
 

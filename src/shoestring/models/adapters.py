@@ -137,7 +137,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def row_norms(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The norm ‖w‖ of each row of a weight (N, K), in `dtype`; these are DoRA's initial magnitudes."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
+    wider = torch.promote_types(weight.dtype, dtype)  # torch computes no norm in a narrower type
+    return torch.linalg.vector_norm(weight, dim=1, dtype=wider).to(dtype)
 
 
 def take_off(layer: nn.Module) -> None:

@@ -25,6 +25,7 @@ from shoestring.decode.serve.settings import Serving, is_adapter_name
 from shoestring.figures import size
 from shoestring.models import adapter_folder, hf
 from shoestring.models.adapters_by_row import LoadedAdapter
+from shoestring.models.loading import opening
 
 log = logging.getLogger("shoestring.serve")
 
@@ -182,7 +183,8 @@ class AdapterCatalog:
         base = adapter_folder.base_of(inner)
         if base and not self._is_base(base):
             log.warning("the adapter %s was trained on `%s`; this server has `%s`", name, base, self.base)
-        return ServedAdapter(name, self.model.load(inner))
+        with opening(inner, "the adapter in"):
+            return ServedAdapter(name, self.model.load(inner))
 
     def _check_tokenizer(self, folder: Path) -> None:
         """Refuse an adapter with another vocabulary; warn of another chat template, because the model's is used."""
