@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
 from shoestring.models import hf, skinny
+from shoestring.models.adapters_by_row import LoadedAdapter
 from shoestring.models.behaviour import observe
 from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.gpt import GPT
@@ -50,6 +51,15 @@ class Adapter(ABC):
     @abstractmethod
     def new_cache(self, rows: int, length: int) -> KVCache:
         """Create a cache for `rows` sequences of at most `length` tokens."""
+
+    def assign(self, cache: KVCache, row: int, adapter: LoadedAdapter | None) -> None:
+        """Set the low-rank adapter that a row of a cache is read with from now on; None for the model alone.
+
+        Raises:
+            ConfigError: the adapter belongs to another model, or passes of this model take no adapters.
+        """
+        if adapter is not None:
+            raise ConfigError("this model was not prepared for adapters", hint="wrap it in `AdaptedRows`")
 
     @abstractmethod
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
@@ -203,20 +213,25 @@ class OwnCached(Adapter):
         cache.lengthen(count, place, counts)
         if len(results) == 1 and results[0] is not None:
             return results[0]
-        return self._together(results, last or count)
+        return side_by_side(results, last or count)
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
         raise NotImplementedError("this adapter runs a separate pass for each row, in `read`")
 
-    @staticmethod
-    def _together(results: Sequence[Tensor | None], count: int) -> Tensor:
-        """The logits of all rows in one tensor, padded on the right."""
-        first = next(result for result in results if result is not None)
-        logits = first.new_zeros(len(results), count, first.shape[2])
-        for row, result in enumerate(results):
-            if result is not None:
-                logits[row, : result.shape[1]] = result[0]
-        return logits
+
+def side_by_side(results: Sequence[Tensor | None], count: int) -> Tensor:
+    """The logits of several rows in one tensor (B, T, V), padded on the right.
+
+    Args:
+        results: logits (1, t, V) of each row, t at most T; None for a row without any.
+        count: T.
+    """
+    first = next(result for result in results if result is not None)
+    logits = first.new_zeros(len(results), count, first.shape[2])
+    for row, result in enumerate(results):
+        if result is not None:
+            logits[row, : result.shape[1]] = result[0]
+    return logits
 
 
 class Whole(Adapter):

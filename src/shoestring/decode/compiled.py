@@ -25,20 +25,21 @@ LEAST = 256
 outgrows it."""
 
 
-def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, skips: bool = False) -> Adapter:
+def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, patched: bool = False) -> Adapter:
     """Create the adapter of a model; `passes` says how its short forward passes run (see `Decoding.passes` in the
     settings).
 
     Args:
         context: largest number of tokens that the model sees; default the model's own.
-        skips: whether sublayers of the model will be skipped, which captured passes cannot do.
+        patched: whether layers will be patched between passes, to skip sublayers or to add adapters, which captured
+            passes cannot do.
 
     Raises:
         ConfigError: forward passes cannot be captured or compiled for this model or on this device.
     """
     plain = adapt(model, context)
     on_gpu = plain.device.type == "cuda"
-    if passes == "plain" or (passes == "auto" and (skips or not on_gpu or type(plain) is not OwnModel)):
+    if passes == "plain" or (passes == "auto" and (patched or not on_gpu or type(plain) is not OwnModel)):
         return plain
     if type(plain) is not OwnModel:
         raise ConfigError(f"passes of {type(model).__name__} cannot be {passes}", hint="give --passes plain")

@@ -91,7 +91,8 @@ class Engine:
         self.counts = Counts()
         self.seated: list[Row | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: tokens of an ended text, still cached
-        self.namespaces = [""] * slots  # by slot: namespace of the text in the cache
+        # By slot: which texts may reuse what is in the cache; see `Request.cached_for`.
+        self.namespaces: list[tuple[str, int | None]] = [("", None)] * slots
         self.waiting: deque[Row] = deque()
         self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
@@ -312,13 +313,14 @@ class Engine:
         row.begin = window
         # The last token is always read, because its logits are needed.
         seen = [] if row.request.prompt_logprobs else row.history[row.begin : -1]
-        own = [name == row.request.namespace and self.model.pieces for name in self.namespaces]
+        own = [name == row.request.cached_for and self.model.pieces for name in self.namespaces]
         shared = {slot: common(seen, self._holds(slot)) if own[slot] else 0 for slot in range(len(self.seated))}
         free = [slot for slot, seated in enumerate(self.seated) if seated is None]
         # Among slots whose prefixes are equally long, the slot that loses the least cached text is taken.
         slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))
         best = max(shared, key=lambda slot: shared[slot])
-        self.held[slot], self.namespaces[slot] = [], row.request.namespace
+        self.model.assign(self.cache, slot, row.request.adapter)
+        self.held[slot], self.namespaces[slot] = [], row.request.cached_for
         if shared[best] >= shared[slot] + WORTH_COPYING:
             self.cache.copy(best, slot, shared[best])
         else:
@@ -341,6 +343,7 @@ class Engine:
         if row.slot >= 0:
             self.held[row.slot] = list(self._holds(row.slot))
             self.seated[row.slot] = None
+            self.model.assign(self.cache, row.slot, None)
 
 
 def generate(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.settings import Sampling
+from shoestring.models.adapters_by_row import LoadedAdapter
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
 
@@ -51,7 +52,9 @@ class Request:
     """Whether log-probabilities of the prompt are returned as well; no part of the prompt is then taken from the
     cache."""
     namespace: str = ""
-    """The cached keys and values of this text are reused only for texts of the same namespace."""
+    """The cached keys and values of this text are reused only for texts of the same namespace and adapter."""
+    adapter: LoadedAdapter | None = None
+    """Low-rank adapter that the text is generated with; None for the model alone."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -62,6 +65,11 @@ class Request:
             raise ConfigError(
                 "a prompt that is cut to the context cannot return all its log-probabilities", hint="turn `rolling` off"
             )
+
+    @property
+    def cached_for(self) -> tuple[str, int | None]:
+        """Texts for which this is equal may share cached keys and values."""
+        return self.namespace, None if self.adapter is None else self.adapter.number
 
     @property
     def reads_only(self) -> bool:

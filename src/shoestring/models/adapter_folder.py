@@ -24,11 +24,11 @@ from shoestring._torch import content_of, is_fake
 from shoestring.core.errors import CheckpointError
 from shoestring.models import llama
 from shoestring.models.adapter_config import LONGEST, AdapterConfig, adapter_fields
-from shoestring.models.adapters import LowRank, matrix, row_norms
+from shoestring.models.adapters import LowRank, matrix, row_norms, shape_of
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import GPT
 from shoestring.models.nf4 import NF4Linear
-from shoestring.models.quantized import QuantizedLinear
+from shoestring.models.quantized import Quantized, QuantizedLinear
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
@@ -212,7 +212,10 @@ def read(folder: Path, model: nn.Module) -> SavedAdapter:
                 f"`{folder / CONFIG}`: modules_to_save has {module!r}, but the file has no weights of this module"
             )
     layers = _layers({name: value for name, value in tensors.items() if name not in whole}, config, model, folder)
-    if device_without_data is None and fingerprint and fingerprint != fingerprint_of(model, layers):
+    # The hash is of the weights before rounding.
+    rounded = any(isinstance(model.get_submodule(name), Quantized | NF4Linear) for name in layers)
+    comparable = fingerprint and not rounded and device_without_data is None
+    if comparable and fingerprint != fingerprint_of(model, layers):
         base = config.base or "another one"
         raise CheckpointError(
             f"`{folder}` was trained on other weights than this model has", hint=f"its model is {base}"
@@ -302,7 +305,7 @@ def _is_of_module(name: str, modules: Sequence[str]) -> bool:
 
 
 def _check_shapes(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.Module) -> None:
-    rows, columns = matrix(layer).shape
+    rows, columns = shape_of(layer)
     for part in parts:
         if (adapter := adapters.get(part.name)) is not None:
             shape, wanted = (len(adapter.b), adapter.a.shape[1]), (len(range(*part.rows.indices(rows))), columns)
@@ -324,18 +327,19 @@ def _joined(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.M
     first = next(iter(adapters.values()))
     alike = all(adapter.scale == first.scale and _equal(adapter.a, first.a) for adapter in adapters.values())
     total = len(first.a) if alike else sum(len(adapter.a) for adapter in adapters.values())
-    lengths = row_norms(matrix(layer), first.a.dtype)  # the initial magnitudes, which rows without an adapter keep
+    dora = any(adapter.magnitude is not None for adapter in adapters.values())
+    # The initial magnitudes, which rows without an adapter keep.
+    lengths = row_norms(matrix(layer), first.a.dtype) if dora else None
     a = first.a if alike else torch.cat([adapter.a * adapter.scale for adapter in adapters.values()])
-    b, start = a.new_zeros(len(lengths), total), 0
+    b, start = a.new_zeros(shape_of(layer)[0], total), 0
     for part in parts:
         if (adapter := adapters.get(part.name)) is None:
             continue
         b[part.rows, start : start + len(adapter.a)] = adapter.b
         start += 0 if alike else len(adapter.a)
-        if adapter.magnitude is not None:
+        if lengths is not None and adapter.magnitude is not None:
             lengths[part.rows] = adapter.magnitude
-    dora = any(adapter.magnitude is not None for adapter in adapters.values())
-    return LowRank(a, b, first.scale if alike else 1.0, lengths if dora else None)
+    return LowRank(a, b, first.scale if alike else 1.0, lengths)
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

@@ -68,6 +68,14 @@ def matrix(layer: nn.Module) -> Tensor:
     return weight.T if is_transposed(layer) else weight
 
 
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """The shape (N, K) of a linear layer's weight; a rounded weight is not dequantised for it."""
+    if isinstance(layer, quantized.QuantizedLinear | NF4Linear):
+        return layer.out_features, layer.in_features
+    rows, columns = matrix(layer).shape
+    return rows, columns
+
+
 class Adapted:
     """The forward pass of a layer with an adapter; registers the adapter's parameters on the layer.
 
@@ -129,7 +137,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def row_norms(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The norm ‖w‖ of each row of a weight (N, K), in `dtype`; these are DoRA's initial magnitudes."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
+    wider = torch.promote_types(weight.dtype, dtype)  # torch computes no norm in a narrower type
+    return torch.linalg.vector_norm(weight, dim=1, dtype=wider).to(dtype)
 
 
 def take_off(layer: nn.Module) -> None:

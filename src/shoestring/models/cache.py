@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shoestring.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoestring.models.adapters_by_row import LoadedAdapter
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class KVCache:
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
         self.lengths = [0] * rows
+        self.adapters: list[LoadedAdapter | None] = [None] * rows
+        """Low-rank adapter that each row is read with; None for the model alone."""
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def place(

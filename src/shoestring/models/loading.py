@@ -78,7 +78,7 @@ def outline(source: str, *, weights: bool = False) -> nn.Module | None:
         if source.startswith(hf.PREFIX):
             return build_model(source, {}, {}, weights=weights)
         folder = model_folder(source) or Path(source)
-        with _opening(folder):
+        with opening(folder):
             config = _config(folder)
             if weights:
                 form = _format(config, folder)
@@ -169,13 +169,13 @@ def load_model(path: Path | str, *, trust: bool = False) -> tuple[nn.Module, Tok
         built, file = hf.load(name), hf.tokenizer_of(name)
         return built.eval(), load_tokenizer(file) if file else None
     if gguf.is_file(path):
-        with _opening(Path(path)):
+        with opening(Path(path)):
             return gguf.load(Path(path))
     folder = model_folder(path)
     if folder is None and (adapter := adapter_folder.find(path)) is not None:
         return _with_adapter(adapter, trust)
     folder = folder or Path(path)
-    with _opening(folder):
+    with opening(folder):
         built = READERS[_format(_config(folder), folder)](folder, trust)
     tokenizer = folder / "tokenizer.json"
     return built.eval(), load_tokenizer(tokenizer) if tokenizer.exists() else None
@@ -190,7 +190,7 @@ def _with_adapter(folder: Path, trust: bool) -> tuple[nn.Module, Tokenizer | Non
         raise CheckpointError(f"the adapter in `{folder}` does not say which model it belongs to", hint=hint)
     _check_bases(folder)
     built, tokenizer = load_model(base if Path(base).is_dir() else f"{hf.PREFIX}{base}", trust=trust)
-    with _opening(folder):
+    with opening(folder):
         adapter = adapter_folder.read(folder, built)
         merge(built, adapter.layers)
         adapter_folder.fill(built, adapter.parameters)
@@ -213,7 +213,7 @@ def _check_bases(folder: Path) -> None:
 
 
 @contextmanager
-def _opening(folder: Path, what: str = "what is in", also: type[ShoestringError] | None = None) -> Iterator[None]:
+def opening(folder: Path, what: str = "what is in", also: type[ShoestringError] | None = None) -> Iterator[None]:
     """Turn errors of constructors and parsers about a model's folder into a CheckpointError that names the folder.
 
     Every Exception is caught, because an untrusted configuration may make a constructor or parser fail anywhere.
@@ -290,7 +290,7 @@ def _from_replaced(folder: Path, trust: bool) -> nn.Module:
     mark = _mark(config, folder)
     user = trust_of(folder, config, granted=trust)
     user.require()
-    with _opening(folder, f"the {mark.text('format')} model in", also=ShoestringError):
+    with opening(folder, f"the {mark.text('format')} model in", also=ShoestringError):
         return _replaced(mark, config, folder, user)
 
 
@@ -350,7 +350,7 @@ def _start_from(
         raise ConfigError(f"the model in `{folder}` is {form} and cannot be trained", hint="start from the dense model")
     if arguments:
         raise ConfigError(f"the model in `{folder}` takes no arguments, got {', '.join(arguments)}")
-    with _opening(folder):
+    with opening(folder):
         if weights:
             built = READERS[form](folder, False).float()
         else:

@@ -8,6 +8,7 @@ token is bitwise independent of the other tokens in the pass.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -137,14 +138,11 @@ class Products:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [
-            (module, "logits" if isinstance(module, nn.Embedding) else "forward")
+        self._methods = [
+            (vars(module), "logits" if isinstance(module, nn.Embedding) else "forward", product)
             for module in model.modules()
-            if (isinstance(module, nn.Embedding) and hasattr(module, "logits"))
-            or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-            if module.weight.numel() >= FEWEST_WEIGHTS
+            if (product := product_of(module)) is not None
         ]
-        self._methods = [(vars(module), name, partial(_product, module)) for module, name in layers]
         self._set: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
@@ -158,6 +156,16 @@ class Products:
         while self._set:
             names, name = self._set.pop()
             del names[name]
+
+
+def product_of(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The product x Wᵀ of a linear layer, or of an embedding that is also an output layer, by `linear`; None for layers
+    that are too small, and for those whose forward pass is their own."""
+    output = isinstance(layer, nn.Embedding) and hasattr(layer, "logits")
+    if not output and not (isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
+        return None
+    weight: Any = layer.weight
+    return partial(_product, layer) if weight.numel() >= FEWEST_WEIGHTS else None
 
 
 def _product(layer: Any, x: Tensor) -> Tensor:

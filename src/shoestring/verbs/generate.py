@@ -14,6 +14,7 @@ from shoestring.core.world import own_device
 from shoestring.data.chat_template import template_source
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.tokenizer import Tokenizer
+from shoestring.decode.adapted import AdaptedRows
 from shoestring.decode.adapter import Adapter
 from shoestring.decode.compiled import choose_passes
 from shoestring.decode.drafters import open_drafter
@@ -111,6 +112,7 @@ def build_engine(
     context: int | None = None,
     room: int | None = None,
     skip: str = "",
+    adapters: bool = False,
 ) -> Engine:
     """Build the engine that generates with a model and with the drafter that the settings name.
 
@@ -120,6 +122,7 @@ def build_engine(
         room: number of tokens per text that the cache can hold, if smaller than `context`.
         skip: fraction of the bytes moved per token that skipping sublayers avoids, or the file of a skip plan; by
             default no sublayer is skipped.
+        adapters: whether texts may have low-rank adapters of their own.
 
     Raises:
         CheckpointError: the model that is to draft does not exist. ConfigError: the drafter has another vocabulary, or
@@ -127,9 +130,12 @@ def build_engine(
     """
     speculation, passes = decoding.speculation, decoding.passes
     drafter = open_drafter(speculation, model, tokenizer, slots=slots, room=room or context, passes=passes)
-    adapter = choose_passes(model, context, passes, skips=bool(skip) or speculation.draft == SKIP)
+    patched = bool(skip) or adapters or speculation.draft == SKIP
+    adapter = choose_passes(model, context, passes, patched=patched)
     if skip:
         adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
+    if adapters:
+        adapter = AdaptedRows(adapter)
     return Engine(adapter, slots=slots, room=room, drafter=drafter, speculation=speculation)
 
 

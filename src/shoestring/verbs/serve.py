@@ -42,7 +42,7 @@ def serve(
         ready: called with a line that names the server's address, as soon as requests are answered.
 
     Raises:
-        CheckpointError: there is no such model.
+        CheckpointError: there is no such model, or an adapter does not fit it.
         ConfigError: the model has no tokenizer, a number is out of range, the address is not available, or the packages
             of the server are not installed.
     """
@@ -54,6 +54,7 @@ def serve(
     listener = server.listen(serving)
     app = build_app(model, serving, sampling, decoding)
     line = f"{app.served.name} at {server.url_of(listener)}: {serving.slots} slots of {app.served.context} tokens"
+    line += f"; adapters: {', '.join(app.adapters.loaded)}" if app.adapters.loaded else ""
     line += f"; {defaults}" if (defaults := str(app.served.defaults)) else ""
     asyncio.run(server.serve(app, listener, ready=lambda: ready(line)))
 
@@ -62,6 +63,7 @@ def build_app(
     model: str, serving: Serving, sampling: SamplingOptions | None = None, decoding: Decoding | None = None
 ) -> App:
     """Build the application that serves a model; the arguments and errors are those of `serve`."""
+    from shoestring.decode.serve.adapters import AdapterCatalog
     from shoestring.decode.serve.app import App
     from shoestring.decode.serve.engine_thread import EngineThread
 
@@ -80,6 +82,7 @@ def build_app(
         slots=serving.slots,
         context=serving.context or None,
         room=None if serving.context else CONTEXT,
+        adapters=serving.adaptable,
     )
     served = describe(
         serving.name or Path(model.removeprefix("hf:")).resolve().name,
@@ -90,7 +93,12 @@ def build_app(
         engine.model.vocabulary,
         defaults,
     )
-    app = App(served, EngineThread(engine), serving)
+    adapters = AdapterCatalog(engine.model, served, serving, model)
+    for name, folder in serving.adapters.items():
+        if name == served.name:
+            raise ConfigError(f"--adapter {name}: this is the model's own name", hint="give it another name")
+        adapters.add(name, folder)
+    app = App(served, EngineThread(engine), serving, adapters)
     if served.chat:
         app.understanding.check()
     return app

@@ -23,6 +23,7 @@ from shoestring.decode.serve.forms import AnswerForm, CompletionForm, Json, join
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.writing import Writing
+from shoestring.models.adapters_by_row import LoadedAdapter
 
 log = logging.getLogger("shoestring.serve")
 
@@ -74,6 +75,7 @@ class Answer:
     Args:
         began: time at which the request arrived, by `time.monotonic`.
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
+        adapter: low-rank adapter that the texts are generated with; None for the model alone.
     """
 
     def __init__(
@@ -85,9 +87,10 @@ class Answer:
         metrics: Metrics,
         began: float,
         namespace: str = "",
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace))
+        self.requests = list(_requests(asked, served, namespace, adapter))
         stream = served.tokenizer.stream
         self.texts = [
             _Text(Writing(stream(request.tokens, asked.skip_special_tokens), asked.stops)) for request in self.requests
@@ -287,7 +290,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _requests(asked: Asked, served: Served, namespace: str) -> Iterator[Request]:
+def _requests(asked: Asked, served: Served, namespace: str, adapter: LoadedAdapter | None) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
     A text ends where the context is full; its `finish_reason` is then `length`.
@@ -303,6 +306,7 @@ def _requests(asked: Asked, served: Served, namespace: str) -> Iterator[Request]
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.echo and asked.logprobs is not None,
                 namespace=namespace,
+                adapter=adapter,
             )
 
 

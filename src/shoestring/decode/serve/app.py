@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoestring.decode.serve.adapters import AdapterCatalog
 from shoestring.decode.serve.answering import Answer, Stream, unless_gone
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import EngineThread
@@ -29,12 +30,14 @@ from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
-from shoestring.decode.serve.understanding import Kind, Understanding
+from shoestring.decode.serve.understanding import Kind, Understanding, parsed
 
 log = logging.getLogger("shoestring.serve")
 
 OPEN = ("/", "/page.js", "/page.css", "/health")
 """Paths that need no API key: the web page, which holds no secrets, and the health check for a supervisor."""
+ADMINISTRATION = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Paths that need the key of an administrator."""
 BODIES = 16
 """Limit on the request bodies in memory, as a number of bodies of the largest size; further ones are refused with
 status 429."""
@@ -55,10 +58,16 @@ class App:
     """The server's application, `asgi`, with the model, the engine's thread and the limits.
 
     The engine's thread starts and ends with the application's lifespan.
+
+    Args:
+        adapters: adapters that clients may choose; by default there are none.
     """
 
-    def __init__(self, served: Served, worker: EngineThread, settings: Serving) -> None:
+    def __init__(
+        self, served: Served, worker: EngineThread, settings: Serving, adapters: AdapterCatalog | None = None
+    ) -> None:
         self.served, self.worker, self.settings = served, worker, settings
+        self.adapters = adapters or AdapterCatalog(worker.engine.model, served, settings)
         self.understanding = Understanding(served, settings.preparation)
         self.metrics = Metrics()
         self.held = 0
@@ -72,6 +81,8 @@ class App:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
+            Route(ADMINISTRATION[0], self.load_adapter, methods=["POST"]),
+            Route(ADMINISTRATION[1], self.unload_adapter, methods=["POST"]),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
             *(Route(path, self.page) for path in PAGE),
@@ -120,9 +131,11 @@ class App:
         began = time.monotonic()
         self._admit(1)
         asked = await self._understand(request, kind, began)
+        adapter = self.adapters.find(asked.model)
+        form.head["model"] = asked.model or self.served.name
         self._admit(len(asked.prompts) * asked.count)
         namespace = "" if self.settings.share_prefixes else str(request.scope["key"])
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace)
+        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace, adapter)
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
@@ -198,18 +211,17 @@ class App:
     # -- about the server ----------------------------------------------------------------------------------------------
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": self._cards()})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.served.name:
-            raise RequestError(
-                404, f"there is no such model; this server has `{self.served.name}`", code="model_not_found"
-            )
-        return JSONResponse(self._card())
+        name = request.path_params["name"]
+        self.adapters.find(name)
+        return JSONResponse(next(card for card in self._cards() if card["id"] == name))
 
-    def _card(self) -> dict[str, Any]:
-        """The description of the model in the form of OpenAI's API, with further fields for the web page."""
-        return {
+    def _cards(self) -> list[dict[str, Any]]:
+        """The descriptions of the model and its adapters in the form of OpenAI's API, with further fields for the web
+        page."""
+        model = {
             "id": self.served.name,
             "object": "model",
             "created": self.served.created,
@@ -219,6 +231,26 @@ class App:
             "chat": self.served.chat,
             "drafts": self.worker.engine.speculator is not None,
         }
+        return [model, *(model | card for card in self.adapters.cards())]
+
+    async def load_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.load(await self._content(request)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return PlainTextResponse(await self.adapters.unload(await self._content(request)))
+
+    async def _content(self, request: Request) -> Any:
+        """Receive and parse the body of an administrator's request."""
+        # Starlette matches paths less strictly than `_Gate`: one with a line feed at its end leads here as well.
+        if not request.scope.get("administrator"):
+            raise RequestError(404, "there is nothing at this path")
+        self._check_open()
+        raw = bytearray()
+        try:
+            await self._receive(request, raw)
+            return parsed(raw)
+        finally:
+            self.held -= len(raw)
 
     async def health(self, _: Request) -> Response:
         if self.stopping or not self.worker.alive:
@@ -243,6 +275,7 @@ class App:
             "connections": ("Open connections.", self.connections),
             "asyncio_tasks": ("Tasks of the event loop.", len(asyncio.all_tasks())),
             "slots": ("Texts that can be generated at the same time.", len(engine.seated)),
+            "adapters": ("Adapters in memory.", len(self.adapters.loaded)),
             "slots_busy": ("Slots with a text.", sum(row is not None for row in engine.seated)),
             "queue_length": ("Texts that wait for a slot.", self.waiting),
             "acceptance_length": (
@@ -303,9 +336,21 @@ class _Gate:
             # DNS rebinding: if a web page's host name resolves to this machine, the browser treats this server as the
             # page's own origin.
             raise RequestError(403, "this server only answers requests to names of this machine, such as localhost")
-        if request.scope["path"] not in OPEN:
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            number = settings.find_key(key.strip() if scheme.lower() == "bearer" else "")
+        scheme, _, rest = request.headers.get("authorization", "").partition(" ")
+        key = rest.strip() if scheme.lower() == "bearer" else ""
+        if request.scope["path"] in ADMINISTRATION:
+            if not settings.administrators:
+                raise RequestError(403, "this server has no administrators; start it with --admin-key-file")
+            if not settings.is_administrator(key):
+                raise RequestError(
+                    401,
+                    "no valid administrator's key was sent as a bearer token",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            request.scope["administrator"] = True
+        elif request.scope["path"] not in OPEN:
+            number = settings.find_key(key)
             request.scope["key"] = number
             if number is None:
                 hint = {"WWW-Authenticate": "Bearer"}

@@ -74,6 +74,8 @@ class Asked:
     """Whether the last event of a stream before [DONE] holds the token counts."""
     drafts: bool = False
     """Whether a stream reports which drafted tokens were accepted and which were rejected."""
+    model: str | None = None
+    """Name of the model or adapter that the text is asked of; None asks the model."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     stop_token_ids: Sequence[int] = ()
@@ -163,14 +165,6 @@ def _too_long(served: Served, length: str, chat: bool = False) -> RequestError:
 
 def _common(fields: RequestFields, served: Served) -> None:
     """Check the fields that completions and chats share and that do not change the text."""
-    name = fields.text("model")
-    if name is not None and name != served.name:
-        raise RequestError(
-            404,
-            f"there is no model `{name[:100]}`; this server has `{served.name}`",
-            param="model",
-            code="model_not_found",
-        )
     for penalty in ("frequency_penalty", "presence_penalty"):
         fields.only(penalty, [0, 0.0], "use `repetition_penalty`")
     fields.only("logit_bias", [{}], "probabilities are the model's own")
@@ -204,6 +198,7 @@ def _shown(fields: RequestFields, served: Served) -> dict[str, Any]:
     if not all(0 <= token < served.vocabulary for token in ends):
         raise fields.wrong("stop_token_ids", f"has a token that is not from 0 to {served.vocabulary - 1}")
     return {
+        "model": fields.text("model"),
         "stops": fields.texts("stop", STOPS, STOP_LENGTH),
         "stop_token_ids": ends,
         "skip_special_tokens": fields.flag("skip_special_tokens", default=True),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Suppress
+from tyro.conf import Suppress, UseAppendAction
 
 from shoestring.core.errors import ConfigError
 from shoestring.storage import foreign
@@ -39,6 +41,20 @@ class Serving:
     api_keys: Annotated[tuple[str, ...], Suppress] = ()
     """Further API keys, in addition to the keys in the file. The command line has no flag for them, because `ps` shows
     flags to everybody."""
+    adapter: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """Low-rank adapter (LoRA) to serve beside the model, as NAME=FOLDER: a request whose field `model` is the name gets
+    its text from the model with this adapter. May be given several times; texts with different adapters share passes
+    of the model."""
+    adapters_folder: Path | None = None
+    """Folder below which administrators may load further adapters while the server runs; by default they may load
+    none. Needs --admin-key-file."""
+    max_adapters: int = 32
+    """Largest number of adapters in memory."""
+    admin_key_file: Path | None = None
+    """File with the keys of administrators, one per line, who may load and remove adapters; by default nobody may. An
+    administrator's key is no API key."""
+    admin_keys: Annotated[tuple[str, ...], Suppress] = ()
+    """Further keys of administrators, in addition to the keys in the file; without a flag, like `api_keys`."""
     share_prefixes: bool = False
     """Share cached prompts among API keys. Fewer tokens have to be read, but `cached_tokens` and the time of an answer
     tell a client whether its prompt begins like another client's."""
@@ -69,7 +85,7 @@ class Serving:
             raise ConfigError(f"port is {self.port}", hint="give a number from 0 to 65535")
         if self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}", hint="give 0 for what the context has room for")
-        for name in ("queue", "clients", "body", "timeout", "preparation", "patience", "grace"):
+        for name in ("queue", "clients", "max_adapters", "body", "timeout", "preparation", "patience", "grace"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="give a positive number")
         if not self.keys and not self.loopback:
@@ -77,6 +93,41 @@ class Serving:
                 f"other machines can connect to {self.host}, and no API key is set",
                 hint="give --api-key-file, or listen on 127.0.0.1",
             )
+        if len(self.adapters) > self.max_adapters:
+            raise ConfigError(f"{len(self.adapters)} adapters exceed max_adapters = {self.max_adapters}")
+        if self.adapters_folder is not None and not self.administrators:
+            raise ConfigError("nobody may load adapters from --adapters-folder", hint="give --admin-key-file")
+        if self.adapters_folder is not None and not self.adapters_folder.is_dir():
+            raise ConfigError(f"--adapters-folder: `{self.adapters_folder}` is no folder")
+        if set(self.administrators) & set(self.keys):
+            raise ConfigError(
+                "a key is both an API key and an administrator's", hint="give administrators a key of their own"
+            )
+
+    @cached_property
+    def adapters(self) -> Mapping[str, Path]:
+        """The folders of the adapters that are loaded at the start, by name.
+
+        Raises:
+            ConfigError: an entry of `adapter` is not of the form NAME=FOLDER, or a name occurs twice.
+        """
+        folders: dict[str, Path] = {}
+        for entry in self.adapter:
+            name, equals, folder = entry.partition("=")
+            if not (equals and folder and is_adapter_name(name)):
+                raise ConfigError(
+                    f"--adapter {entry}: expected NAME=FOLDER, with a name of letters, digits and ._:/@+-",
+                    hint="for example --adapter sql=runs/sql/model/adapter",
+                )
+            if name in folders or name == self.name:
+                raise ConfigError(f"--adapter {entry}: the name `{name}` is taken", hint="give each another name")
+            folders[name] = Path(folder)
+        return folders
+
+    @property
+    def adaptable(self) -> bool:
+        """Whether texts may have adapters."""
+        return bool(self.adapters) or self.adapters_folder is not None
 
     @property
     def loopback(self) -> bool:
@@ -89,15 +140,32 @@ class Serving:
         connect may use the server."""
         return (*self.api_keys, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
 
-    def find_key(self, key: str) -> int | None:
-        """The index of an API key in `keys`; None if the key is unknown, and 0 for any key if no keys are set.
+    @cached_property
+    def administrators(self) -> tuple[str, ...]:
+        """All keys of administrators, who may load and remove adapters; if there are none, nobody may."""
+        return (*self.admin_keys, *(read_keys(self.admin_key_file) if self.admin_key_file is not None else ()))
 
-        Checking a wrong key takes as long as checking a right one, so that the response time reveals nothing.
-        """
-        if not self.keys:
-            return 0
-        matches = [hmac.compare_digest(key.encode(errors="replace"), known.encode()) for known in self.keys]
-        return matches.index(True) if any(matches) else None
+    def find_key(self, key: str) -> int | None:
+        """The index of an API key in `keys`; None if the key is unknown, and 0 for any key if no keys are set."""
+        return _index(key, self.keys) if self.keys else 0
+
+    def is_administrator(self, key: str) -> bool:
+        """Whether this is the key of an administrator."""
+        return _index(key, self.administrators) is not None
+
+
+def _index(key: str, keys: Sequence[str]) -> int | None:
+    """The index of a key; None if it is unknown.
+
+    Checking a wrong key takes as long as checking a right one, so that the response time reveals nothing.
+    """
+    matches = [hmac.compare_digest(key.encode(errors="replace"), known.encode()) for known in keys]
+    return matches.index(True) if any(matches) else None
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether clients may choose an adapter by this name."""
+    return re.fullmatch(r"[A-Za-z0-9._:/@+-]{1,128}", name) is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -66,7 +66,7 @@ class Understanding:
         Raises:
             RequestError: the request is not valid.
         """
-        return _KINDS[kind](_parsed(raw), self.served)
+        return _KINDS[kind](parsed(raw), self.served)
 
     async def later(self, kind: Kind, raw: bytes) -> Asked:
         """Parse a request in a worker process.
@@ -93,7 +93,12 @@ class Understanding:
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _parsed(raw: bytes | bytearray) -> Any:
+def parsed(raw: bytes | bytearray) -> Any:
+    """Parse the body of a request as JSON.
+
+    Raises:
+        RequestError: it is not valid JSON.
+    """
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # a body that is not UTF-8 raises ValueError too
@@ -128,7 +133,7 @@ def build(setup: bytes) -> Callable[[bytes], bytes]:
         if kind == b"check":
             return json.dumps({"error": _template_error(served)}).encode()
         try:
-            asked = _KINDS[kind.decode()](_parsed(raw), served)
+            asked = _KINDS[kind.decode()](parsed(raw), served)
         except RequestError as refusal:
             names = ("status", "message", "param", "code", "headers")
             return _packed({name: getattr(refusal, name) for name in names})

@@ -1,0 +1,332 @@
+"""Several low-rank adapters over one model in one forward pass: each row of the batch has its own.
+
+A layer computes x Wᵀ for all rows at once, and adds (x Aᵀ) Bᵀ s with the factors of each row. Rows without an adapter
+are exactly those of the model alone. Sources: Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
+
+On a CPU, the low-rank products of few tokens are computed by a native kernel, which reads each adapter once. Otherwise,
+rows whose adapters have equal ranks share two batched products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring import figures, native
+from shoestring.core.errors import CheckpointError
+from shoestring.models import adapter_folder, skinny
+from shoestring.models.adapter_config import AdapterConfig
+from shoestring.models.adapters import LowRank, shape_of
+from shoestring.models.blocks import routers
+
+TILE = 64
+"""Number of outputs whose rows of B are stored together for the native kernel; as in lowrank_rows.c."""
+FEW_TOKENS = 64
+"""Maximum number of tokens in a pass for which the native kernel is used; torch's products are faster for more."""
+SMALLEST_LIMIT = 64 << 20
+"""Size in bytes that the file of an adapter may always have, however small the model is."""
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class AdaptableLayer:
+    """A linear layer that computes the rows of a batch independently, so that each may have its own adapter."""
+
+    layer: nn.Module
+    dtype: torch.dtype
+    """Data type of the layer's input and output."""
+    device: torch.device
+
+
+def adaptable_layers(
+    model: nn.Module, read: Callable[[Tensor], object], rows: int = 3, tokens: int = 2
+) -> dict[str, AdaptableLayer]:
+    """Find the linear layers of a model whose inputs keep the rows of a batch apart, by running one forward pass.
+
+    Layers that are not called, or that see tokens in another order (the experts of a mixture), are left out.
+
+    Args:
+        read: runs the model over tokens (B, T), in one forward pass.
+        rows: B of that pass; for a model that reads each row in a pass of its own, 1.
+        tokens: T of that pass.
+
+    Returns:
+        The layers by name.
+    """
+    mixed = bool(routers(model))  # an expert's tokens are in another order, even if it gets all of them
+    layers, spoilt, hooks = dict[str, AdaptableLayer](), set[str](), []
+
+    def watch(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        match inputs, output:
+            case (Tensor() as x, *_), Tensor() if x.dtype == output.dtype and x.shape[:-1] == output.shape[:-1]:
+                by_row = x.shape[:-1] == (rows, tokens) or (x.shape[:-1] == (rows * tokens,) and not mixed)
+                layers[name] = AdaptableLayer(layer, x.dtype, x.device)
+            case _:
+                by_row = False
+        if not by_row:
+            spoilt.add(name)
+
+    for name in adapter_folder.parts_of(model):
+        layer = model.get_submodule(name)
+        hooks.append(layer.register_forward_hook(partial(watch, name)))
+    try:
+        read(torch.arange(rows * tokens).view(rows, tokens) % 2)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: layer for name, layer in layers.items() if name not in spoilt}
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The factors of one layer: `a` (r, K), and `b` (N, r) with the adapter's scale multiplied into it."""
+
+    a: Tensor
+    b: Tensor
+
+    @cached_property
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        """`b` in the order in which the native kernel reads it, and the table of its tiles.
+
+        A tile is TILE rows of `b`, of which only the columns from the first to the last nonzero one are stored. The
+        table (tiles, 3) has for each tile the index of its first number, its first column, and the column after its
+        last.
+        """
+        rows, rank = self.b.shape
+        padded = F.pad(self.b, (0, 0, 0, -rows % TILE)).view(-1, TILE, rank)
+        parts, table, start = [], [], 0
+        for tile, used in zip(padded, (padded != 0).any(1).tolist(), strict=True):
+            columns = [column for column, nonzero in enumerate(used) if nonzero] or [0]
+            first, end = columns[0], columns[-1] + 1 if any(used) else columns[0]
+            parts.append(tile[:, first:end].T.flatten())
+            table.append((start, first, end))
+            start += parts[-1].numel()
+        return torch.cat(parts), torch.tensor(table, dtype=torch.int64)
+
+    def padded(self, rank: int) -> tuple[Tensor, Tensor]:
+        """`a` and `b` with zeros up to a larger rank."""
+        more = rank - len(self.a)
+        return F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """An adapter in memory, in the data types and on the devices of a model's layers."""
+
+    factors: Mapping[str, Factors]
+    """Factors by layer name."""
+    number: int
+    """Number that no other adapter of this process has, not even the same one loaded again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.factors.values())
+
+
+def place(adapters: Mapping[str, LowRank], layers: Mapping[str, AdaptableLayer], source: str) -> LoadedAdapter:
+    """Convert the adapters of layers to the layers' data types and devices.
+
+    Args:
+        source: what the adapters are called in messages.
+
+    Raises:
+        CheckpointError: an adapter is a DoRA, is not finite, or belongs to a layer that cannot be adapted by row.
+    """
+    factors = {}
+    for name, adapter in adapters.items():
+        if adapter.magnitude is not None:
+            raise CheckpointError(
+                f"{source} is a DoRA (use_dora), which scales whole rows of a weight and cannot share a batch",
+                hint="merge it into its base model, and serve that",
+            )
+        if (site := layers.get(name)) is None:
+            raise CheckpointError(
+                f"{source} adapts `{name}`, whose input does not keep the texts of a batch apart",
+                hint="merge it into its base model, and serve that",
+            )
+        if not all(bool(tensor.isfinite().all()) for tensor in adapter.tensors):
+            raise CheckpointError(f"{source} has factors of `{name}` that are not finite", hint="it is damaged")
+        a, b = adapter.a, adapter.b.double() * adapter.scale
+        factors[name] = Factors(a.to(site.device, site.dtype).contiguous(), b.to(site.device, site.dtype).contiguous())
+        if _is_native(factors[name].a):
+            _ = factors[name].tiles  # computed now, and not while texts wait
+    return LoadedAdapter(factors, next(_numbers))
+
+
+def load_adapter(folder: Path, model: nn.Module, layers: Mapping[str, AdaptableLayer]) -> LoadedAdapter:
+    """Load the adapter in a folder for a model whose weights stay as they are.
+
+    Raises:
+        CheckpointError: the folder holds no adapter, or one that is of an unsupported kind, belongs to another model,
+            or is larger than the model.
+    """
+    config = AdapterConfig.read(folder / adapter_folder.CONFIG)
+    if config.modules_to_save:
+        names = ", ".join(sorted(config.modules_to_save)[:5])
+        raise CheckpointError(
+            f"the adapter in `{folder}` has modules that were trained in full (modules_to_save: {names}), which "
+            "cannot share a batch with other texts",
+            hint="merge it into its base model, and serve that",
+        )
+    _check_size(folder / adapter_folder.WEIGHTS, model)
+    return place(adapter_folder.read(folder, model).layers, layers, f"the adapter in `{folder}`")
+
+
+def _check_size(file: Path, model: nn.Module) -> None:
+    """Refuse a file that is larger than the model in float32, before any of it is read."""
+    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    limit = max(4 * numbers, SMALLEST_LIMIT)
+    if file.is_file() and (size := file.stat().st_size) > limit:
+        raise CheckpointError(
+            f"`{file}` has {figures.size(size)}, more than the {figures.size(limit)} of the model",
+            hint="the adapter belongs to another model",
+        )
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+class AdaptedPass:
+    """Context in which a model's layers compute each row of a batch with its own adapter.
+
+    It may be entered many times, but only by one thread at a time.
+
+    Args:
+        layers: the layers that may be adapted, by name.
+        adapters: the adapter of each row of the batch; None for rows of the model alone.
+    """
+
+    def __init__(self, layers: Mapping[str, AdaptableLayer], adapters: Sequence[LoadedAdapter | None]) -> None:
+        rows: dict[LoadedAdapter, list[int]] = {}
+        for row, adapter in enumerate(adapters):
+            if adapter is not None:
+                rows.setdefault(adapter, []).append(row)
+        names = dict.fromkeys(name for adapter in rows for name in adapter.factors)
+        self._products = [
+            _RowProduct(
+                layers[name].layer,
+                [(adapter.factors[name], own) for adapter, own in rows.items() if name in adapter.factors],
+                len(adapters),
+            )
+            for name in names
+        ]
+        self._before: list[tuple[dict[str, Any], Any]] = []
+
+    def __enter__(self) -> None:
+        for product in self._products:
+            names = vars(product.layer)
+            before = names.get("forward")
+            product.base = before or skinny.product_of(product.layer) or product.layer.forward
+            names["forward"] = product
+            self._before.append((names, before))
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            names, before = self._before.pop()
+            if before is None:
+                del names["forward"]
+            else:
+                names["forward"] = before
+
+
+class _RowProduct:
+    """The forward pass of a layer with adapters of some rows.
+
+    Args:
+        groups: factors, and the rows that have them.
+        batch: number of rows of the batch.
+    """
+
+    def __init__(self, layer: nn.Module, groups: Sequence[tuple[Factors, Sequence[int]]], batch: int) -> None:
+        self.layer, self.groups, self.batch = layer, groups, batch
+        self.outputs, self.inputs = shape_of(layer)
+        self.base: Callable[[Tensor], Tensor] = layer.forward
+        self.native = _is_native(groups[0][0].a)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x).contiguous()
+        if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
+            raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
+        by_row, out = x.reshape(self.batch, -1, self.inputs), y.view(self.batch, -1, self.outputs)
+        if self.native and by_row.shape[0] * by_row.shape[1] <= FEW_TOKENS:
+            self._add_natively(by_row.contiguous(), out)
+        else:
+            for rows, a, b in self._by_rank:
+                low = (by_row[rows] @ a.mT) @ b.mT
+                out[rows] += low
+        return y
+
+    @cached_property
+    def _by_rank(self) -> list[tuple[Any, Tensor, Tensor]]:
+        """The groups of rows whose ranks are alike, after rounding up to a power of two: rows, and stacked factors."""
+        device = self.groups[0][0].a.device
+        if len(self.groups) == 1:
+            factors, rows = self.groups[0]
+            every = len(rows) == self.batch
+            return [(slice(None) if every else torch.tensor(rows, device=device), factors.a, factors.b)]
+        alike: dict[int, list[tuple[int, Factors]]] = {}
+        for factors, rows in self.groups:
+            rank = 1 << (len(factors.a) - 1).bit_length()
+            alike.setdefault(rank, []).extend((row, factors) for row in rows)
+        stacked = []
+        for rank, members in alike.items():
+            a, b = zip(*(factors.padded(rank) for _, factors in members), strict=True)
+            rows = torch.tensor([row for row, _ in members], device=device)
+            stacked.append((rows, torch.stack(a), torch.stack(b)))
+        return stacked
+
+    @cached_property
+    def _table(self) -> tuple[Tensor, Tensor, int]:
+        """For the native kernel: the table of groups, the rows of all groups, and the floats of workspace a token."""
+        table, rows, room = [], list[int](), 0
+        for factors, own in self.groups:
+            tiles, spans = factors.tiles
+            pointers = (factors.a.data_ptr(), tiles.data_ptr(), spans.data_ptr())
+            table.append((*pointers, len(factors.a), len(rows), len(own)))
+            rows += own
+            room += len(factors.a) * len(own)
+        return torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64), room
+
+    def _add_natively(self, x: Tensor, y: Tensor) -> None:
+        table, rows, room = self._table
+        workspace = torch.empty(room * x.shape[1], dtype=torch.float32)
+        _kernel()(
+            int(x.dtype is torch.bfloat16),
+            len(table),
+            table.data_ptr(),
+            rows.data_ptr(),
+            x.shape[1],
+            self.inputs,
+            self.outputs,
+            x.data_ptr(),
+            y.data_ptr(),
+            workspace.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def _is_native(factor: Tensor) -> bool:
+    """Whether the native kernel computes products with factors of this kind."""
+    plain = factor.device.type == "cpu" and factor.dtype in (torch.float32, torch.bfloat16)
+    return plain and type(factor) is Tensor and _kernel() is not None
+
+
+@cache
+def _kernel() -> Any:
+    """The C function for low-rank products by row, or None if it cannot be compiled."""
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    types = [ctypes.c_int, size, pointer, pointer, size, size, size, pointer, pointer, pointer, ctypes.c_int]
+    return native.function("lowrank_rows", types, "adapters take torch's products, which are slower than native ones")
