@@ -85,7 +85,7 @@ class Adapter(ABC):
         length = tokens.shape[1]
         place = cache.place(length, self.device, rows=rows, counts=counts)
         # The rows' last tokens lie among these final positions.
-        last = None if wanted == "all" else length + 1 - min((count for count in counts or [length] if count))
+        last = None if wanted == "all" else length + 1 - min(count for count in counts or [length] if count)
         with self.products:
             logits = self.logits(tokens.to(self.device), cache, place, last)
         cache.lengthen(length, place, counts)

@@ -89,6 +89,7 @@ def build_engine(
     context: int | None = None,
     room: int | None = None,
     skip: str = "",
+    pass_seconds: float | None = None,
 ) -> Engine:
     """Build the engine that generates with a model and with the drafter that the settings name.
 
@@ -98,6 +99,7 @@ def build_engine(
         room: number of tokens per text that the cache can hold, if smaller than `context`.
         skip: fraction of the bytes moved per token that skipping sublayers avoids, or the file of a skip plan; by
             default no sublayer is skipped.
+        pass_seconds: time that a pass over prompts should take at most; by default there is no limit.
 
     Raises:
         CheckpointError: the model that is to draft does not exist. ConfigError: the drafter has another vocabulary, or
@@ -108,7 +110,9 @@ def build_engine(
     adapter = choose_passes(model, context, passes, skips=bool(skip) or speculation.draft == SKIP)
     if skip:
         adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
-    return Engine(adapter, slots=slots, room=room, drafter=drafter, speculation=speculation)
+    return Engine(
+        adapter, slots=slots, room=room, pass_seconds=pass_seconds, drafter=drafter, speculation=speculation
+    )
 
 
 def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:

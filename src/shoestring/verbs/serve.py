@@ -80,6 +80,7 @@ def build_app(
         slots=serving.slots,
         context=serving.context or None,
         room=None if serving.context else CONTEXT,
+        pass_seconds=serving.pass_seconds,
     )
     served = describe(
         serving.name or Path(model.removeprefix("hf:")).resolve().name,

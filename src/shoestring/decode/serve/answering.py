@@ -18,7 +18,7 @@ from shoestring.core.errors import NonFiniteError
 from shoestring.decode.request import Request, TokenLogprob
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import Batch, EngineThread, News
-from shoestring.decode.serve.errors import RequestError, overdue, stopping
+from shoestring.decode.serve.errors import RequestError, overdue, stopping, unread
 from shoestring.decode.serve.forms import AnswerForm, CompletionForm, Json, joined, name, usage
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
@@ -74,6 +74,7 @@ class Answer:
     Args:
         began: time at which the request arrived, by `time.monotonic`.
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
+        client: who asks; slots are shared fairly among clients.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Answer:
         metrics: Metrics,
         began: float,
         namespace: str = "",
+        client: str = "",
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace))
+        self.requests = list(_requests(asked, served, namespace, client))
         stream = served.tokenizer.stream
         self.texts = [
             _Text(Writing(stream(request.tokens, asked.skip_special_tokens), asked.stops)) for request in self.requests
@@ -111,7 +113,10 @@ class Answer:
         """
         assert self.batch is not None
         while not all(text.done for text in self.texts):
-            news = await self.batch.news.get()
+            news = await self.batch.take()
+            if self.batch.overrun:
+                self.metrics.endings.add(reason="unread")
+                raise unread()
             if not self.texts[news.index].done:
                 try:
                     piece = self._take(news)
@@ -287,7 +292,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _requests(asked: Asked, served: Served, namespace: str) -> Iterator[Request]:
+def _requests(asked: Asked, served: Served, namespace: str, client: str) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
     A text ends where the context is full; its `finish_reason` is then `length`.
@@ -303,6 +308,7 @@ def _requests(asked: Asked, served: Served, namespace: str) -> Iterator[Request]
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.echo and asked.logprobs is not None,
                 namespace=namespace,
+                client=client,
             )
 
 
