@@ -49,7 +49,8 @@ def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> dict[int, 
     if skipped >= TURNS or first.alone:
         return {first.slot: min(first.tokens, budget)}
     left = {row.slot: row.tokens for row in unread if not row.alone}
-    below, above = (sorted(slot for slot in left if slot < first.slot), sorted(slot for slot in left if slot > first.slot))
+    below = [slot for slot in sorted(left) if slot < first.slot]
+    above = [slot for slot in sorted(left) if slot > first.slot]
     best, low, high = {first.slot: min(first.tokens, budget)}, first.slot, first.slot
     while below or above:
         # The pass grows to the nearer of the two neighbours.

@@ -110,9 +110,7 @@ def build_engine(
     adapter = choose_passes(model, context, passes, skips=bool(skip) or speculation.draft == SKIP)
     if skip:
         adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
-    return Engine(
-        adapter, slots=slots, room=room, pass_seconds=pass_seconds, drafter=drafter, speculation=speculation
-    )
+    return Engine(adapter, slots=slots, room=room, pass_seconds=pass_seconds, drafter=drafter, speculation=speculation)
 
 
 def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:

@@ -191,12 +191,11 @@ class Answer:
 
     def usage(self) -> Json:
         """Token counts of the answer; a prompt counts once, however many texts continue it."""
-        count = self.asked.count
-        groups = [self.texts[at : at + count] for at in range(0, len(self.texts), count)]  # the texts of each prompt
         return usage(
             sum(len(prompt.tokens) for prompt in self.asked.prompts),
             sum(text.counted for text in self.texts),
-            sum(max((text.reused for text in group), default=0) for group in groups),
+            # The first text of a prompt reads what was not cached before the request.
+            sum(text.reused for text in self.texts[:: self.asked.count]),
         )
 
     async def whole(self) -> Json:

@@ -335,9 +335,7 @@ class _Gate:
         log.info("%s %s %s %d %.3f s%s", client[0], scope["method"], path[:80], status, seconds, tokens)
 
 
-_LIMITS = [
-    f"x-ratelimit-{name}-{unit}" for unit in ("requests", "tokens") for name in ("limit", "remaining", "reset")
-]
+_LIMITS = [f"x-ratelimit-{name}-{unit}" for unit in ("requests", "tokens") for name in ("limit", "remaining", "reset")]
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
