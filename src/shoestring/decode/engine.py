@@ -3,54 +3,25 @@ cache (continuous batching; Yu et al., 2022)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from traceback import clear_frames
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, NonFiniteError
-from shoestring.decode.adapter import Adapter, Wanted, adapt
+from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.drafters.base import Drafter, DraftTokens
+from shoestring.decode.passes import Counts, Finish, Pass, RowPasses
 from shoestring.decode.request import Ending, Request, Row, TokenLogprob, logprobs
 from shoestring.decode.schedule import LONG, TokenBudget, Unread, plan_pass
 from shoestring.decode.settings import Sampling, Speculation
-from shoestring.decode.speculation import NOTHING, Chosen, DraftCounts, Speculator, choose
+from shoestring.decode.speculation import NOTHING, Chosen, Speculator, choose
 from shoestring.decode.stopwatch import seconds
 from shoestring.decode.waiting import WRITTEN, Waiting
 from shoestring.decode.window import common, window_start
 
-log = logging.getLogger("shoestring")
-
-Finish = Callable[[], None]
-"""Applies the results of a pass to its rows."""
-Pass = Callable[[list[Row]], Finish]
-"""Computes a pass over some rows, and changes nothing but the cache."""
 WORTH_COPYING = 16
 """Keys and values are copied from another row only if its text shares at least this many more leading tokens with the
 prompt than the text in the free slot does."""
-
-
-@dataclass
-class Counts:
-    """Counters of the work that an engine has done."""
-
-    passes: int = 0
-    """Number of decoding passes, each over all active rows."""
-    chunks: int = 0
-    """Number of passes that read prompts, each over chunks of one or several prompts."""
-    generated: int = 0
-    """Tokens generated."""
-    read: int = 0
-    """Number of prompt tokens that the model has read."""
-    reused: int = 0
-    """Number of prompt tokens that were taken from the cache instead of being read."""
-    failed: int = 0
-    """Number of passes that raised an error; a failed pass that is repeated text by text counts once."""
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    """Counters of speculation."""
 
 
 class Engine:
@@ -99,6 +70,7 @@ class Engine:
         if drafter is not None:
             drafter.attach(self.model, self.cache)
         self.counts = Counts()
+        self.passes = RowPasses(self.model, self.cache, drafter, self.counts)
         self.seated: list[Row | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: tokens of an ended text, still cached
         self.namespaces = [""] * slots  # by slot: namespace of the text in the cache
@@ -163,34 +135,9 @@ class Engine:
         return len(row.history) - row.begin - self.cache.lengths[row.slot]
 
     def _run(self, rows: list[Row], compute: Pass) -> None:
-        """Run a pass over some rows; if it raises an error, repeat it for each row alone."""
-        error = self._try(rows, compute)
-        if error is None:
-            return
-        self.counts.failed += 1
-        errors = [error]
-        if len(rows) > 1:
-            log.warning("a pass over %d texts is repeated text by text, because it raised %r", len(rows), error)
-            errors = [self._try([row], compute) for row in rows]
-        for row, error in zip(rows, errors, strict=True):
-            if error is not None:
-                self._fail(row, error)
-
-    def _try(self, rows: list[Row], compute: Pass) -> Exception | None:
-        """Run a pass over some rows; returns None, or the error that the pass raised, in which case no row has
-        changed."""
-        lengths = list(self.cache.lengths)
-        restore = None if self.speculator is None else self.speculator.drafter.snapshot()
-        try:
-            finish = compute(rows)
-        except Exception as error:
-            self.cache.lengths[:] = lengths
-            if restore is not None:
-                restore()
-            clear_frames(error.__traceback__)  # frees the tensors of the pass, because memory may have run out
-            return error
-        finish()
-        return None
+        """Run a pass over some rows; those whose own pass raises an error fail."""
+        for row, error in self.passes.run(rows, compute):
+            self._fail(row, error)
 
     def _read(self, unread: list[Row]) -> list[Row]:
         """Read chunks of prompts in one pass; after the last chunk of a prompt, the text gets its first token.
@@ -206,17 +153,21 @@ class Engine:
         counts = plan_pass(sizes, self.budget.tokens, self._skipped)
         self._skipped = 0 if unread[0].slot in counts else self._skipped + 1
         rows = [row for row in self._active() if row.slot in counts]
-        began = seconds()
+        lengths, began = [len(row.history) for row in rows], seconds()
         self._run(rows, lambda rows: self._read_chunks(rows, [counts[row.slot] for row in rows]))
         self.budget.learn((rows[-1].slot + 1 - rows[0].slot) * max(counts.values()), seconds() - began)
-        return [row for row in rows if row.fresh or row.ending is not None]
+        return [
+            row
+            for row, length in zip(rows, lengths, strict=True)
+            if len(row.history) > length or row.ending is not None
+        ]
 
     def _read_chunks(self, rows: list[Row], counts: list[int]) -> Finish:
         """Compute a pass over the next tokens of prompts, as many as `counts` says for each row."""
         starts = [row.begin + self.cache.lengths[row.slot] for row in rows]
         chunks = [row.history[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
         scored = rows[0].request.prompt_logprobs  # such a row is alone in its pass
-        logits = self._forward(rows, chunks, "all" if scored else "last")
+        logits = self.passes.forward(rows, chunks, "all" if scored else "last")
         entries: list[TokenLogprob] = []
         if scored:
             following = rows[0].history[starts[0] + 1 : starts[0] + 1 + counts[0]]
@@ -245,7 +196,7 @@ class Engine:
         if self.speculator is not None:
             drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
         tokens = [[row.history[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        chosen = choose(rows, drafts, self._forward(rows, tokens, "all"), self.speculation.verification)
+        chosen = choose(rows, drafts, self.passes.forward(rows, tokens, "all"), self.speculation.verification)
 
         def finish() -> None:
             self.counts.passes += 1
@@ -255,29 +206,6 @@ class Engine:
                 self.speculator.learn(drafts, chosen.verified)
 
         return finish
-
-    def _forward(self, rows: list[Row], texts: list[list[int]], wanted: Wanted) -> list[Tensor]:
-        """Run the model over the next tokens of each row, padded to equal length, and return each row's logits (T, V)
-        after its tokens, or (1, V) after the last one."""
-        first, end = rows[0].slot, rows[-1].slot + 1
-        counts, longest = [0] * (end - first), max(map(len, texts))
-        tokens = [[0] * longest] * (end - first)
-        for row, text in zip(rows, texts, strict=True):
-            counts[row.slot - first] = len(text)
-            tokens[row.slot - first] = [*self._known(text), *[0] * (longest - len(text))]
-        read = self.model.read
-        logits = read(torch.tensor(tokens), self.cache, rows=slice(first, end), counts=counts, wanted=wanted)
-        return [logits[row.slot - first, : len(text)] for row, text in zip(rows, texts, strict=True)]
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Return the tokens, after a check against the vocabulary; on a GPU, an index out of range would end the
-        process."""
-        if self.model.vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < self.model.vocabulary:
-            raise ConfigError(
-                f"the text holds token {max(tokens, key=abs)}, but the model has {self.model.vocabulary} tokens",
-                hint="use the tokenizer that the model was trained with",
-            )
-        return tokens
 
     def _room(self, row: Row) -> int:
         """Largest number of tokens worth drafting for a row; each pass adds one token more than the number of drafted
