@@ -76,7 +76,7 @@ class Engine:
         self.namespaces = [""] * slots  # by slot: namespace of the text in the cache
         self.waiting = Waiting()
         self._turn = 0  # number of rows that have been given a slot
-        self._skipped = 0  # number of prompt passes in a row that left out the oldest row with an unread prompt
+        self._skipped = 0  # see `Plan.skipped`
         self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
         self.model.model.eval()
@@ -150,8 +150,7 @@ class Engine:
         """
         apart = not (self.model.pieces and self.model.shares)
         sizes = [Unread(row.slot, self._unread(row), apart or row.request.prompt_logprobs) for row in unread]
-        counts = plan_pass(sizes, self.budget.tokens, self._skipped)
-        self._skipped = 0 if unread[0].slot in counts else self._skipped + 1
+        counts, self._skipped = plan_pass(sizes, self.budget.tokens, self._skipped)
         rows = [row for row in self._active() if row.slot in counts]
         lengths, began = [len(row.history) for row in rows], seconds()
         self._run(rows, lambda rows: self._read_chunks(rows, [counts[row.slot] for row in rows]))

@@ -9,7 +9,8 @@ from typing import NamedTuple
 SMALLEST = 16
 """Smallest limit on the tokens of a pass; fewer would not take less time, because a pass is bandwidth-bound then."""
 TURNS = 3
-"""Largest number of prompt passes in a row that leave out the row that has been reading for longest."""
+"""Largest number of prompt passes in a row that read less than they could of the row that has been reading for
+longest."""
 LONG = 8
 """A prompt is long if it needs more passes than this; at most half of the slots read long prompts at the same time."""
 
@@ -25,28 +26,44 @@ class Unread(NamedTuple):
     """Whether no other row may be read in the same pass."""
 
 
-def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> dict[int, int]:
+class Plan(NamedTuple):
+    """A pass over prompts."""
+
+    counts: dict[int, int]
+    """Number of tokens that each slot reads."""
+    skipped: int
+    """Number of passes in a row, this one included, that have not read as much as they could of the oldest row."""
+
+
+def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> Plan:
     """Decide which rows are read in the next pass.
 
     A pass over neighbouring slots costs as much as the slots between the first and the last one, times the largest
     number of tokens of a row, because shorter rows are padded. This product is at most `budget`.
 
     The row with the fewest tokens left goes first, and takes neighbours along if that ends more prompts in this pass,
-    or reads more tokens. After `TURNS` passes without the oldest row, that row alone gets a pass. So each row ends
-    after a bounded number of passes, whatever comes after it: the oldest of N tokens after at most
-    (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
+    or reads more tokens. After `TURNS` passes that have read less of the oldest row than they could, that row alone
+    gets a pass. So each row ends after a bounded number of passes, whatever comes after it: the oldest of N tokens
+    after at most (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
 
     Args:
         unread: the rows with unread tokens, the oldest first.
         budget: largest number of tokens in the pass, padding included.
-        skipped: number of passes in a row that left out the oldest row.
-
-    Returns:
-        The number of tokens that each slot reads.
+        skipped: `Plan.skipped` of the pass before.
     """
-    oldest = unread[0]
-    first = oldest if skipped >= TURNS else min(unread, key=lambda row: row.tokens)  # the oldest of equally short ones
-    if skipped >= TURNS or first.alone:
+    counts = _counts(unread, budget, alone=skipped >= TURNS)
+    whole = counts.get(unread[0].slot) == min(unread[0].tokens, budget)
+    return Plan(counts, 0 if whole else skipped + 1)
+
+
+def _counts(unread: Sequence[Unread], budget: int, *, alone: bool) -> dict[int, int]:
+    """Number of tokens that each slot reads in the next pass.
+
+    Args:
+        alone: whether the oldest row is read alone.
+    """
+    first = unread[0] if alone else min(unread, key=lambda row: row.tokens)  # the oldest of equally short ones
+    if alone or first.alone:
         return {first.slot: min(first.tokens, budget)}
     left = {row.slot: row.tokens for row in unread if not row.alone}
     below = [slot for slot in sorted(left) if slot < first.slot]

@@ -28,7 +28,7 @@ class Waiting:
         self.served: dict[str, float] = {}
         """Virtual token counter of each client that waits or has been served more than those that wait."""
         self._rows: dict[str, list[tuple[float, int, Row]]] = {}
-        self._level = 0.0  # counter of the client whose row was taken last, among those that were waiting
+        self._level = 0.0  # least counter of the clients that waited when the last row was taken
         self._number = 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -49,6 +49,7 @@ class Waiting:
 
     def take(self, suits: Callable[[Row], bool] = lambda _: True) -> Row | None:
         """Remove and return the next row that suits; None if there is none."""
+        self._level = min((self.served[client] for client in self._rows), default=self._level)
         for client in sorted(self._rows, key=self.served.__getitem__):
             rows, passed = self._rows[client], []
             while rows:
@@ -61,7 +62,6 @@ class Waiting:
             for other in passed:
                 heappush(rows, other)
             if entry is not None:
-                self._level = max(self._level, self.served[client])
                 self._forget(client)
                 return entry[2]
         return None
