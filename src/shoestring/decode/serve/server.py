@@ -61,14 +61,26 @@ class _Connection(H11Protocol):
         self._end_stall()
 
     def pause_writing(self) -> None:
-        """The client does not read what is sent: more than the high-water mark of the transport's buffer waits."""
+        """More waits to be sent than the transport's buffer should hold, so the client may have stopped reading."""
         super().pause_writing()
-        if self._stalled is None:
-            self._stalled = self.loop.call_later(self.patience, self.transport.abort)
+        self._watch_stall()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._end_stall()
+
+    def _watch_stall(self) -> None:
+        """End the connection unless the client reads something in the next `patience` seconds."""
+        unsent = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < unsent:
+                self._watch_stall()
+            else:
+                self.transport.abort()
+
+        self._end_stall()
+        self._stalled = self.loop.call_later(self.patience, check)
 
     def _end_stall(self) -> None:
         if self._stalled is not None:
