@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.harness import Bar, main
 from benchmarks.rows import RESULTS
-from benchmarks.serving import adapters
+from benchmarks.serving import adapters, crowd
 
-PARTS: Mapping[str, Callable[[], Iterable[Bar]]] = {"adapters": adapters.rows}
+PARTS: Mapping[str, Callable[[], Iterable[Bar]]] = {"adapters": adapters.rows, "crowd": crowd.rows}
 """The bars of each part; their ids begin with `serving.` and the part's name."""
 
 

@@ -196,6 +196,76 @@ def test_decoding_is_not_starved_by_a_long_prompt(long):
     assert len(short) >= 10
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 16, 64, 512])
+def test_prompts_that_share_passes_give_each_text_as_alone(long, chunk):
+    asked = list(requests(16, seed=2))
+    engine = Engine(long, slots=6, chunk=chunk)
+    rows = [engine.submit(request) for request in asked]
+    assert run(engine, rows) == [alone(long, request) for request in asked]
+    if chunk == 512:
+        assert engine.counts.chunks < 16  # without sharing, each prompt of more than one token takes a pass
+    again = Engine(long, slots=6, chunk=chunk, pass_seconds=1e-9)
+    assert run(again, [again.submit(request) for request in asked]) == [row.text for row in rows]
+
+
+def test_a_context_that_is_read_again_in_several_passes_reports_each_token_once(model):
+    engine = Engine(model, slots=3, chunk=5)
+    rows = [
+        engine.submit(Request(tokens=[seed, 2, 3], max_new=40, sampling=Sampling(seed=seed), rolling=True))
+        for seed in range(3)
+    ]
+    reported = {row: [] for row in rows}
+    while engine.busy:
+        for row in engine.step():
+            reported[row] += row.fresh
+    for seed, row in enumerate(rows):
+        assert reported[row] == row.text
+        assert row.text == list(generate(model, [seed, 2, 3], max_new=40, sampling=Sampling(seed=seed)))
+
+
+def test_long_prompts_leave_slots_and_passes_to_short_ones(long):
+    """Four long prompts and four slots: a short text that comes then is complete before any of the long ones is."""
+    engine = Engine(long, slots=4, chunk=4)
+    longs = [engine.submit(Request(tokens=[seed] * 150, max_new=1, sampling=GREEDY)) for seed in range(4)]
+    for _ in range(5):
+        engine.step()
+    short = engine.submit(Request(tokens=[1, 2, 3], max_new=3, sampling=GREEDY))
+    for _ in range(8):
+        engine.step()
+    assert short.ending == "length"
+    run(engine, longs)
+    assert {row.ending for row in longs} == {"length"}
+
+
+def test_clients_get_slots_in_turn(long):
+    engine, order = Engine(long, slots=1), []
+    rows = [
+        engine.submit(Request(tokens=[1, 2], max_new=2, client=client, sampling=GREEDY))
+        for client in ("flood",) * 6 + ("quiet",) * 2
+    ]
+    while engine.busy:
+        order += [row.request.client for row in engine.step() if row.ending is not None]
+    assert order[:4].count("quiet") == 2
+    assert all(row.ending == "length" for row in rows)
+
+
+def test_a_prompt_pass_that_fails_is_repeated_text_by_text(long):
+    class Faulty(OwnModel):
+        def logits(self, tokens, cache, place, last):
+            if (tokens == 49).any():
+                raise RuntimeError("planted")
+            return super().logits(tokens, cache, place, last)
+
+    asked = [[1, 2, 3], [4, 49, 5], [6, 7, 8, 9]]
+    engine = Engine(Faulty(long, 200), slots=3)
+    rows = [engine.submit(Request(tokens=prompt, max_new=5, sampling=GREEDY)) for prompt in asked]
+    assert {*engine.step()} == {*rows}
+    assert engine.counts.chunks == 2
+    run(engine, rows)
+    assert [row.ending for row in rows] == ["length", "failed", "length"]
+    assert [rows[0].text, rows[2].text] == [by_hand(long, asked[0], 5), by_hand(long, asked[2], 5)]
+
+
 def test_a_prompt_that_was_read_before_is_not_read_again(long):
     shared = torch.randint(50, (40,), generator=torch.Generator().manual_seed(5)).tolist()
     engine = Engine(long, slots=3)

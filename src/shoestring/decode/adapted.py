@@ -41,7 +41,7 @@ class AdaptedRows(Adapter):
                 hint="give --passes plain",
             )
         super().__init__(inner.model, inner.context)
-        self.inner, self.skips, self.pieces = inner, inner.skips, inner.pieces
+        self.inner, self.skips, self.pieces, self.shares = inner, inner.skips, inner.pieces, inner.shares
         self.apart = isinstance(inner, OwnCached) or (isinstance(inner, Whole) and inner.apart)
         """Whether each row is read in a pass of its own."""
         self.layers = self._find_layers()

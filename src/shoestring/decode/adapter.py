@@ -39,6 +39,8 @@ class Adapter(ABC):
     pieces = True
     """Whether a text may be read in several passes of any length. If not, a prompt is read in one pass, and no prefix
     that was cached for another text is reused."""
+    shares = True
+    """Whether a pass over several texts takes less time than a pass over each of them."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
@@ -82,7 +84,7 @@ class Adapter(ABC):
             tokens: (B, T), int64.
             rows: rows of the cache to continue; default all.
             counts: number of real tokens of each row, which are followed by padding; by default there is no padding.
-            wanted: `all` returns the logits of every position, `last` only the logits of the last position.
+            wanted: `all` returns the logits of every position, `last` only those of each row's last real token.
 
         Returns:
             Logits (B, T, V), or (B, 1, V), in the data type of the model.
@@ -90,11 +92,17 @@ class Adapter(ABC):
         Raises:
             ConfigError: the cache has no room for the tokens.
         """
-        place = cache.place(tokens.shape[1], self.device, rows=rows, counts=counts)
+        length = tokens.shape[1]
+        place = cache.place(length, self.device, rows=rows, counts=counts)
+        # The rows' last tokens lie among these final positions.
+        last = None if wanted == "all" else length + 1 - min(count for count in counts or [length] if count)
         with self.products:
-            logits = self.logits(tokens.to(self.device), cache, place, 1 if wanted == "last" else None)
-        cache.lengthen(tokens.shape[1], place, counts)
-        return logits
+            logits = self.logits(tokens.to(self.device), cache, place, last)
+        cache.lengthen(length, place, counts)
+        if counts is None or last is None or last == 1:
+            return logits
+        ends = torch.tensor([max(count - 1 - (length - last), 0) for count in counts], device=logits.device)
+        return logits[torch.arange(len(counts), device=logits.device), ends][:, None]
 
 
 def adapt(model: nn.Module, context: int | None = None) -> Adapter:
@@ -180,6 +188,7 @@ class OwnCached(Adapter):
     """Adapter of a model of transformers that reads each text into a cache object of its own, one text in each pass."""
 
     skips = False
+    shares = False
 
     def __init__(self, model: nn.Module, context: int, own: OwnCache) -> None:
         super().__init__(model, context)
@@ -241,6 +250,8 @@ class Whole(Adapter):
     Args:
         apart: whether each row is read by a pass of its own, because rows of one pass are not independent.
     """
+
+    pieces = False  # each part of a prompt would take a pass over all parts before it
 
     def __init__(self, model: nn.Module, context: int, *, apart: bool = False) -> None:
         super().__init__(model, context)

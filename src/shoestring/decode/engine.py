@@ -3,48 +3,25 @@ cache (continuous batching; Yu et al., 2022)."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from traceback import clear_frames
 
-import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, NonFiniteError
-from shoestring.decode.adapter import Adapter, Wanted, adapt
+from shoestring.decode.adapter import Adapter, adapt
 from shoestring.decode.drafters.base import Drafter, DraftTokens
-from shoestring.decode.request import Ending, Request, Row, logprobs
+from shoestring.decode.passes import Counts, Finish, Pass, RowPasses
+from shoestring.decode.request import Ending, Request, Row, TokenLogprob, logprobs
+from shoestring.decode.schedule import LONG, TokenBudget, Unread, plan_pass
 from shoestring.decode.settings import Sampling, Speculation
-from shoestring.decode.speculation import NOTHING, Chosen, DraftCounts, Speculator, choose
+from shoestring.decode.speculation import NOTHING, Chosen, Speculator, choose
+from shoestring.decode.stopwatch import seconds
+from shoestring.decode.waiting import WRITTEN, Waiting
 from shoestring.decode.window import common, window_start
-
-log = logging.getLogger("shoestring")
 
 WORTH_COPYING = 16
 """Keys and values are copied from another row only if its text shares at least this many more leading tokens with the
 prompt than the text in the free slot does."""
-
-
-@dataclass
-class Counts:
-    """Counters of the work that an engine has done."""
-
-    passes: int = 0
-    """Number of decoding passes, each over all active rows."""
-    chunks: int = 0
-    """Number of passes that read a chunk of a prompt."""
-    generated: int = 0
-    """Tokens generated."""
-    read: int = 0
-    """Number of prompt tokens that the model has read."""
-    reused: int = 0
-    """Number of prompt tokens that were taken from the cache instead of being read."""
-    failed: int = 0
-    """Number of passes that raised an error; a failed pass that is repeated text by text counts once."""
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    """Counters of speculation."""
 
 
 class Engine:
@@ -62,6 +39,7 @@ class Engine:
         context: int | None = None,
         room: int | None = None,
         chunk: int = 512,
+        pass_seconds: float | None = None,
         drafter: Drafter | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -71,7 +49,10 @@ class Engine:
             slots: number of texts that are generated at the same time.
             context: largest number of tokens that the model sees; default the model's own.
             room: number of tokens per text that the cache can hold, if smaller than the context.
-            chunk: number of tokens of a prompt that are read in one pass; other texts are decoded between chunks.
+            chunk: largest number of tokens of prompts, padding included, that are read in one pass; other texts are
+                decoded between such passes. A model that needs its whole prompt in one pass ignores this.
+            pass_seconds: time that a pass over prompts should take at most; the number of tokens in a pass adapts to
+                it. By default there is no limit.
             drafter: proposes tokens, which the model verifies; by default none.
             speculation: settings of the length and verification of drafts; their field `draft` is ignored.
 
@@ -83,17 +64,20 @@ class Engine:
         self.model = model if isinstance(model, Adapter) else adapt(model, context)
         self.window = min(self.model.context, room or self.model.context)
         self.cache = self.model.new_cache(slots, self.window)
-        self.chunk = chunk if self.model.pieces else self.window
+        self.budget = TokenBudget(chunk, pass_seconds) if self.model.pieces else TokenBudget(self.window)
         self.speculation = speculation or Speculation()
         self.speculator = None if drafter is None else Speculator(drafter, self.speculation)
         if drafter is not None:
             drafter.attach(self.model, self.cache)
         self.counts = Counts()
+        self.passes = RowPasses(self.model, self.cache, drafter, self.counts)
         self.seated: list[Row | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: tokens of an ended text, still cached
         # By slot: which texts may reuse what is in the cache; see `Request.cached_for`.
         self.namespaces: list[tuple[str, int | None]] = [("", None)] * slots
-        self.waiting: deque[Row] = deque()
+        self.waiting = Waiting()
+        self._turn = 0  # number of rows that have been given a slot
+        self._skipped = 0  # see `Plan.skipped`
         self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
         self.model.model.eval()
@@ -104,7 +88,7 @@ class Engine:
         if request.max_new == 0 and not request.reads_only:
             row.ending = "length"
         else:
-            self.waiting.append(row)
+            self.waiting.add(row)
         return row
 
     def cancel(self, row: Row) -> None:
@@ -125,20 +109,22 @@ class Engine:
         return bool(self.waiting) or bool(self._active())
 
     def step(self) -> list[Row]:
-        """Run one forward pass, over a chunk of one prompt or over all rows that are decoding; the two kinds of pass
-        alternate.
+        """Run one forward pass, over chunks of prompts or over all rows that are decoding; the two kinds of pass
+        alternate. They are not joined, because each decoding row would be padded to the length of a chunk.
 
         Returns:
             The rows that got tokens or ended.
         """
         refused = self._seat()
-        unread = [row for row in self._active() if self._unread(row) > 1]
+        unread = sorted((row for row in self._active() if self._unread(row) > 1), key=lambda row: row.turn)
         ready = [row for row in self._active() if self._unread(row) == 1]
         if unread and (self._reads_next or not ready):
             self._reads_next = False
-            return refused + self._read(unread[0])
+            return refused + self._read(unread)
         self._reads_next = True
-        return refused + (self._decode(ready) if ready else [])
+        if ready:
+            self._run(ready, self._decode)
+        return refused + ready
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -149,97 +135,83 @@ class Engine:
         """Number of tokens of the text that the cache does not hold; 1 once the prompt is read."""
         return len(row.history) - row.begin - self.cache.lengths[row.slot]
 
-    def _read(self, row: Row) -> list[Row]:
-        """Read a chunk of a prompt; after the last one, the text gets its first token."""
-        try:
-            logits = self._read_piece(row)
-            if row.request.reads_only and self._unread(row) <= 1:
-                self._end(row, "length")
-            elif self._unread(row):
-                return []
-            else:
-                self._extend([row], [NOTHING], choose([row], [NOTHING], [logits], self.speculation.verification))
-        except Exception as error:
-            self.counts.failed += 1
+    def _run(self, rows: list[Row], compute: Pass) -> None:
+        """Run a pass over some rows; those whose own pass raises an error fail."""
+        for row, error in self.passes.run(rows, compute):
             self._fail(row, error)
-        return [row]
 
-    def _read_piece(self, row: Row) -> Tensor:
-        """Read a chunk of a prompt, and return the logits (1, V) after it."""
-        start = row.begin + self.cache.lengths[row.slot]
-        piece = self._known(row.history[start : start + self.chunk])
-        wanted: Wanted = "all" if row.request.prompt_logprobs else "last"
-        logits = self.model.read(torch.tensor([piece]), self.cache, rows=slice(row.slot, row.slot + 1), wanted=wanted)
-        self.counts.chunks += 1
-        self.counts.read += len(piece)
-        if row.request.prompt_logprobs:
-            following = row.history[start + 1 : start + 1 + len(piece)]
-            row.prompt_logprobs += logprobs(logits[0, : len(following)], following, row.request.logprobs or 0)
-        return logits[0, -1:]
+    def _read(self, unread: list[Row]) -> list[Row]:
+        """Read chunks of prompts in one pass; after the last chunk of a prompt, the text gets its first token.
 
-    def _decode(self, rows: list[Row]) -> list[Row]:
-        """Give each row its next tokens; if the pass over all rows fails, repeat it for each row alone."""
-        error = self._try_decode(rows)
-        if error is None:
-            return rows
-        self.counts.failed += 1
-        errors = [error]
-        if len(rows) > 1:
-            log.warning("a pass over %d texts is repeated text by text, because it raised %r", len(rows), error)
-            errors = [self._try_decode([row]) for row in rows]
-        for row, error in zip(rows, errors, strict=True):
-            if error is not None:
-                self._fail(row, error)
-        return rows
+        Args:
+            unread: the rows with unread prompts, in the order in which they got their slots.
 
-    def _try_decode(self, rows: list[Row]) -> Exception | None:
-        """Run a decoding pass over some rows; returns None, or the error that the pass raised, in which case no row has
-        changed."""
-        lengths = list(self.cache.lengths)
-        restore = None if self.speculator is None else self.speculator.drafter.snapshot()
-        try:
-            drafts = [NOTHING] * len(rows)
-            if self.speculator is not None:
-                drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
-            chosen = choose(rows, drafts, self._read_last(rows, drafts), self.speculation.verification)
-        except Exception as error:
-            self.cache.lengths[:] = lengths
-            if restore is not None:
-                restore()
-            clear_frames(error.__traceback__)  # frees the tensors of the pass, because memory may have run out
-            return error
-        self.counts.passes += 1
-        self.counts.read += sum(not len(row) for row in rows)  # final prompt tokens whose predecessors were cached
-        self._extend(rows, drafts, chosen)
+        Returns:
+            The rows that got a token or ended.
+        """
+        apart = not (self.model.pieces and self.model.shares)
+        sizes = [Unread(row.slot, self._unread(row), apart or row.request.prompt_logprobs) for row in unread]
+        counts, self._skipped = plan_pass(sizes, self.budget.tokens, self._skipped)
+        rows = [row for row in self._active() if row.slot in counts]
+        lengths, began = [len(row.history) for row in rows], seconds()
+        self._run(rows, lambda rows: self._read_chunks(rows, [counts[row.slot] for row in rows]))
+        self.budget.learn((rows[-1].slot + 1 - rows[0].slot) * max(counts.values()), seconds() - began)
+        return [
+            row
+            for row, length in zip(rows, lengths, strict=True)
+            if len(row.history) > length or row.ending is not None
+        ]
+
+    def _read_chunks(self, rows: list[Row], counts: list[int]) -> Finish:
+        """Compute a pass over the next tokens of prompts, as many as `counts` says for each row."""
+        starts = [row.begin + self.cache.lengths[row.slot] for row in rows]
+        chunks = [row.history[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
+        scored = rows[0].request.prompt_logprobs  # such a row is alone in its pass
+        logits = self.passes.forward(rows, chunks, "all" if scored else "last")
+        entries: list[TokenLogprob] = []
+        if scored:
+            following = rows[0].history[starts[0] + 1 : starts[0] + 1 + counts[0]]
+            entries = logprobs(logits[0][: len(following)], following, rows[0].request.logprobs or 0)
+        read = [index for index, row in enumerate(rows) if not self._unread(row) and not row.request.reads_only]
+        ended, drafts = [rows[index] for index in read], [NOTHING] * len(read)
+        last = [logits[index][-1:] for index in read]
+        chosen = choose(ended, drafts, last, self.speculation.verification) if ended else None
+        if self.budget.seconds is not None and chosen is None:
+            logits[0][0, 0].item()  # waits for the pass, whose time is measured
+
+        def finish() -> None:
+            self.counts.chunks += 1
+            self.counts.read += sum(counts)
+            rows[0].prompt_logprobs += entries
+            if rows[0].request.reads_only and self._unread(rows[0]) <= 1:
+                self._end(rows[0], "length")
+            if chosen is not None:
+                self._extend(ended, drafts, chosen)
+
+        return finish
+
+    def _decode(self, rows: list[Row]) -> Finish:
+        """Compute a pass that gives each row its next tokens."""
+        drafts = [NOTHING] * len(rows)
         if self.speculator is not None:
-            self.speculator.learn(drafts, chosen.verified)
-        return None
+            drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
+        tokens = [[row.history[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
+        chosen = choose(rows, drafts, self.passes.forward(rows, tokens, "all"), self.speculation.verification)
 
-    def _read_last(self, rows: list[Row], drafts: list[DraftTokens]) -> list[Tensor]:
-        """Read the last token and the draft of each row; returns the logits (γ + 1, V) after each of these tokens."""
-        first, end = rows[0].slot, rows[-1].slot + 1
-        counts, longest = [0] * (end - first), max(len(draft.tokens) for draft in drafts)
-        tokens = [[0] * (longest + 1)] * (end - first)
-        for row, draft in zip(rows, drafts, strict=True):
-            own = self._known([row.history[-1], *draft.tokens])
-            counts[row.slot - first] = len(own)
-            tokens[row.slot - first] = [*own, *[0] * (longest + 1 - len(own))]
-        logits = self.model.read(torch.tensor(tokens), self.cache, rows=slice(first, end), counts=counts)
-        return [logits[row.slot - first, : len(draft.tokens) + 1] for row, draft in zip(rows, drafts, strict=True)]
+        def finish() -> None:
+            self.counts.passes += 1
+            self.counts.read += sum(not len(row) for row in rows)  # final prompt tokens whose predecessors were cached
+            self._extend(rows, drafts, chosen)
+            if self.speculator is not None:
+                self.speculator.learn(drafts, chosen.verified)
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Return the tokens, after a check against the vocabulary; on a GPU, an index out of range would end the
-        process."""
-        if self.model.vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < self.model.vocabulary:
-            raise ConfigError(
-                f"the text holds token {max(tokens, key=abs)}, but the model has {self.model.vocabulary} tokens",
-                hint="use the tokenizer that the model was trained with",
-            )
-        return tokens
+        return finish
 
     def _room(self, row: Row) -> int:
         """Largest number of tokens worth drafting for a row; each pass adds one token more than the number of drafted
         tokens that it accepts."""
+        if row.begins:
+            return 0
         return min(row.request.max_new - len(row), self.window - self.cache.lengths[row.slot]) - 1
 
     def _extend(self, rows: list[Row], drafts: list[DraftTokens], chosen: Chosen) -> None:
@@ -247,7 +219,7 @@ class Engine:
         finite = chosen.finite  # flags of all rows' positions, row after row
         for row, draft, own, result in zip(rows, drafts, chosen.logits, chosen.verified, strict=True):
             fine, finite = finite[: len(draft.tokens) + 1], finite[len(draft.tokens) + 1 :]
-            row.drafted, row.accepted, row.fresh = draft.tokens, result.accepted, []
+            row.drafted, row.accepted, row.fresh, row.begins = draft.tokens, result.accepted, [], False
             if not all(fine[: result.accepted + 1]):
                 reason = f"the model's logits after {len(row.history)} tokens are not finite"
                 self._fail(row, NonFiniteError(reason))
@@ -276,13 +248,14 @@ class Engine:
             row.fresh.append(token)
             row.history.append(token)
             self.counts.generated += 1
+            self.waiting.charge(row.request.client, WRITTEN)
             if len(row) == row.request.max_new:
                 return self._end(row, "length")
             if len(row.history) - row.begin > self.window:
                 if not row.request.rolling:
                     return self._end(row, "length")
                 row.begin = window_start(len(row.history), self.window)
-                self.cache.lengths[row.slot] = 0
+                self.cache.lengths[row.slot], row.begins = 0, True
         return None
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -294,14 +267,20 @@ class Engine:
             Rows that failed, because the context has no room for their prompts.
         """
         refused: list[Row] = []
-        while self.waiting and None in self.seated:
-            row = self.waiting.popleft()
+        while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
             try:
                 self._take_slot(row)
             except Exception as error:
                 self._fail(row, error)
                 refused.append(row)
         return refused
+
+    def _suits(self, row: Row) -> bool:
+        """Whether a waiting row may get a slot now. Long prompts are not read sooner if more of them are read at the
+        same time, but then short ones find no slot."""
+        most = LONG * self.budget.tokens
+        reading = sum(self._unread(other) > most for other in self._active())
+        return len(row.history) <= most or reading < max(1, len(self.seated) // 2)
 
     def _take_slot(self, row: Row) -> None:
         """Give a row the free slot whose cache has the longest prefix in common with its prompt."""
@@ -326,8 +305,11 @@ class Engine:
         else:
             self.cache.lengths[slot] = shared[slot]
         row.slot, row.reused = slot, self.cache.lengths[slot]
+        self._turn += 1
+        row.turn = self._turn
         self.counts.reused += row.reused
         self.seated[slot] = row
+        self.waiting.charge(row.request.client, self._unread(row))
 
     def _holds(self, slot: int) -> Sequence[int]:
         """The tokens whose keys and values are in a slot of the cache."""

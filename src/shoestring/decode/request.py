@@ -55,6 +55,8 @@ class Request:
     """The cached keys and values of this text are reused only for texts of the same namespace and adapter."""
     adapter: LoadedAdapter | None = None
     """Low-rank adapter that the text is generated with; None for the model alone."""
+    client: str = ""
+    """Who asks. Slots are shared fairly among clients."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -86,8 +88,13 @@ class Row:
     """The prompt and the tokens generated so far; all of them are final."""
     slot: int = -1
     """Index of the text's row in the cache; -1 while the text waits for a row."""
+    turn: int = 0
+    """Position of the row in the order in which rows were given slots."""
     begin: int = 0
     """Index of the first token of `history` that is still in the context."""
+    begins: bool = True
+    """Whether the next token is the first one after a prompt, or after the context was cut. No draft is made for it, so
+    that the text does not depend on the passes in which the tokens before it are read."""
     fresh: list[int] = field(default_factory=list)
     """Tokens that the newest pass has added."""
     drafted: list[int] = field(default_factory=list)

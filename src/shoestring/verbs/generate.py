@@ -113,6 +113,7 @@ def build_engine(
     room: int | None = None,
     skip: str = "",
     adapters: bool = False,
+    pass_seconds: float | None = None,
 ) -> Engine:
     """Build the engine that generates with a model and with the drafter that the settings name.
 
@@ -123,6 +124,7 @@ def build_engine(
         skip: fraction of the bytes moved per token that skipping sublayers avoids, or the file of a skip plan; by
             default no sublayer is skipped.
         adapters: whether texts may have low-rank adapters of their own.
+        pass_seconds: time that a pass over prompts should take at most; by default there is no limit.
 
     Raises:
         CheckpointError: the model that is to draft does not exist. ConfigError: the drafter has another vocabulary, or
@@ -136,7 +138,7 @@ def build_engine(
         adapter = _skip_sublayers(adapter, skip, room, drafts=drafter is not None)
     if adapters:
         adapter = AdaptedRows(adapter)
-    return Engine(adapter, slots=slots, room=room, drafter=drafter, speculation=speculation)
+    return Engine(adapter, slots=slots, room=room, pass_seconds=pass_seconds, drafter=drafter, speculation=speculation)
 
 
 def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:

@@ -83,6 +83,7 @@ def build_app(
         context=serving.context or None,
         room=None if serving.context else CONTEXT,
         adapters=serving.adaptable,
+        pass_seconds=serving.pass_seconds,
     )
     served = describe(
         serving.name or Path(model.removeprefix("hf:")).resolve().name,

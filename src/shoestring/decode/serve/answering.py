@@ -18,7 +18,7 @@ from shoestring.core.errors import NonFiniteError
 from shoestring.decode.request import Request, TokenLogprob
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import Batch, EngineThread, News
-from shoestring.decode.serve.errors import RequestError, overdue, stopping
+from shoestring.decode.serve.errors import RequestError, overdue, stopping, unread
 from shoestring.decode.serve.forms import AnswerForm, CompletionForm, Json, joined, name, usage
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
@@ -76,6 +76,7 @@ class Answer:
         began: time at which the request arrived, by `time.monotonic`.
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
         adapter: low-rank adapter that the texts are generated with; None for the model alone.
+        client: who asks; slots are shared fairly among clients.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class Answer:
         began: float,
         namespace: str = "",
         adapter: LoadedAdapter | None = None,
+        client: str = "",
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace, adapter))
+        self.requests = list(_requests(asked, served, namespace, adapter, client))
         stream = served.tokenizer.stream
         self.texts = [
             _Text(Writing(stream(request.tokens, asked.skip_special_tokens), asked.stops)) for request in self.requests
@@ -114,7 +116,10 @@ class Answer:
         """
         assert self.batch is not None
         while not all(text.done for text in self.texts):
-            news = await self.batch.news.get()
+            news = await self.batch.take()
+            if self.batch.overrun:
+                self.metrics.endings.add(reason="unread")
+                raise unread()
             if not self.texts[news.index].done:
                 try:
                     piece = self._take(news)
@@ -189,12 +194,11 @@ class Answer:
 
     def usage(self) -> Json:
         """Token counts of the answer; a prompt counts once, however many texts continue it."""
-        count = self.asked.count
-        groups = [self.texts[at : at + count] for at in range(0, len(self.texts), count)]  # the texts of each prompt
         return usage(
             sum(len(prompt.tokens) for prompt in self.asked.prompts),
             sum(text.counted for text in self.texts),
-            sum(max((text.reused for text in group), default=0) for group in groups),
+            # The first text of a prompt reads what was not cached before the request.
+            sum(text.reused for text in self.texts[:: self.asked.count]),
         )
 
     async def whole(self) -> Json:
@@ -290,7 +294,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _requests(asked: Asked, served: Served, namespace: str, adapter: LoadedAdapter | None) -> Iterator[Request]:
+def _requests(
+    asked: Asked, served: Served, namespace: str, adapter: LoadedAdapter | None, client: str
+) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
     A text ends where the context is full; its `finish_reason` is then `length`.
@@ -307,6 +313,7 @@ def _requests(asked: Asked, served: Served, namespace: str, adapter: LoadedAdapt
                 prompt_logprobs=asked.echo and asked.logprobs is not None,
                 namespace=namespace,
                 adapter=adapter,
+                client=client,
             )
 
 

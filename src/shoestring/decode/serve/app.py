@@ -27,6 +27,7 @@ from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
 from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
+from shoestring.decode.serve.limits import Limits, Ticket
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
@@ -70,6 +71,7 @@ class App:
         self.adapters = adapters or AdapterCatalog(worker.engine.model, served, settings)
         self.understanding = Understanding(served, settings.preparation)
         self.metrics = Metrics()
+        self.limits = Limits(settings, len(worker.engine.seated) + settings.queue)
         self.held = 0
         """Bytes of request bodies in memory."""
         self.stopping = False
@@ -94,7 +96,7 @@ class App:
                 allow_origins=list(settings.allow_origin),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # client libraries send headers of their own, which give a page no further rights
-                expose_headers=["Retry-After", "X-Should-Retry"],
+                expose_headers=["Retry-After", "X-Should-Retry", *_LIMITS],
             )
             middleware.insert(0, pages)
         self.asgi = Starlette(
@@ -128,14 +130,18 @@ class App:
 
     async def _answer(self, request: Request, kind: Kind, form: AnswerForm) -> Response:
         """Answer a request for texts with one JSON document or a stream."""
-        began = time.monotonic()
+        began, key = time.monotonic(), request.scope["key"]
         self._admit(1)
+        self.limits.count_request(key)
         asked = await self._understand(request, kind, began)
         adapter = self.adapters.find(asked.model)
         form.head["model"] = asked.model or self.served.name
-        self._admit(len(asked.prompts) * asked.count)
-        namespace = "" if self.settings.share_prefixes else str(request.scope["key"])
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace, adapter)
+        texts = len(asked.prompts) * asked.count
+        self._admit(texts)
+        prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
+        request.scope["ticket"] = self.limits.admit(key, texts, prompt, texts * (asked.max_new or 0))
+        namespace = "" if self.settings.share_prefixes else str(key)
+        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key))
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
@@ -307,7 +313,8 @@ class _Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *_HEADERS]
+                limits = () if scope.get("key") is None else self.app.limits.headers(scope["key"])
+                message["headers"] = [*message["headers"], *_HEADERS, *limits]
             try:
                 await send(message)
             except LocalProtocolError:  # uvicorn has refused the rest of the request and closed the connection
@@ -323,6 +330,10 @@ class _Gate:
                 status = 500
                 raise
         finally:
+            ticket: Ticket | None = scope.get("ticket")
+            if ticket is not None:
+                used = scope["answer"].usage() if "answer" in scope else {"total_tokens": 0}
+                self.app.limits.settle(ticket, used["total_tokens"])
             path = scope["path"] if scope.get("endpoint") is not None else "other"
             path = "/v1/models" if path.startswith("/v1/models/") else path
             self.app.metrics.requests.add(path=path, status=str(status))
@@ -369,6 +380,7 @@ class _Gate:
         log.info("%s %s %s %d %.3f s%s", client[0], scope["method"], path[:80], status, seconds, tokens)
 
 
+_LIMITS = [f"x-ratelimit-{name}-{unit}" for unit in ("requests", "tokens") for name in ("limit", "remaining", "reset")]
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

@@ -18,6 +18,10 @@ from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 
 log = logging.getLogger("shoestring.serve")
 
+BACKLOG = 1 << 17
+"""Largest number of tokens, those listed in log-probabilities included, that wait for one client to read them; about
+20 MiB of memory."""
+
 
 @dataclass(frozen=True)
 class News:
@@ -42,6 +46,12 @@ class News:
     accepted: int = 0
     """Number of tokens in `drafted` that were accepted."""
 
+    @property
+    def size(self) -> int:
+        """Number of tokens, those in log-probabilities included."""
+        entries = (*self.logprobs, *self.prompt_logprobs)
+        return 1 + len(self.tokens) + sum(1 + len(entry.top) for entry in entries)
+
 
 class Batch:
     """The texts of one HTTP request. The engine's thread owns `rows`; the event loop owns the other attributes."""
@@ -50,6 +60,22 @@ class Batch:
         self.requests = requests
         self.news: asyncio.Queue[News] = asyncio.Queue()
         self.rows: list[Row] = []
+        self.size = 0
+        """Size of the reports in `news`."""
+        self.overrun = False
+        """Whether more than `BACKLOG` tokens have waited to be taken; the texts are then cancelled, and further reports
+        are dropped."""
+
+    async def take(self) -> News:
+        """Wait for the next report."""
+        news = await self.news.get()
+        self.size -= news.size
+        return news
+
+    def put(self, news: News) -> None:
+        """Add a report."""
+        self.size += news.size
+        self.news.put_nowait(news)
 
 
 class EngineThread:
@@ -180,4 +206,8 @@ class EngineThread:
         for batch, progress in news:
             if progress.ending is not None:
                 self.unfinished -= 1
-            batch.news.put_nowait(progress)
+            if batch.size + progress.size > BACKLOG and batch.size and not batch.overrun:
+                batch.overrun = True
+                self.cancel(batch)
+            if not batch.overrun:
+                batch.put(progress)

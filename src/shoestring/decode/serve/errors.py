@@ -68,5 +68,10 @@ def overdue(seconds: float) -> RequestError:
     )
 
 
+def unread() -> RequestError:
+    """Build the error for a client that reads its stream so slowly that too much of the answer waits for it."""
+    return RequestError(503, "the answer was not read fast enough", code="unread")
+
+
 def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()

@@ -38,6 +38,8 @@ class _Connection(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -56,6 +58,34 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
         self.owner.connections -= 1
         self._unwatch()
+        self._end_stall()
+
+    def pause_writing(self) -> None:
+        """More waits to be sent than the transport's buffer should hold, so the client may have stopped reading."""
+        super().pause_writing()
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    def _watch_stall(self) -> None:
+        """End the connection unless the client reads something in the next `patience` seconds."""
+        unsent = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < unsent:
+                self._watch_stall()
+            else:
+                self.transport.abort()
+
+        self._end_stall()
+        self._stalled = self.loop.call_later(self.patience, check)
+
+    def _end_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def handle_events(self) -> None:
         before = self.cycle
@@ -82,7 +112,8 @@ class _Connection(H11Protocol):
 
     def _expire(self) -> None:
         self._deadline = None
-        if self.transport.get_write_buffer_size():  # the last answer is being sent, under the kernel's own time limit
+        unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client still reads the last answer
             self._watch()
         else:
             self.transport.abort()

@@ -64,7 +64,18 @@ class Serving:
     max_tokens: int = 0
     """Largest number of tokens that a client may ask for in one text; 0 allows as many as the context has room for."""
     queue: int = 256
-    """Largest number of texts that wait for a slot; requests for more are refused with status 429."""
+    """Largest number of texts that wait for a slot; requests for more are refused with status 429. If there are several
+    API keys, one of them can fill only half of the queue."""
+    requests_per_minute: int = 0
+    """Largest number of requests for text that each API key may send per minute; further ones are refused with status
+    429. 0 is no limit. Without API keys, the limit holds for all clients together."""
+    tokens_per_minute: int = 0
+    """Largest number of tokens, of prompts and texts together, that each API key may use per minute; requests that need
+    more are refused with status 429. 0 is no limit. Without API keys, the limit holds for all clients together."""
+    pass_seconds: float = 0.1
+    """Time in seconds that a pass of the model over prompts should take at most; long prompts are read in as many
+    passes as this needs. With a longer time, long prompts are read with less work, but short requests and running
+    texts wait longer for each pass."""
     clients: int = 512
     """Largest number of open connections; further ones are refused with status 503."""
     body: int = 4 << 20
@@ -85,7 +96,11 @@ class Serving:
             raise ConfigError(f"port is {self.port}", hint="give a number from 0 to 65535")
         if self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}", hint="give 0 for what the context has room for")
-        for name in ("queue", "clients", "max_adapters", "body", "timeout", "preparation", "patience", "grace"):
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint="give 0 for no limit")
+        positive = ("queue", "clients", "max_adapters", "body", "timeout", "preparation", "patience", "grace")
+        for name in (*positive, "pass_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="give a positive number")
         if not self.keys and not self.loopback:
