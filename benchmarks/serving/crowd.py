@@ -45,7 +45,7 @@ def save_medium(folder: Path) -> Path:
     return folder / "medium"
 
 
-async def first_token(address: Address, body: dict[str, object]) -> float:
+async def first_token(address: Address, body: Mapping[str, object]) -> float:
     """Seconds from a request to the first event of its stream; the rest of the stream is read as well."""
     began, first = time.perf_counter(), 0.0
     reader, writer = await asyncio.open_connection(*address)

@@ -77,7 +77,7 @@ class Engine:
         self.namespaces: list[tuple[str, int | None]] = [("", None)] * slots
         self.waiting = Waiting()
         self._turn = 0  # number of rows that have been given a slot
-        self._skipped = 0  # see `Plan.skipped`
+        self._skipped = 0  # see `PassPlan.skipped`
         self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
         self.model.model.eval()

@@ -26,7 +26,7 @@ class Unread(NamedTuple):
     """Whether no other row may be read in the same pass."""
 
 
-class Plan(NamedTuple):
+class PassPlan(NamedTuple):
     """A pass over prompts."""
 
     counts: dict[int, int]
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """Number of passes in a row, this one included, that have not read as much as they could of the oldest row."""
 
 
-def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> Plan:
+def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> PassPlan:
     """Decide which rows are read in the next pass.
 
     A pass over neighbouring slots costs as much as the slots between the first and the last one, times the largest
@@ -49,11 +49,11 @@ def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> Plan:
     Args:
         unread: the rows with unread tokens, the oldest first.
         budget: largest number of tokens in the pass, padding included.
-        skipped: `Plan.skipped` of the pass before.
+        skipped: `PassPlan.skipped` of the pass before.
     """
     counts = _counts(unread, budget, alone=skipped >= TURNS)
     whole = counts.get(unread[0].slot) == min(unread[0].tokens, budget)
-    return Plan(counts, 0 if whole else skipped + 1)
+    return PassPlan(counts, 0 if whole else skipped + 1)
 
 
 def _counts(unread: Sequence[Unread], budget: int, *, alone: bool) -> dict[int, int]:
