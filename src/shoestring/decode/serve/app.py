@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -27,6 +27,7 @@ from shoestring.decode.serve.engine_thread import EngineThread
 from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
 from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
 from shoestring.decode.serve.metrics import Metrics
+from shoestring.decode.serve.responses import ResponseForm
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
 from shoestring.decode.serve.understanding import Kind, Understanding
@@ -70,6 +71,7 @@ class App:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -110,19 +112,22 @@ class App:
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, "completion", CompletionForm(self.served))
+        return await self._answer(request, "completion", lambda _: CompletionForm(self.served))
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat", ChatForm(self.served))
+        return await self._answer(request, "chat", lambda _: ChatForm(self.served))
 
-    async def _answer(self, request: Request, kind: Kind, form: AnswerForm) -> Response:
+    async def responses(self, request: Request) -> Response:
+        return await self._answer(request, "response", lambda asked: ResponseForm(self.served, asked.repeated))
+
+    async def _answer(self, request: Request, kind: Kind, form_of: Callable[[Asked], AnswerForm]) -> Response:
         """Answer a request for texts with one JSON document or a stream."""
         began = time.monotonic()
         self._admit(1)
         asked = await self._understand(request, kind, began)
         self._admit(len(asked.prompts) * asked.count)
         namespace = "" if self.settings.share_prefixes else str(request.scope["key"])
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace)
+        answer = Answer(asked, form_of(asked), self.served, self.worker, self.metrics, began, namespace)
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
