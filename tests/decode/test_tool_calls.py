@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoestring.data.chat_template import ChatTemplate, template_source
 from shoestring.decode.serve.tool_calls import FORMS, Calling, ToolCall, find_form
-from tests.decode.calling_models import BEGIN, TEMPLATES, tokenizer
+from tests.decode.calling_templates import BEGIN, TEMPLATES, tokenizer
 
 NAMES = ("weather", "f", "read_file-2")
 ALONE = ("llama", "json")
