@@ -53,7 +53,7 @@ class Running:
 
     app: App
     url: str
-    model: GPT
+    model: Any
     tokenizer: Tokenizer
     http: httpx.Client = field(init=False)
 
@@ -99,15 +99,17 @@ def status(answer: bytes) -> int:
 
 
 @contextmanager
-def running(*, slots=4, template=CHATML, context=256, draft_length=0, endless=False, tokens=None, **settings):
+def running(
+    *, slots=4, template=CHATML, context=256, draft_length=0, endless=False, tokens=None, built=None, **settings
+):
     """A server in this process; `settings` as of `Serving`. With a draft length it drafts by prompt lookup.
 
-    The tokenizer is one of bytes unless `tokens` is another.
+    The tokenizer is one of bytes unless `tokens` is another, and the model a small GPT unless `built` is another.
 
     A text is sampled, so it may end at any token; an endless one has all the tokens that are asked for.
     """
     tokens = tokens or tokenizer(template)
-    built = model(context, tokens.vocab_size)
+    built = model(context, tokens.vocab_size) if built is None else built
     chosen = Serving(**{"port": 0, "grace": 5.0} | settings)
     drafter = PromptLookup() if draft_length else None
     engine = Engine(built, slots=slots, drafter=drafter, speculation=Speculation(draft_length=draft_length))

@@ -41,7 +41,7 @@ def _message(message: Any, where: str) -> Message:
         raise DataError(f"{where} is not an object with a role", hint='a message is {"role": "user", "content": "…"}')
     taken = ("role", "content", "from", "value", "tool_calls", "function_call", *_SWITCHES)
     rest = {key: value for key, value in message.items() if key not in taken}
-    calls = _calls(message, where)
+    calls = read_calls(message, where)
     if role == "function_call":  # ShareGPT's role for a call, or a list of calls, in JSON
         role, calls, content = "assistant", _spoken_calls(content, where), ""
     made = {"role": role, "content": _content(content, where), **rest, **({"tool_calls": calls} if calls else {})}
@@ -84,9 +84,9 @@ def checked_text(value: Any, where: str, key: str) -> str:
     return value
 
 
-def _calls(message: Mapping[str, Any], where: str) -> list[Any]:
-    """The tool calls of a message; OpenAI's arguments, which are JSON text, are parsed to the objects that templates
-    expect."""
+def read_calls(message: Mapping[str, Any], where: str) -> list[Any]:
+    """Read the tool calls of a message; OpenAI's arguments, which are JSON text, are parsed to the objects that
+    templates expect. Arguments that are not the JSON text of an object are left as they are."""
     calls = from_json_text(message.get("tool_calls", []))
     if isinstance(message.get("function_call"), Mapping):  # OpenAI's former name of one call
         calls = [{"type": "function", "function": dict(message["function_call"])}]

@@ -87,6 +87,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any] | None = None,
         longest: int | None = None,
+        opening: str = "",
     ) -> list[int]:
         """Tokens of a conversation, up to the start of the model's answer.
 
@@ -94,6 +95,7 @@ class ChatTemplate:
             messages: mappings with `role`, `content` and whatever else the template reads.
             arguments: variables of the template other than the messages, such as enable_thinking.
             longest: limit of the rendered text, in characters.
+            opening: text with which the model's answer begins; it may spell special tokens.
 
         Raises:
             ConfigError: the template refuses the conversation, text that spells a special token cannot be marked, or
@@ -103,7 +105,7 @@ class ChatTemplate:
         text = self.render(safe["messages"], safe["arguments"])
         if longest is not None and (length := len(text) - text.count(mark or BEGIN)) > longest:
             raise ConfigError(f"the chat template makes {length} characters of the conversation, more than {longest}")
-        return self._pieces(text, mark)[0]
+        return self._pieces(text + opening, mark)[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, ask: bool = True) -> str:
         """Render a conversation as text.
@@ -200,17 +202,22 @@ class ChatTemplate:
         Raises:
             ConfigError: no character is left to be the mark, because the conversation uses all of them.
         """
-        texts = list(_texts(values))
-        if any(character in text for text in texts for character in (BEGIN, END, FILLER)):
+        texts, keys = list(_texts(values)), list(_keys(values))
+        if any(character in text for text in (*texts, *keys) for character in (BEGIN, END, FILLER)):
             raise ConfigError("the conversation uses characters that have no meaning in Unicode")
-        if not any(self._may_spell(text) for text in texts):
+        if not any(self._may_spell(text) for text in texts) and not any(map(self._spells, keys)):
             return values, ""
-        used = set().union(*texts)
+        used = set().union(*texts, *keys)
         mark = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
         if mark is None:
             raise ConfigError("the conversation uses every private character of Unicode")
         # Texts that spell no special token are left unchanged: templates check some texts, such as the length of an id.
-        return _mapped(values, lambda text: self._marked(text, mark) if self._may_spell(text) else text), mark
+        # Of keys, only those that spell a whole one are changed: templates look others up.
+        return _mapped(
+            values,
+            lambda text: self._marked(text, mark) if self._may_spell(text) else text,
+            lambda key: self._marked(key, mark) if self._spells(key) else key,
+        ), mark
 
     def _pieces(self, text: str, mark: str) -> tuple[list[int], list[int]]:
         """Encode rendered text; returns its tokens, and for each token the index of its first character."""
@@ -234,6 +241,10 @@ class ChatTemplate:
             at += len(part)
         return tokens, places
 
+    def _spells(self, text: str) -> bool:
+        """Whether a text contains a special token."""
+        return self._pattern is not None and self._pattern.search(text) is not None
+
     def _may_spell(self, text: str) -> bool:
         """Whether a text contains a special token, or a part of one that the template might complete to a special
         token."""
@@ -242,7 +253,7 @@ class ChatTemplate:
         start, end = text.lstrip(), text.rstrip()
         inner, lengths = text.strip(), range(1, max(map(len, self.special)))
         return (
-            self._pattern.search(text) is not None
+            self._spells(text)
             or (inner != "" and any(inner in token for token in self.special))
             or any(start[:length] in self._endings for length in lengths)
             or any(end[-length:] in self._beginnings for length in lengths)
@@ -353,10 +364,23 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(entry)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every text in nested values, except the roles of messages."""
+def _keys(value: Any) -> Iterator[str]:
+    """Iterate over the keys of all objects in nested values."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from _keys(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _keys(entry)
+
+
+def _mapped(value: Any, change: Callable[[str], str], rename: Callable[[str], str]) -> Any:
+    """Apply `change` to every text in nested values, except the roles of messages, and `rename` to every key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: entry if name == "role" else _mapped(entry, change) for name, entry in value.items()}
-    return [_mapped(entry, change) for entry in value] if isinstance(value, list | tuple) else value
+        return {
+            rename(name): entry if name == "role" else _mapped(entry, change, rename) for name, entry in value.items()
+        }
+    return [_mapped(entry, change, rename) for entry in value] if isinstance(value, list | tuple) else value

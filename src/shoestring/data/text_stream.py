@@ -87,11 +87,19 @@ class TextStream:
     Args:
         prompt: tokens of the prompt, which come before the text.
         skip_special_tokens: whether special tokens are left out of the text.
+        shown: texts of special tokens that are never left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self._hidden = tokenizer.special if skip_special_tokens else frozenset[int]()
+        self._hidden -= set(map(tokenizer.engine.token_to_id, shown))
         decoder = _Bytes if tokenizer.spelling.byte_level else _Neighbours
         self._decoder: _Decoder = decoder(tokenizer, filter(self.shows, reversed(prompt)))
         self.begun = any(map(self.shows, reversed(prompt)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -22,7 +21,8 @@ from shoestring.decode.serve.errors import RequestError, overdue, stopping, unre
 from shoestring.decode.serve.forms import AnswerForm, CompletionForm, Json, joined, name, usage
 from shoestring.decode.serve.metrics import Metrics
 from shoestring.decode.serve.served import Served
-from shoestring.decode.serve.writing import Writing
+from shoestring.decode.serve.tool_calls import FORMS, CallParser, Content
+from shoestring.decode.serve.writing import Shown, Writing
 from shoestring.models.adapters_by_row import LoadedAdapter
 
 log = logging.getLogger("shoestring.serve")
@@ -37,6 +37,8 @@ class _Text:
     """The state of one text of an answer."""
 
     writing: Writing
+    calls: CallParser | None = None
+    """Finds calls of tools in the text; None if it has none."""
     counted: int = 0
     """Number of tokens, including the one that completes a stop string."""
     reused: int = 0
@@ -44,12 +46,24 @@ class _Text:
     begun: float = 0.0
     """Time of the first token, by `time.monotonic`; 0 before the first token."""
     done: bool = False
-    parts: list[str] = field(default_factory=list)
-    """Pieces of the text so far; used only if the answer is not streamed."""
+    parts: list[Content] = field(default_factory=list)
+    """Text and calls so far; used only if the answer is not streamed."""
     logprobs: Json | None = None
     """Log-probabilities so far; used only if the answer is not streamed."""
     reason: str | None = None
     """Why the text ended; None while it is generated."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the text has ended before the engine ended it."""
+        return self.writing.stopped or (self.calls is not None and self.calls.finished)
+
+    def split(self, text: str, *, last: bool = False) -> list[Content]:
+        """Split text into text and calls that can be sent now; the `last` text completes all others."""
+        if self.calls is None or self.calls.finished:
+            return [text] if text and self.calls is None else []
+        parts = self.calls.add(text)
+        return parts + self.calls.end() if last else parts
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,8 @@ class Said:
 
     index: int
     """Index of the text in the answer."""
-    text: str
+    content: Sequence[Content]
+    """Text, and calls of tools."""
     logprobs: Json | None
     reason: str | None
     """Why the text ended; None before its last piece."""
@@ -93,10 +108,7 @@ class Answer:
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
         self.requests = list(_requests(asked, served, namespace, adapter, client))
-        stream = served.tokenizer.stream
-        self.texts = [
-            _Text(Writing(stream(request.tokens, asked.skip_special_tokens), asked.stops)) for request in self.requests
-        ]
+        self.texts = [_text(asked, served, request) for request in self.requests]
         self.batch: Batch | None = None
 
     def start(self) -> None:
@@ -144,24 +156,12 @@ class Answer:
         if first:
             text.begun, text.reused = now, news.reused
             self.metrics.first_token.observe(now - self.began)
-        echo = self._echo(news) if first else Said(news.index, "", None, None, False)
-        shown, pieces = [], [echo.text]
-        drafted = 0
-        entries: Sequence[TokenLogprob | None] = news.logprobs or [None] * len(news.tokens)
-        for position, (token, entry) in enumerate(zip(news.tokens, entries, strict=True)):
-            piece = text.writing.add(token, entry)
-            text.counted += 1
-            pieces.append(piece.text)
-            shown += piece.tokens
-            drafted += len(piece.text) if position < news.accepted else 0
-            if text.writing.stopped:
-                break
-        if news.ending is not None and not text.writing.stopped:
-            piece = text.writing.end()
-            pieces.append(piece.text)
-            shown += piece.tokens
-        if text.writing.stopped or news.ending is not None:
-            self._finish(text, "stop" if text.writing.stopped else news.ending, now)
+        echo = self._echo(news) if first else Said(news.index, [], None, None, False)
+        content, shown, drafted = self._grow(text, news)
+        if text.over or news.ending is not None:
+            reason = "stop" if text.over else news.ending
+            called = text.calls is not None and text.calls.calls > 0
+            self._finish(text, "tool_calls" if called and reason == "stop" else reason, now)
         logprobs = echo.logprobs
         if self.asked.logprobs is not None and (shown or first):
             echoed = len(self._prompt(news.index).text) if self.asked.echo else 0
@@ -170,7 +170,26 @@ class Answer:
         if self.asked.drafts and news.drafted:
             names = [name(self.form.tokenizer, token) for token in news.drafted]
             draft = {"tokens": names, "accepted": news.accepted, "characters": drafted}
-        return Said(news.index, "".join(pieces), logprobs, text.reason, first, draft)
+        return Said(news.index, [*echo.content, *content], logprobs, text.reason, first, draft)
+
+    def _grow(self, text: _Text, news: News) -> tuple[list[Content], list[Shown], int]:
+        """Add new tokens to a text, up to its end; returns what can be sent now, and the number of characters that
+        drafted tokens make up."""
+        content, shown, drafted = list[Content](), list[Shown](), 0
+        entries: Sequence[TokenLogprob | None] = news.logprobs or [None] * len(news.tokens)
+        for position, (token, entry) in enumerate(zip(news.tokens, entries, strict=True)):
+            piece = text.writing.add(token, entry)
+            text.counted += 1
+            content += text.split(piece.text, last=text.writing.stopped)
+            shown += piece.tokens
+            drafted += len(piece.text) if position < news.accepted else 0
+            if text.over:
+                break
+        if news.ending is not None and not text.over:
+            piece = text.writing.end()
+            content += text.split(piece.text, last=True)
+            shown += piece.tokens
+        return content, shown, drafted
 
     def _finish(self, text: _Text, reason: str | None, now: float) -> None:
         """Mark a text as done, and count it in the metrics."""
@@ -186,11 +205,11 @@ class Answer:
     def _echo(self, news: News) -> Said:
         """The first piece of a text: the prompt if it is to be echoed, else nothing."""
         if not self.asked.echo:
-            return Said(news.index, "", None, None, True)
+            return Said(news.index, [], None, None, True)
         prompt, logprobs = self._prompt(news.index), None
         if self.asked.logprobs is not None and isinstance(self.form, CompletionForm):
             logprobs = self.form.prompt_logprobs(prompt, news.prompt_logprobs)
-        return Said(news.index, prompt.text, logprobs, None, True)
+        return Said(news.index, [prompt.text], logprobs, None, True)
 
     def usage(self) -> Json:
         """Token counts of the answer; a prompt counts once, however many texts continue it."""
@@ -205,24 +224,25 @@ class Answer:
         """Wait until all texts have ended, and return the whole answer."""
         async for piece in self.said():
             text = self.texts[piece.index]
-            text.parts.append(piece.text)
+            text.parts += piece.content
             text.logprobs = joined(text.logprobs, piece.logprobs)
         choices = [
-            self.form.choice(index, "".join(text.parts), text.logprobs, text.reason)
-            for index, text in enumerate(self.texts)
+            self.form.choice(index, text.parts, text.logprobs, text.reason) for index, text in enumerate(self.texts)
         ]
         return self.form.whole(choices, self.usage())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
+        for data in self.form.begin():
+            yield data
         async for piece in self.said():
-            if piece.first or piece.text or piece.logprobs or piece.reason or piece.draft:
-                part = self.form.part(piece.index, piece.text, piece.logprobs, piece.reason, piece.first)
-                part |= {"draft": piece.draft} if piece.draft else {}
-                yield event(self.form.piece([part]))
-        if self.asked.usage:
-            yield event(self.form.piece([], self.usage()))
-        yield b"data: [DONE]\n\n"
+            if piece.first or piece.content or piece.logprobs or piece.reason or piece.draft:
+                for data in self.form.pieces(
+                    piece.index, piece.content, piece.logprobs, piece.reason, piece.first, piece.draft
+                ):
+                    yield data
+        for data in self.form.end(self.usage(), self.asked.usage):
+            yield data
 
 
 class Stream(Response):
@@ -253,14 +273,14 @@ class Stream(Response):
         except ClientDisconnect:
             return
         except RequestError as refusal:
-            last = event(refusal.content)
+            last = self.answer.form.failure(refusal)
             # A client that reads nothing will not read the error either; the connection is then closed without it.
             async with asyncio.timeout(PARTING):
                 await send(_body(last))
         except Exception:
             log.exception("an answer could not be streamed")
             async with asyncio.timeout(PARTING):
-                await send(_body(event(_failed().content)))
+                await send(_body(self.answer.form.failure(_failed())))
         finally:
             self.answer.close()
 
@@ -294,6 +314,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _text(asked: Asked, served: Served, request: Request) -> _Text:
+    """Begin the text that a request of the engine makes."""
+    calls = None if asked.calling is None else FORMS[asked.calling.form](asked.calling)
+    marks = () if calls is None else calls.marks()
+    stream = served.tokenizer.stream(request.tokens, asked.skip_special_tokens, marks)
+    return _Text(Writing(stream, asked.stops), calls)
+
+
 def _requests(
     asked: Asked, served: Served, namespace: str, adapter: LoadedAdapter | None, client: str
 ) -> Iterator[Request]:
@@ -315,11 +343,6 @@ def _requests(
                 adapter=adapter,
                 client=client,
             )
-
-
-def event(content: Json) -> bytes:
-    """Encode a server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _body(data: bytes, more: bool = False) -> Message:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -29,6 +29,7 @@ from shoestring.decode.serve.errors import RequestError, busy, invalid, stopping
 from shoestring.decode.serve.forms import AnswerForm, ChatForm, CompletionForm
 from shoestring.decode.serve.limits import Limits, Ticket
 from shoestring.decode.serve.metrics import Metrics
+from shoestring.decode.serve.responses import ResponseForm
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
 from shoestring.decode.serve.understanding import Kind, Understanding, parsed
@@ -81,6 +82,7 @@ class App:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route(ADMINISTRATION[0], self.load_adapter, methods=["POST"]),
@@ -123,18 +125,22 @@ class App:
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, "completion", CompletionForm(self.served))
+        return await self._answer(request, "completion", lambda _: CompletionForm(self.served))
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat", ChatForm(self.served))
+        return await self._answer(request, "chat", lambda _: ChatForm(self.served))
 
-    async def _answer(self, request: Request, kind: Kind, form: AnswerForm) -> Response:
+    async def responses(self, request: Request) -> Response:
+        return await self._answer(request, "response", lambda asked: ResponseForm(self.served, asked.repeated))
+
+    async def _answer(self, request: Request, kind: Kind, form_of: Callable[[Asked], AnswerForm]) -> Response:
         """Answer a request for texts with one JSON document or a stream."""
         began, key = time.monotonic(), request.scope["key"]
         self._admit(1)
         self.limits.count_request(key)
         asked = await self._understand(request, kind, began)
         adapter = self.adapters.find(asked.model)
+        form = form_of(asked)
         form.head["model"] = asked.model or self.served.name
         texts = len(asked.prompts) * asked.count
         self._admit(texts)

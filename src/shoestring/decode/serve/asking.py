@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.decode.serve.errors import RequestError, invalid
+from shoestring.decode.serve.conversation import Message, encode, read_items, read_messages
+from shoestring.decode.serve.errors import invalid, too_long
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
+from shoestring.decode.serve.tool_calls import Calling
+from shoestring.decode.serve.tool_fields import Tools, read_tools
 from shoestring.decode.settings import Sampling, SamplingRule
 
 STOPS, STOP_LENGTH = 16, 256
@@ -22,7 +25,6 @@ TEXTS = 128
 """Largest number of prompts in a request, and largest number of texts for one prompt."""
 TOP = 20
 """Largest number of likeliest tokens that are listed at each position."""
-ROLES = ("system", "developer", "user", "assistant")
 
 _HARMLESS = (
     "user",
@@ -30,7 +32,6 @@ _HARMLESS = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
     "prediction",
 )
 """Fields of OpenAI's API that are accepted and ignored."""
@@ -64,8 +65,10 @@ class Asked:
     """Stop strings."""
     logprobs: int | None
     """Number of likeliest tokens whose log-probabilities are returned; None returns no log-probabilities."""
-    chat: bool = False
-    """Whether the request is a chat."""
+    calling: Calling | None = None
+    """How the answer may call tools; None if it must not."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a request to /v1/responses that the answer repeats."""
     echo: bool = False
     """Whether the answer repeats the prompt."""
     stream: bool = False
@@ -105,7 +108,7 @@ def completion(content: Any, served: Served) -> Asked:
         **_streaming(fields),
     )
     fields.finish()
-    return _fitting(asked, served)
+    return _fitting(asked, served, "prompt")
 
 
 def chat(content: Any, served: Served) -> Asked:
@@ -118,11 +121,9 @@ def chat(content: Any, served: Served) -> Asked:
         raise invalid(f"`{served.name}` has no chat template; use /v1/completions", "messages", "no_chat_template")
     fields = RequestFields(content)
     _common(fields, served)
-    for name in ("tools", "functions"):
-        fields.only(name, [[]], "this server calls no tools")
+    fields.only("functions", [[]], "use `tools`")
+    fields.only("function_call", ["none", "auto"], "use `tool_choice`")
     fields.only("add_special_tokens", [False], "the chat template writes them")
-    for name in ("tool_choice", "function_call"):
-        fields.only(name, ["none", "auto"], "this server calls no tools")
     fields.only("response_format", [{"type": "text"}], "text is not constrained to a format")
     fields.only("modalities", [["text"]], "text is all that the model writes")
     for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):
@@ -131,36 +132,82 @@ def chat(content: Any, served: Served) -> Asked:
     if top and not listed:
         raise fields.wrong("top_logprobs", "needs `logprobs` to be true")
     limits = [fields.integer(name, -1, 1, served.max_tokens) for name in ("max_completion_tokens", "max_tokens")]
-    arguments = _template_arguments(fields)
+    prompt, calling = _conversation(fields, "messages", read_messages(fields, served), read_tools(fields), served)
     asked = Asked(
-        prompts=[Prompt(tokens=_conversation(fields, served, arguments))],
+        prompts=[prompt],
         count=fields.integer("n", 1, 1, TEXTS),
         max_new=next((limit for limit in limits if limit > 0), None),
         sampling=_sampling(fields, served.defaults.rule),
         logprobs=top if listed else None,
-        chat=True,
+        calling=calling,
         **_shown(fields, served),
         **_streaming(fields),
     )
+    if calling is not None and asked.drafts:  # characters of drafts are counted in the text, without calls
+        raise fields.wrong("draft_tokens", "needs a request without `tools`")
     fields.finish()
-    return _fitting(asked, served)
+    return _fitting(asked, served, "messages")
 
 
-def _fitting(asked: Asked, served: Served) -> Asked:
-    """Return the request if each of its prompts leaves room for a token in the context; else raise a `RequestError`."""
+def response(content: Any, served: Served) -> Asked:
+    """Parse a request to /v1/responses.
+
+    Raises:
+        RequestError: a field is wrong or not supported, or the model has no chat template.
+    """
+    if not served.chat:
+        raise invalid(f"`{served.name}` has no chat template; use /v1/completions", "input", "no_chat_template")
+    fields = RequestFields(content)
+    _common(fields, served)
+    for name in ("previous_response_id", "conversation", "prompt"):
+        fields.only(name, [], "nothing is stored; send the whole conversation as `input`")
+    fields.only("background", [False], "nothing is stored")
+    fields.only("include", [[], ["reasoning.encrypted_content"]], "the answer has nothing further to include")
+    fields.only("text", [{}, {"format": {"type": "text"}}], "text is not constrained to a format")
+    fields.only("truncation", ["disabled"], "an input that is too long is refused")
+    fields.only("top_logprobs", [0], "use /v1/chat/completions")
+    for name in ("reasoning", "context_management", "max_tool_calls"):
+        fields.only(name, [], "the model knows nothing of it")
+    tools = read_tools(fields, flat=True)
+    prompt, calling = _conversation(fields, "input", read_items(fields, served), tools, served)
+    limit = fields.integer("max_output_tokens", -1, 1, served.max_tokens)
+    sampling, stream = _sampling(fields, served.defaults.rule), fields.flag("stream")
+    options = RequestFields(fields.get("stream_options") or {}, "stream_options")
+    options.ignore("include_obfuscation")
+    options.finish()
+    asked = Asked(
+        prompts=[prompt],
+        count=1,
+        max_new=limit if limit > 0 else None,
+        sampling=sampling,
+        logprobs=None,
+        calling=calling,
+        stream=stream,
+        repeated={
+            "instructions": fields.get("instructions"),
+            "max_output_tokens": limit if limit > 0 else None,
+            "metadata": fields.get("metadata") or {},
+            "model": fields.get("model") or served.name,
+            "parallel_tool_calls": tools.parallel,
+            "temperature": sampling.temperature,
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "top_p": sampling.top_p,
+        },
+        **_shown(fields, served),
+    )
+    fields.finish()
+    return _fitting(asked, served, "input")
+
+
+def _fitting(asked: Asked, served: Served, name: str) -> Asked:
+    """Return the request if each of its prompts leaves room for a token in the context; else raise a `RequestError`
+    about the field `name`."""
     for prompt in asked.prompts:
         room = served.context - len(prompt.tokens)
         if room < 0 or (room == 0 and asked.max_new != 0):
-            raise _too_long(served, f"{len(prompt.tokens)} tokens", asked.chat)
+            raise too_long(served.context, f"{len(prompt.tokens)} tokens", name)
     return asked
-
-
-def _too_long(served: Served, length: str, chat: bool = False) -> RequestError:
-    return invalid(
-        f"the prompt has {length}, which leaves no room in the context of {served.context} tokens",
-        "messages" if chat else "prompt",
-        "context_length_exceeded",
-    )
 
 
 def _common(fields: RequestFields, served: Served) -> None:
@@ -236,9 +283,9 @@ def _prompts(fields: RequestFields, served: Served, echo: bool) -> list[Prompt]:
 def _prompt(value: Any, fields: RequestFields, served: Served, echo: bool) -> Prompt:
     """Encode and check one prompt."""
     if isinstance(value, str) and len(value) > served.characters:
-        raise _too_long(served, f"{len(value)} characters")
+        raise too_long(served.context, f"{len(value)} characters", "prompt")
     if isinstance(value, list) and len(value) > served.context:
-        raise _too_long(served, f"{len(value)} tokens")
+        raise too_long(served.context, f"{len(value)} tokens", "prompt")
     tokenizer = served.tokenizer
     parse, add = fields.flag("parse_special", default=True), fields.flag("add_special_tokens", default=True)
     if is_text(value):
@@ -262,59 +309,18 @@ def _prompt(value: Any, fields: RequestFields, served: Served, echo: bool) -> Pr
     return Prompt(tokens=tokens, text=tokenizer.decode(tokens, skip), skip_special_tokens=skip)
 
 
-def _conversation(fields: RequestFields, served: Served, arguments: Mapping[str, Any]) -> list[int]:
-    """Parse `messages`, and render them to tokens with the chat template."""
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise fields.wrong("messages", "is not a list of at least one message")
-    if len(messages) > served.context:
-        raise _too_long(served, f"{len(messages)} messages", chat=True)
-    conversation = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    if (length := sum(len(text) for message in conversation for text in message.values())) > served.characters:
-        raise _too_long(served, f"{length} characters", chat=True)
-    try:
-        template = served.template
-        assert template is not None
-        tokens = template.encode(conversation, arguments, served.characters) or list(served.tokenizer.ends)
-    except DataError as error:
-        raise RequestError(500, str(error), param="messages", code="chat_template") from error
-    except ConfigError as error:
-        raise fields.wrong("messages", f"is not accepted: {error}") from error
-    if not tokens:
-        raise fields.wrong("messages", "are rendered to no tokens by the chat template")
-    if max(tokens) >= served.vocabulary:
-        raise fields.wrong("messages", f"has token {max(tokens)}, but the model has {served.vocabulary} tokens")
-    return tokens
+def _conversation(
+    fields: RequestFields, name: str, messages: Sequence[Message], tools: Tools, served: Served
+) -> tuple[Prompt, Calling | None]:
+    """Render messages and tools to the prompt of a chat; also returns how the answer may call the tools.
 
-
-def _message(content: Any, where: str) -> dict[str, str]:
-    """Parse and check one message of a chat."""
-    fields = RequestFields(content, where)
-    role = fields.get("role")
-    if role not in ROLES:
-        raise fields.wrong("role", f"is not one of {', '.join(ROLES)}")
-    value = fields.get("content")
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise fields.wrong("content", "is neither a text nor a list of parts")
-    message = {
-        "role": "system" if role == "developer" else role,
-        "content": "".join(_part(part, fields) for part in parts),
-    }
-    if (name := fields.text("name")) is not None:
-        message["name"] = name
-    for other in ("tool_calls", "function_call", "audio"):
-        fields.only(other, [[]], "text is all that a message holds")
-    fields.ignore("refusal", "annotations")
-    fields.finish()
-    return message
-
-
-def _part(part: Any, fields: RequestFields) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-    if not isinstance(text, str) or not is_text(text):
-        raise fields.wrong("content", "holds a part that is not text")
-    return text
+    Args:
+        name: the field that holds the conversation.
+    """
+    arguments = _template_arguments(fields) | ({"tools": tools.offered} if tools.offered else {})
+    calling = tools.calling(served.template_source)
+    opening = "" if calling is None else calling.opening
+    return Prompt(tokens=encode(messages, arguments, opening, fields, name, served)), calling
 
 
 def _template_arguments(fields: RequestFields) -> dict[str, Any]:

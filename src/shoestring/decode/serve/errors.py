@@ -50,6 +50,17 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return RequestError(400, message, param=param, code=code)
 
 
+def too_long(context: int, length: str, param: str) -> RequestError:
+    """Build the error for a prompt that does not fit into the context.
+
+    Args:
+        context: size of the context in tokens.
+        length: length of the prompt, with its unit.
+    """
+    message = f"the prompt has {length}, which leaves no room in the context of {context} tokens"
+    return invalid(message, param, "context_length_exceeded")
+
+
 def busy(message: str, seconds: int) -> RequestError:
     """Build the error for too many requests at the same time; the client may try again after `seconds`."""
     return RequestError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})

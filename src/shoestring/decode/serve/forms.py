@@ -1,18 +1,21 @@
-"""Builds answers in the JSON of OpenAI's API: for completions and chats, as one document or as the chunks of a
+"""Builds answers in the JSON of OpenAI's API: for completions and chats, as one document or as the events of a
 stream."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.request import TokenLogprob
 from shoestring.decode.serve.asking import Prompt
+from shoestring.decode.serve.errors import RequestError
 from shoestring.decode.serve.served import Served
+from shoestring.decode.serve.tool_calls import Content, ToolCall
 from shoestring.decode.serve.writing import Shown
 
 Json = dict[str, Any]
@@ -41,17 +44,52 @@ class AnswerForm(ABC):
         """Build the whole answer."""
         return {**self.head, "object": self.whole_kind, "choices": list(choices), "usage": usage}
 
-    def piece(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
-        """Build one event of a stream."""
+    @abstractmethod
+    def choice(self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None) -> Json:
+        """Build the entry of one whole text in an answer."""
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Iterator[bytes]:
+        """Build the events before the first piece of a stream."""
+        return iter(())
+
+    def pieces(
+        self,
+        index: int,
+        content: Sequence[Content],
+        logprobs: Json | None,
+        reason: str | None,
+        first: bool,
+        draft: Json | None = None,
+    ) -> Iterator[bytes]:
+        """Build the events of one piece of a text."""
+        for part in self.parts(index, content, logprobs, reason, first):
+            yield event(self._chunk([part | ({"draft": draft} if draft else {})]))
+            draft = None
+
+    def end(self, usage: Json, wanted: bool) -> Iterator[bytes]:
+        """Build the events after the last piece of a stream.
+
+        Args:
+            wanted: whether the client has asked for the token counts.
+        """
+        if wanted:
+            yield event(self._chunk([], usage))
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: RequestError) -> bytes:
+        """Build the last event of a stream that has failed."""
+        return event(error.content)
+
+    def _chunk(self, choices: Sequence[Json], usage: Json | None = None) -> Json:
         return {**self.head, "object": self.piece_kind, "choices": list(choices), "usage": usage}
 
     @abstractmethod
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Build the entry of one whole text in an answer."""
-
-    @abstractmethod
-    def part(self, index: int, text: str, logprobs: Json | None, reason: str | None, first: bool) -> Json:
-        """Build the entry of one piece of a text in an event of a stream."""
+    def parts(
+        self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None, first: bool
+    ) -> Iterator[Json]:
+        """Build the entries of one piece of a text; each is sent in an event of its own."""
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[Shown], echoed: int) -> Json:
@@ -66,11 +104,13 @@ class CompletionForm(AnswerForm):
     prefix = "cmpl"
     whole_kind = piece_kind = "text_completion"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def choice(self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "text": text_of(content), "logprobs": logprobs, "finish_reason": reason}
 
-    def part(self, index: int, text: str, logprobs: Json | None, reason: str | None, first: bool) -> Json:
-        return self.choice(index, text, logprobs, reason)
+    def parts(
+        self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None, first: bool
+    ) -> Iterator[Json]:
+        yield self.choice(index, content, logprobs, reason)
 
     def logprobs(self, tokens: Sequence[Shown], echoed: int) -> Json:
         return {
@@ -103,13 +143,31 @@ class CompletionForm(AnswerForm):
 class ChatForm(AnswerForm):
     prefix, whole_kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def choice(self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None) -> Json:
+        text, calls = text_of(content), calls_of(content)
+        message: Json = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def part(self, index: int, text: str, logprobs: Json | None, reason: str | None, first: bool) -> Json:
-        delta: Json = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def parts(
+        self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None, first: bool
+    ) -> Iterator[Json]:
+        text, calls = text_of(content), calls_of(content)
+        deltas: list[Json] = []
+        if first or text or logprobs or not calls:
+            deltas.append({"role": "assistant", "content": text} if first else {"content": text} if text else {})
+        for call in calls:
+            head = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+            for entry in (head, {"function": {"arguments": call.arguments}}):
+                deltas.append({"tool_calls": [{"index": call.index, **entry}]})
+        for number, delta in enumerate(deltas, 1):
+            last = number == len(deltas)
+            yield {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason if last else None}
+            logprobs = None
 
     def logprobs(self, tokens: Sequence[Shown], echoed: int) -> Json:
         def described(token: int, value: float, first: bool) -> Json:
@@ -127,6 +185,22 @@ class ChatForm(AnswerForm):
             ],
             "refusal": None,
         }
+
+
+def text_of(content: Sequence[Content]) -> str:
+    """The text of an answer or a piece of one, without its calls."""
+    return "".join(part for part in content if isinstance(part, str))
+
+
+def calls_of(content: Sequence[Content]) -> list[ToolCall]:
+    """The calls of tools in an answer or a piece of one."""
+    return [part for part in content if isinstance(part, ToolCall)]
+
+
+def event(content: Json, name: str = "") -> bytes:
+    """Encode a server-sent event; most have no name."""
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
 
 def name(tokenizer: Tokenizer, token: int, first: bool = False) -> str:

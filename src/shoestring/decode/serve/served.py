@@ -40,6 +40,11 @@ class Served:
         return self.context * self.tokenizer.longest
 
     @cached_property
+    def template_source(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        return template_source(self.tokenizer) or ""
+
+    @cached_property
     def template(self) -> ChatTemplate | None:
         """The compiled chat template. Read this only in a process that can be killed, because compiling a template may
         take forever.

@@ -23,14 +23,21 @@ from shoestring.decode.serve import asking
 from shoestring.decode.serve.asking import Asked, Prompt
 from shoestring.decode.serve.errors import RequestError, invalid
 from shoestring.decode.serve.served import Served
+from shoestring.decode.serve.tool_calls import Calling
 from shoestring.decode.settings import Sampling, SamplingDefaults, SamplingRule
 
-Kind = Literal["completion", "chat", "check"]
+Kind = Literal["completion", "chat", "response", "check"]
 
 INLINE = 8192
 """Largest size, in bytes, of a completion that is parsed in the server's process, and of a chat that counts as
 short."""
-_KINDS: dict[str, Callable[[Any, Served], Asked]] = {"completion": asking.completion, "chat": asking.chat}
+_KINDS: dict[str, Callable[[Any, Served], Asked]] = {
+    "completion": asking.completion,
+    "chat": asking.chat,
+    "response": asking.response,
+}
+_CONVERSATIONS = {"completion": "prompt", "chat": "messages", "response": "input"}
+"""The field that holds the text of the prompt, by the kind of the request."""
 
 
 class Understanding:
@@ -81,9 +88,7 @@ class Understanding:
                 self._threads[number], self.confined.call, attachments, number
             )
         except LimitError as error:
-            raise invalid(
-                f"the prompt could not be prepared: {error}", "messages" if kind == "chat" else "prompt", "limit"
-            ) from error
+            raise invalid(f"the prompt could not be prepared: {error}", _CONVERSATIONS[kind], "limit") from error
         return _unpacked(reply)
 
     def close(self) -> None:
@@ -114,8 +119,8 @@ def _unpacked(reply: bytes) -> Asked:
     for count, fields in head.pop("prompts"):
         prompts.append(Prompt(tokens=tokens[:count], **fields))
         tokens = tokens[count:]
-    sampling = Sampling(**head.pop("sampling"))
-    return Asked(prompts=prompts, sampling=sampling, **head)
+    sampling, calling = Sampling(**head.pop("sampling")), head.pop("calling")
+    return Asked(prompts=prompts, sampling=sampling, calling=calling and Calling(**calling), **head)
 
 
 # -- in the other processes --------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""Parses the fields of a request that offer tools to the model: `tools`, `tool_choice` and `parallel_tool_calls`; free
+of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoestring.decode.serve.fields import RequestFields
+from shoestring.decode.serve.tool_calls import FORMS, Calling, find_form
+
+TOOLS = 128
+"""Largest number of tools in a request."""
+DEPTH = 64
+"""Largest depth of nested lists and objects in a schema, or in the arguments of a call."""
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools that a request offers."""
+
+    offered: Sequence[dict[str, Any]]
+    """The tools that the chat template gets, in the form of OpenAI's chats; empty if the model must not call any."""
+    choice: str
+    """`none`, `auto`, `required`, or the name of the function to be called, preceded by a colon."""
+    parallel: bool
+    """Whether an answer may have several calls."""
+
+    def calling(self, template: str) -> Calling | None:
+        """How the answer may call tools; None if it must not.
+
+        Args:
+            template: source of the chat template.
+        """
+        if not self.offered:
+            return None
+        form, names = find_form(template), [tool["function"]["name"] for tool in self.offered]
+        opening = ""
+        if self.choice != "auto":  # here a grammar could constrain the whole call instead of its beginning
+            only = names[0] if len(names) == 1 else None
+            opening = FORMS[form].opening(template, self.choice[1:] if self.choice[0] == ":" else only)
+        single = not self.parallel or self.choice[0] == ":"
+        return Calling(form=form, names=names, opening=opening, single=single)
+
+
+def read_tools(fields: RequestFields, *, flat: bool = False) -> Tools:
+    """Parse the fields about tools.
+
+    Args:
+        flat: whether a tool and a choice name their function directly, as in /v1/responses, and not in an object
+            `function`, as in chats.
+
+    Raises:
+        RequestError: a field is wrong or not supported.
+    """
+    value = fields.get("tools")
+    if value is not None and not isinstance(value, list):
+        raise fields.wrong("tools", "is not a list")
+    if value is not None and len(value) > TOOLS:
+        raise fields.wrong("tools", f"has more than {TOOLS} tools")
+    tools = [_tool(tool, f"tools[{number}]", flat) for number, tool in enumerate(value or [])]
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise fields.wrong("tools", "has two functions of the same name")
+    choice = _choice(fields, names, flat)
+    return Tools([] if choice == "none" else tools, choice, fields.flag("parallel_tool_calls", default=True))
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a value has more than `DEPTH` levels of nested lists and objects."""
+    level = [value]
+    for _ in range(DEPTH + 1):
+        inner = [
+            entry.values() if isinstance(entry, dict) else entry for entry in level if isinstance(entry, dict | list)
+        ]
+        level = [entry for entries in inner for entry in entries]
+        if not inner:
+            return False
+    return True
+
+
+def _tool(content: Any, where: str, flat: bool) -> dict[str, Any]:
+    """Parse one tool, and return it in the form of OpenAI's chats."""
+    tool = RequestFields(content, where)
+    if tool.get("type") != "function":
+        raise tool.wrong("type", "is not `function`, the only type of tools that is supported")
+    function = tool if flat else RequestFields(tool.get("function"), f"{where}.function")
+    definition: dict[str, Any] = {"name": _name(function)}
+    if (description := function.text("description")) is not None:
+        definition["description"] = description
+    if (parameters := function.get("parameters")) is not None:
+        if not isinstance(parameters, dict):
+            raise function.wrong("parameters", "is not an object")
+        if is_deep(parameters):
+            raise function.wrong("parameters", f"is nested more than {DEPTH} levels deep")
+        definition["parameters"] = parameters
+    function.flag("strict")
+    function.finish()
+    tool.finish()
+    return {"type": "function", "function": definition}
+
+
+def _name(fields: RequestFields) -> str:
+    name = fields.text("name")
+    if name is None or not _NAME.fullmatch(name):
+        raise fields.wrong("name", "is not a name of 1 to 64 letters, digits, underscores and hyphens")
+    return name
+
+
+def _choice(fields: RequestFields, names: Sequence[str], flat: bool) -> str:
+    """Parse `tool_choice`; see `Tools.choice`."""
+    value = fields.get("tool_choice")
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value not in _CHOICES:
+            raise fields.wrong("tool_choice", f"is not one of {', '.join(_CHOICES)}, or a function")
+        if value == "required" and not names:
+            raise fields.wrong("tool_choice", "requires a call, but there are no `tools`")
+        return value
+    choice = RequestFields(value, "tool_choice")
+    if choice.get("type") != "function":
+        raise choice.wrong("type", "is not `function`, the only type of choices that is supported")
+    function = choice if flat else RequestFields(choice.get("function"), "tool_choice.function")
+    name = _name(function)
+    if name not in names:
+        raise function.wrong("name", "is not a function in `tools`")
+    function.finish()
+    choice.finish()
+    return f":{name}"
