@@ -235,6 +235,8 @@ def test_a_text_that_may_have_one_call_is_over_after_it(form):
 def test_an_opening_begins_a_call_as_the_template_writes_it(form):
     name, template = form
     text = written(template, "", [("weather", {"city": "Köln"})])
+    if name == "json":  # the template writes a list, of which the model may leave out the brackets
+        text = text.removeprefix("[").removesuffix("]")
     for function in ("weather", None):
         opening = FORMS[name].opening(template_source(template.tokenizer), function)
         assert text.startswith(opening)

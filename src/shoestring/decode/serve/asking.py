@@ -318,7 +318,7 @@ def _conversation(
         name: the field that holds the conversation.
     """
     arguments = _template_arguments(fields) | ({"tools": tools.offered} if tools.offered else {})
-    calling = tools.calling(served.template_source)
+    calling = tools.calling(served.template_source) if tools.offered else None
     opening = "" if calling is None else calling.opening
     return Prompt(tokens=encode(messages, arguments, opening, fields, name, served)), calling
 
