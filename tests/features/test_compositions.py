@@ -1,9 +1,11 @@
 """Features together on several ranks: equal to one process, refused before anything is taken, or lossy by their word.
 
-The slow test draws 300 compositions; the others are those that have found faults, through the settings a user writes.
+The slow tests draw 100 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that have found faults, through the settings a user writes.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -18,6 +20,8 @@ from tests.rigs.compositions.draws import Composition, draw
 from tests.rigs.compositions.verdict import Judge
 
 SEEDS = range(300)
+TOGETHER = 10
+"""Number of compositions in a test, so that one that fails for want of time is repeated with few others."""
 LARS_SHARED = LARS(
     lr=1.0, vector_lr=0.05, trust_coefficient=0.02, share_norms=True, ratio_clip="dynamic", bound_warmup=3
 )
@@ -53,8 +57,10 @@ def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
 
 
 @pytest.mark.slow
-def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(judge):
-    faults = {f"{draw(seed)}": verdict for seed in SEEDS if not (verdict := judge(seed)).good}
+@pytest.mark.parametrize("first", SEEDS[: 300 if "SHOESTRING_ALL_CASES" in os.environ else 100 : TOGETHER])
+def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, judge):
+    seeds = range(first, first + TOGETHER)
+    faults = {f"{draw(seed)}": verdict for seed in seeds if not (verdict := judge(seed)).good}
     assert not faults
 
 

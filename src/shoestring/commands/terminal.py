@@ -14,7 +14,7 @@ from shoestring.core.errors import ConfigError, ShoestringError, nearest
 from shoestring.verbs.chat import changed
 
 if TYPE_CHECKING:
-    from shoestring.verbs.chat import Conversation
+    from shoestring.verbs.chat import Dialogue
 
 PROMPT, CONTINUED = "> ", "… "
 QUOTES = '"""'
@@ -38,7 +38,7 @@ several lines may stand between {QUOTES} and {QUOTES}.
 /exit               end the conversation"""
 
 
-def talk(conversation: Conversation) -> int:
+def talk(conversation: Dialogue) -> int:
     """Converse until the input ends; returns the exit code."""
     tty = sys.stdin.isatty() and sys.stdout.isatty()
     if tty:
@@ -67,7 +67,7 @@ class _Terminal:
         rates: whether to show how fast answers come.
     """
 
-    def __init__(self, conversation: Conversation, rates: bool) -> None:
+    def __init__(self, conversation: Dialogue, rates: bool) -> None:
         self.conversation = conversation
         self.shows_rates = rates
         self.saved: set[Path] = set()

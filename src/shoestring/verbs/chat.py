@@ -63,7 +63,7 @@ class AnswerRates:
         return "; ".join(parts)
 
 
-class Conversation:
+class Dialogue:
     """A conversation with a model. `close` ends the process that renders the chat template.
 
     The template is rendered anew for each answer, and the model reads only what it has not read before.
@@ -268,7 +268,7 @@ def shorter_and_shorter(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 def converse(
     model: str | Path, settings: Conversing | None = None, *, say: Callable[[str], object] = lambda _: None
-) -> Conversation:
+) -> Dialogue:
     """Open a trained model for a conversation, on the GPU where there is one.
 
     Args:
@@ -283,7 +283,7 @@ def converse(
     opened, tokenizer, description = open_described(model)
     if chosen := str(settings.sampling.over(description.sampling, DEFAULT)):
         say(chosen)
-    return Conversation(opened, tokenizer, description, settings)
+    return Dialogue(opened, tokenizer, description, settings)
 
 
 def changed(options: SeededOptions, name: str, value: str) -> SeededOptions:
