@@ -1,6 +1,7 @@
 """Features together on several ranks: equal to one process, refused before anything is taken, or lossy by their word.
 
-The slow tests draw 100 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that have found faults, through the settings a user writes.
+The slow tests draw 100 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that
+have found faults, through the settings a user writes.
 """
 
 from __future__ import annotations
