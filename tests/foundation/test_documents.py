@@ -107,10 +107,10 @@ def test_the_readmes_first_script_learns_and_prints_once(tmp_path):
     ended = os.times()
     (line,) = done.stdout.splitlines()
     found = re.fullmatch(r"loss (\d\.\d+): after 10 comes 13", line)
-    assert found and float(found[1]) < 0.1
-    assert line.partition(":")[2] in page("README.md").read_text()
+    assert found and float(found[1]) < 0.01
+    assert f"`{line.partition(': ')[2]}`" in page("README.md").read_text()
     spent = ended.children_user + ended.children_system - began.children_user - began.children_system
-    assert spent < 10, "the README says ten seconds"
+    assert spent < 30, "the README says ten seconds, on a machine that does nothing else"
 
 
 def test_the_readme_lists_every_extra():
