@@ -151,8 +151,11 @@ class CallParser:
             mark = next((mark for mark in marks if rest.startswith(mark) or mark.startswith(rest)), None)
             if not rest or (mark is not None and len(rest) < len(mark)):
                 return False
+            if mark is not None and mark == self.closer:
+                self._text, self._at, self._inside = self._text[self._at + len(mark) :], 0, False
+                return True
             if mark is not None:
-                self._read_mark(mark)
+                self._pass(len(mark))
                 return True
             if rest[0] in self.separators:
                 self._at += 1
@@ -161,8 +164,8 @@ class CallParser:
                 length = self._read_head(rest)
                 if length == 0:
                     self._leave(self._at, parts)
-                else:
-                    self._at += length or 0
+                elif length is not None:
+                    self._pass(length)
                 return length is not None
         end = self._object.find(self._text, self._at)
         if end is None:
@@ -180,13 +183,11 @@ class CallParser:
         self.finished = self._single
         return True
 
-    def _read_mark(self, mark: str) -> None:
-        if mark == self.closer:
-            self._text, self._at, self._inside = self._text[self._at + len(mark) :], 0, False
-        elif self._called:
-            self._text, self._at, self._called = self._text[self._at :], len(mark), False
-        else:
-            self._at += len(mark)
+    def _pass(self, length: int) -> None:
+        """Read so many characters that begin a call; they are text if no call follows."""
+        if self._called:
+            self._text, self._at, self._called = self._text[self._at :], 0, False
+        self._at += length
 
     def _read_head(self, rest: str) -> int | None:
         """Read what may precede the object of a call; returns its length, 0 if this is not a call, and None if more
