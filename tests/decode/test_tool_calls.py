@@ -4,9 +4,10 @@ text."""
 import json
 import random
 import re
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.data.chat_template import ChatTemplate, template_source
@@ -49,15 +50,20 @@ def written(template, content, calls):
     return rendered.split(BEGIN)[1].removesuffix("<|im_end|>\n")
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
-def form(request):
+@cache
+def loaded(name):
     """A form of calls, and the chat template that writes calls in it."""
-    tokens = tokenizer(request.param)
+    tokens = tokenizer(name)
     source = template_source(tokens)
     return find_form(source), ChatTemplate(tokens, source)
 
 
-def test_the_form_is_found_by_the_template(form):
+@pytest.fixture(params=TEMPLATES)
+def form(request):
+    return loaded(request.param)
+
+
+def test_the_form_is_found_by_the_template():
     assert set(FORMS) == {name.partition(",")[0] for name in TEMPLATES}
     assert find_form(TEMPLATES["mistral, newer"]) == "mistral"
     assert find_form("{{ tools | tojson }}") == "json"
@@ -79,9 +85,10 @@ call_lists = st.lists(
 )
 
 
-@given(calls=call_lists, draw=st.randoms(use_true_random=False))
+@settings(max_examples=30)
+@given(form=st.sampled_from(list(TEMPLATES)), calls=call_lists, draw=st.randoms(use_true_random=False))
 def test_calls_are_what_was_written_wherever_the_text_is_cut(form, calls, draw):
-    name, template = form
+    name, template = loaded(form)
     content = "" if name in ALONE else draw.choice(["", "Let me look [1].", "a < b {", "<tool", "x\n\ny"])
     text = written(template, content, calls)
     whole = parsed(name, text)

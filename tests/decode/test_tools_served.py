@@ -27,7 +27,6 @@ ANSWERS = {
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "mistral": 'Let me look.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}, '
     '{"name": "clock", "arguments": {}}]',
-    "llama": '<|python_tag|>{"name": "weather", "parameters": {"city": "Köln"}}; {"name": "clock", "parameters": {}}',
 }
 ONLY = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
@@ -79,10 +78,10 @@ def test_a_model_calls_tools_and_answers_with_their_results(calling):
     (choice,) = whole.choices
     assert choice.finish_reason == "tool_calls"
     assert spelled(choice.message) == [("weather", CITY), ("clock", EMPTY)]
-    assert choice.message.content == ("Let me look." if answer.startswith("Let") else None)
+    assert choice.message.content == "Let me look."
     assert whole.usage.completion_tokens == len(server.model.tokens(answer))
     streamed = gathered(client.chat.completions.create(**asked, stream=True))
-    assert streamed == (choice.message.content or "", spelled(choice.message), "tool_calls")
+    assert streamed == (choice.message.content, spelled(choice.message), "tool_calls")
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": content}
         for call, content in zip(choice.message.tool_calls, ["30 °C", "noon"], strict=True)
@@ -98,7 +97,6 @@ def test_what_cannot_be_parsed_is_text_and_so_is_a_call_that_is_cut_off(hermes, 
     damaged = ONLY.replace('"arguments":', "")
     for text, further, reason in (
         (damaged, {}, "stop"),
-        (ONLY.replace("weather", "wether"), {}, "stop"),
         (ONLY, {"max_tokens": 40}, "length"),
         (ONLY, {"stop": "Köln"}, "stop"),
     ):
@@ -130,9 +128,8 @@ def test_the_choice_of_tools_is_kept(hermes):
     assert ask(answer, parallel_tool_calls=False)[:2] == (calls[:1], "Let me look.")
     # An opening is part of the prompt: the model writes only what follows it.
     opening = server.model.tokens('<tool_call>\n{"name": "')
-    free = ask(ONLY, tool_choice="auto")
     found, _, count = ask(ONLY, tool_choice="required")
-    assert found == calls[:1] == free[0] and count == free[2] - len(opening)
+    assert (found, count) == (calls[:1], len(server.model.tokens(ONLY)) - len(opening))
     opening = server.model.tokens('<tool_call>\n{"name": "weather", "arguments":')
     named = {"type": "function", "function": {"name": "weather"}}
     two = ONLY + "\n" + ONLY
