@@ -15,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,23 @@ def product(bits: Bits, _: Deadline) -> Measured:
     return ratio.measured(f"{rows} x {columns}, weights beyond the caches; {ratio}")
 
 
+def prompt(bits: Bits, tokens: int, _: Deadline) -> Measured:
+    """A prompt read by way of dequantised weights, as it was before, over one read with products of integers."""
+    text, adapter = torch.arange(tokens)[None] % SHAPE.vocab_size, adapt(model(bits), context=tokens)
+    memory = adapter.new_cache(1, tokens)
+
+    def ours() -> None:
+        memory.lengths[0] = 0
+        adapter.read(text, memory, wanted="last")
+
+    def dequantised() -> None:
+        with patch.object(quantized, "_kernel", lambda _: None):
+            ours()
+
+    ratio = paired(dequantised, ours, rounds=ROUNDS, warmup=1)
+    return ratio.measured(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; {ratio}")
+
+
 def product24(bits: Bits, _: Deadline) -> Measured:
     """The product of one row with all weights of a layer over that with two of each four."""
     rows = columns = 4096
@@ -249,6 +267,16 @@ def rows(pairs: Callable[[], Pairs]) -> Iterator[Bar]:
         measure=bandwidth,
         baseline="torch's sum of as many bytes",
     )
+    for bits in (8, 4):
+        for tokens, least in ((19, 2.0), (64, 1.5), (512, 1.1)):
+            yield Bar(
+                f"decode.prompt-{bits}bit-{tokens}",
+                f"time of a prompt of {tokens} tokens with dequantised weights over that with products of integers",
+                ">=",
+                least,
+                measure=partial(prompt, bits, tokens),
+                baseline="weights dequantised for each product, torch's linear",
+            )
     yield Bar(
         "decode.weights-native",
         "time of a token with torch's products over that with native ones, fp32",
