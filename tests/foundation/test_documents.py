@@ -30,7 +30,7 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
     ("your-own-loop.md", 3): (1,),
 }
 OTHERS = {  # that are no whole scripts
-    ("evaluation.md", 0),  # needs lm_eval: tests/decode/test_harness.py makes such calls
+    ("evaluation.md", 0),  # needs lm_eval: tests/decode/test_task_harness.py makes such calls
     ("evaluation.md", 1),  # below
     *(
         (f"from-{origin}.md", 0) for origin in ("accelerate", "lightning", "torch", "trainer", "trl")

@@ -57,7 +57,8 @@ def test_transformers_reads_the_same_model(kind, bpe, tmp_path):
     gguf.save(gpt(tied=False), bpe, tmp_path / "model.gguf", kind)
     ours, _ = load_model(tmp_path / "model.gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), atol=1e-4, rtol=1e-4)
+    near = 1e-4 if kind == "f32" else 1e-3  # ours rounds the inputs of such products to integers of 16 bits
+    torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), atol=near, rtol=near)
     if kind == "f32":
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
         assert tokenizer(TEXT, add_special_tokens=False).input_ids == bpe.encode(TEXT)
