@@ -131,7 +131,7 @@ def test_an_error_inside_a_stream_is_its_last_event(server, monkeypatch):
     def fail(*_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("shoestring.decode.serve.forms.CompletionForm.part", fail)
+    monkeypatch.setattr("shoestring.decode.serve.forms.CompletionForm.parts", fail)
     asked = {"prompt": "a", "max_tokens": 4, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=asked) as answer:
         lines = [line for line in answer.iter_lines() if line]
