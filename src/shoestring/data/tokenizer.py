@@ -213,12 +213,9 @@ class Tokenizer:
         with engine_errors(f"{self.origin} cannot decode tokens", "look at the decoder in its tokenizer.json"):
             return self.engine.decode(shown, skip_special_tokens=False)
 
-    def stream(
-        self, prompt: Sequence[int] = (), skip_special_tokens: bool = True, shown: Sequence[str] = ()
-    ) -> TextStream:
-        """Make a decoder of tokens that arrive one by one after the tokens of a prompt; `TextStream` has the
-        arguments."""
-        return TextStream(self, prompt, skip_special_tokens, shown)
+    def stream(self, prompt: Sequence[int] = (), skip_special: bool = True, shown: Sequence[str] = ()) -> TextStream:
+        """Make a decoder of tokens that arrive one by one after the tokens of a prompt; see `TextStream`."""
+        return TextStream(self, prompt, skip_special, shown)
 
     def has(self, token: int) -> bool:
         """Whether an id has a token; a model may have embeddings for more ids than there are tokens."""
