@@ -2,6 +2,7 @@
 
 import pytest
 import tomli_w
+from safetensors.numpy import load_file
 
 from shoestring.cli import main
 from shoestring.run import read
@@ -39,7 +40,10 @@ def result(folder):
         (row["step"], "held_out_loss" in row): {name: row[name] for name in EXACT if name in row}
         for row in rows(folder)
     }
-    weights = {path.relative_to(folder): path.read_bytes() for path in (folder / "model").rglob("*.safetensors")}
+    weights = {  # not the files, for safetensors writes their metadata in any order
+        path.relative_to(folder): {name: tensor.tobytes() for name, tensor in load_file(path).items()}
+        for path in (folder / "model").rglob("*.safetensors")
+    }
     return metrics, weights
 
 
