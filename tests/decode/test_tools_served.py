@@ -247,6 +247,10 @@ WRONG = {
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(65)}}]},
         "tools[0].function.parameters",
     ),
+    "half a surrogate pair": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [{"\ud800": 1}]}}}]},
+        "tools[0].function.parameters",
+    ),
     "an unknown key": ({"tools": [FUNCTION | {"x": 1}]}, "tools[0].x"),
     "one name twice": ({"tools": [FUNCTION, FUNCTION]}, "tools"),
     "too many": ({"tools": [FUNCTION] * 129}, "tools"),
@@ -265,6 +269,14 @@ WRONG = {
     "calls by the user": ({"messages": [QUESTION[0] | {"tool_calls": [call()]}]}, "messages[0].tool_calls"),
     "arguments that are no object": (
         {"messages": [CALLED | {"tool_calls": [call(arguments="[1]")]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "half a surrogate pair in arguments": (
+        {"messages": [CALLED | {"tool_calls": [call(arguments='{"a": ["\\ud800"]}')]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "arguments that are nested": (
+        {"messages": [CALLED | {"tool_calls": [call(arguments=json.dumps(deep(70)))]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     "arguments that are no text": (
