@@ -1,7 +1,9 @@
 """Tools over HTTP, with OpenAI's own client: a model calls, gets results, and answers, in chats and in responses."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import openai
 import pytest
@@ -209,6 +211,18 @@ def test_a_stream_of_a_response_that_fails_raises_in_the_client(hermes, monkeypa
     monkeypatch.setattr(server.model, "_following", None)
     with pytest.raises(openai.APIError, match="could not be generated"):
         list(client.responses.create(model="small", input="a", stream=True))
+
+
+def test_the_guides_examples_run(hermes, capsys):
+    server, _ = hermes
+    server.model.answers = [ONLY, "Yes."]
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text()
+    defined = {}
+    for script in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)[1:]:
+        exec(script.replace("http://127.0.0.1:8000", server.url).replace('"run"', '"small"'), defined)
+    defined["client"].close()
+    assert capsys.readouterr().out == "Yes.\nYes.\n"
+    assert defined["messages"][-1]["content"] == "30 °C in Köln"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
