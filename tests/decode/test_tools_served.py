@@ -1,7 +1,9 @@
 """Tools over HTTP, with OpenAI's own client: a model calls, gets results, and answers, in chats and in responses."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import openai
 import pytest
@@ -211,6 +213,18 @@ def test_a_stream_of_a_response_that_fails_raises_in_the_client(hermes, monkeypa
         list(client.responses.create(model="small", input="a", stream=True))
 
 
+def test_the_guides_examples_run(hermes, capsys):
+    server, _ = hermes
+    server.model.answers = [ONLY, "Yes."]
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text()
+    defined = {}
+    for script in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)[1:]:
+        exec(script.replace("http://127.0.0.1:8000", server.url).replace('"run"', '"small"'), defined)
+    defined["client"].close()
+    assert capsys.readouterr().out == "Yes.\nYes.\n"
+    assert defined["messages"][-1]["content"] == "30 °C in Köln"
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +261,10 @@ WRONG = {
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(65)}}]},
         "tools[0].function.parameters",
     ),
+    "half a surrogate pair": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [{"\ud800": 1}]}}}]},
+        "tools[0].function.parameters",
+    ),
     "an unknown key": ({"tools": [FUNCTION | {"x": 1}]}, "tools[0].x"),
     "one name twice": ({"tools": [FUNCTION, FUNCTION]}, "tools"),
     "too many": ({"tools": [FUNCTION] * 129}, "tools"),
@@ -265,6 +283,14 @@ WRONG = {
     "calls by the user": ({"messages": [QUESTION[0] | {"tool_calls": [call()]}]}, "messages[0].tool_calls"),
     "arguments that are no object": (
         {"messages": [CALLED | {"tool_calls": [call(arguments="[1]")]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "half a surrogate pair in arguments": (
+        {"messages": [CALLED | {"tool_calls": [call(arguments='{"a": ["\\ud800"]}')]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "arguments that are nested": (
+        {"messages": [CALLED | {"tool_calls": [call(arguments=json.dumps(deep(70)))]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     "arguments that are no text": (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoestring.core.errors import ConfigError, DataError
-from shoestring.decode.serve.conversation import Message, encode, read_items, read_messages
+from shoestring.decode.serve.conversation import Message, check_length, encode, read_items, read_messages
 from shoestring.decode.serve.errors import invalid, too_long
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
@@ -186,7 +186,6 @@ def response(content: Any, served: Served) -> Asked:
         repeated={
             "instructions": fields.get("instructions"),
             "max_output_tokens": limit if limit > 0 else None,
-            "metadata": fields.get("metadata") or {},
             "model": fields.get("model") or served.name,
             "parallel_tool_calls": tools.parallel,
             "temperature": sampling.temperature,
@@ -318,6 +317,7 @@ def _conversation(
         name: the field that holds the conversation.
     """
     arguments = _template_arguments(fields) | ({"tools": tools.offered} if tools.offered else {})
+    check_length(messages, arguments, name, served)
     calling = tools.calling(served.template_source) if tools.offered else None
     opening = "" if calling is None else calling.opening
     return Prompt(tokens=encode(messages, arguments, opening, fields, name, served)), calling

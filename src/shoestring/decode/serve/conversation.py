@@ -12,7 +12,7 @@ from shoestring.data.chat_template import ChatTemplate
 from shoestring.decode.serve.errors import RequestError, too_long
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
-from shoestring.decode.serve.tool_fields import DEPTH, is_deep
+from shoestring.decode.serve.tool_fields import find_problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS = {"messages": ("text",), "input": ("text", "input_text", "output_text")}
@@ -126,6 +126,17 @@ def _read_item(item: RequestFields, conversation: Conversation) -> None:
         raise item.wrong("type", f"is not supported: items of the types {kinds} are")
 
 
+def check_length(messages: Sequence[Message], arguments: Mapping[str, Any], name: str, served: Served) -> None:
+    """Refuse a conversation with more characters than the context has room for, before anything is made of it.
+
+    Args:
+        arguments: variables of the chat template.
+        name: the field of the request that holds the conversation.
+    """
+    if (length := sum(map(len, texts_of([*messages, arguments])))) > served.characters:
+        raise too_long(served.context, f"{length} characters", name)
+
+
 def encode(
     messages: Sequence[Message],
     arguments: Mapping[str, Any],
@@ -142,10 +153,8 @@ def encode(
         name: the field of the request that holds the conversation.
 
     Raises:
-        RequestError: the conversation is too long, or the template refuses it, or ignores tools or calls in it.
+        RequestError: the template refuses the conversation, or ignores tools or calls in it.
     """
-    if (length := sum(map(len, texts_of([*messages, arguments])))) > served.characters:
-        raise too_long(served.context, f"{length} characters", name)
     try:
         template = served.template
         assert template is not None
@@ -231,8 +240,11 @@ def _call(call: RequestFields, key: str, function: RequestFields) -> Message:
         raise function.wrong("name", "is missing")
     spelled = {"name": name, "arguments": (arguments or "").strip() or "{}"}
     (converted,) = read_calls({"tool_calls": [{"id": number, "type": "function", "function": spelled}]}, call.where)
-    if not isinstance(converted["function"]["arguments"], dict) or is_deep(converted):
-        raise function.wrong("arguments", f"is not the JSON text of an object, nested at most {DEPTH} levels deep")
+    value = converted["function"]["arguments"]
+    if not isinstance(value, dict):
+        raise function.wrong("arguments", "is not the JSON text of an object")
+    if (problem := find_problem(value)) is not None:
+        raise function.wrong("arguments", problem)
     return converted
 
 

@@ -16,6 +16,7 @@ from shoestring.decode.serve.writing import Shown
 _FIXED: Json = {
     "background": False,
     "error": None,
+    "metadata": {},
     "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
     "store": False,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoestring.decode.serve.fields import RequestFields
+from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.tool_calls import FORMS, Calling, find_form
 
 TOOLS = 128
@@ -30,14 +30,12 @@ class Tools:
     parallel: bool
     """Whether an answer may have several calls."""
 
-    def calling(self, template: str) -> Calling | None:
-        """How the answer may call tools; None if it must not.
+    def calling(self, template: str) -> Calling:
+        """How the answer may call the tools that are offered.
 
         Args:
             template: source of the chat template.
         """
-        if not self.offered:
-            return None
         form, names = find_form(template), [tool["function"]["name"] for tool in self.offered]
         opening = ""
         if self.choice != "auto":  # here a grammar could constrain the whole call instead of its beginning
@@ -70,17 +68,22 @@ def read_tools(fields: RequestFields, *, flat: bool = False) -> Tools:
     return Tools([] if choice == "none" else tools, choice, fields.flag("parallel_tool_calls", default=True))
 
 
-def is_deep(value: Any) -> bool:
-    """Whether a value has more than `DEPTH` levels of nested lists and objects."""
+def find_problem(value: Any) -> str | None:
+    """What is wrong with a schema or with the arguments of a call: text that cannot be encoded, or too many levels of
+    nested lists and objects; None if nothing is."""
     level = [value]
     for _ in range(DEPTH + 1):
+        texts = [entry for entry in level if isinstance(entry, str)]
+        texts += [key for entry in level if isinstance(entry, dict) for key in entry]
+        if not all(map(is_text, texts)):
+            return "holds text that is not of valid Unicode characters"
         inner = [
             entry.values() if isinstance(entry, dict) else entry for entry in level if isinstance(entry, dict | list)
         ]
         level = [entry for entries in inner for entry in entries]
         if not inner:
-            return False
-    return True
+            return None
+    return f"is nested more than {DEPTH} levels deep"
 
 
 def _tool(content: Any, where: str, flat: bool) -> dict[str, Any]:
@@ -95,8 +98,8 @@ def _tool(content: Any, where: str, flat: bool) -> dict[str, Any]:
     if (parameters := function.get("parameters")) is not None:
         if not isinstance(parameters, dict):
             raise function.wrong("parameters", "is not an object")
-        if is_deep(parameters):
-            raise function.wrong("parameters", f"is nested more than {DEPTH} levels deep")
+        if (problem := find_problem(parameters)) is not None:
+            raise function.wrong("parameters", problem)
         definition["parameters"] = parameters
     function.flag("strict")
     function.finish()
