@@ -6,7 +6,10 @@ import signal
 
 import pytest
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
 from shoestring.cli import main
+from shoestring.distributed import launch
 
 FAILING = """
 from pathlib import Path
@@ -39,6 +42,19 @@ def test_workers_are_not_started_again_after_what_the_user_has_to_mend(failing, 
     said = capfd.readouterr().err
     assert said.count("error: ") == 1 and "RuntimeError: on purpose" in said and "Traceback" not in said
     assert not list((failing / "temporary").iterdir())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_worker_that_the_agent_ends_is_not_the_one_that_failed(order, capfd, tmp_path):
+    failures = {
+        0: ProcessFailure(0, 10, 2, str(tmp_path / "none")),
+        1: ProcessFailure(1, 11, -signal.SIGTERM, str(tmp_path / "none")),
+    }
+    failures[0].message = "error: on purpose"
+    failures[0].timestamp = failures[1].timestamp + 1
+    error = ChildFailedError("worker", {rank: failures[rank] for rank in order})
+    assert launch._explain(error) == 2
+    assert capfd.readouterr().err == "error: on purpose\n"
 
 
 @pytest.mark.slow

@@ -144,8 +144,12 @@ def _build_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _explain(error: ChildFailedError) -> int:
-    """Print which worker failed first and why (the worker's own message if there is one); return the exit code."""
-    rank, failure = error.get_first_failure()
+    """Print which worker failed first and why (the worker's own message if there is one); return the exit code.
+
+    A worker killed by SIGTERM comes after all others: the agent ends the other workers with it after a failure, and
+    its timestamps are whole seconds.
+    """
+    rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
