@@ -149,10 +149,13 @@ def test_the_smallest_plan_that_fails_is_found():
 
 @pytest.mark.slow
 def test_all_points_are_passed(tmp_path):
-    passed = set()
-    for under in ("ddp", REPLAYED):
-        task = FaultyRun(folder=str(tmp_path / under), under=under)
-        task.place.mkdir()
-        assert run(task)
-        passed |= finished(task).points.keys()
-    assert {*POINTS, *STEPPED} <= passed
+    missing = {*POINTS, *STEPPED}
+    for attempt in range(5):  # a disk that is busy when a checkpoint is due gets it later, or not in this run
+        for under in ("ddp", REPLAYED):
+            task = FaultyRun(folder=str(tmp_path / f"{under}-{attempt}"), under=under)
+            task.place.mkdir()
+            assert run(task)
+            missing -= finished(task).points.keys()
+        if not missing:
+            break
+    assert not missing

@@ -67,11 +67,7 @@ TOKENIZERS = [
     ("byte-level", False),
     ("byte-fallback, space before", True),
     ("byte-fallback", True),
-    pytest.param(
-        "Unigram, byte-fallback",
-        False,
-        marks=pytest.mark.xfail(reason="one of 36 texts scores otherwise than in hf; not explained yet", strict=False),
-    ),
+    ("Unigram, byte-fallback", False),
 ]
 
 
@@ -83,9 +79,9 @@ def test_texts_score_as_in_hf_with_any_tokenizer(kind, begins, tmp_path):
     pairs += [("the cat ", "sat"), ("<s>the cat", " sat"), ("", " the cat sat"), ("the cat " * 40, "sat")]
     pairs = [pair for pair in pairs if (pair[0].strip() or not pair[0]) and scored_by_hf(theirs, *pair)]
     assert len(pairs) > 20
-    close(
-        ours.loglikelihood(requests("loglikelihood", *pairs)), theirs.loglikelihood(requests("loglikelihood", *pairs))
-    )
+    # Asked together, `hf` takes two pairs of equal tokens with unlike borders for one, and scores one of them wrongly.
+    wanted = [theirs.loglikelihood(requests("loglikelihood", pair))[0] for pair in pairs]
+    close(ours.loglikelihood(requests("loglikelihood", *pairs)), wanted)
 
 
 def scored_by_hf(theirs, context, continuation):

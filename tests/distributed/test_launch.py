@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from shoestring.cli import main

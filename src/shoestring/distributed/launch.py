@@ -149,7 +149,9 @@ def _explain(error: ChildFailedError) -> int:
     A worker killed by SIGTERM comes after all others: the agent ends the other workers with it after a failure, and
     its timestamps are whole seconds.
     """
-    rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    rank, failure = min(
+        error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
+    )
     if failure.exitcode < 0:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode

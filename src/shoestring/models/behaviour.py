@@ -8,6 +8,7 @@ of torch and transformers.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -62,7 +63,7 @@ class Behaviour:
     argument: str = ""
     """Name of the argument of `forward` that takes a cache."""
     made: bool = False
-    positions: bool = False
+    positions: str = ""
     pieces: bool = True
     crops: bool = True
     carried: list[list[str]]
@@ -208,25 +209,31 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
     if not why and not carried:
         return Behaviour(cache="ours", carried=[], switches=[], **facts)
     reason = ""
-    for own in _ways(argument, carried, shrunken.scaled):
-        if not (reason := trial(partial(check_own, model, own, texts))):
-            return Behaviour(
-                cache="its own",
-                why=why,
-                made=own.made,
-                positions=own.positions,
-                pieces=own.pieces,
-                crops=own.crops,
-                carried=[list(names) for names in carried],
-                switches=[shrunken.scaled[length] for length in own.switches],
-                **facts,
-            )
+    for by_prefix in (False, True):
+        if by_prefix:  # in some releases, `generate` continues a text wrongly where its positions are rescaled
+            texts = reference_of(model, tokens, carried, by_prefix=True)
+        for own in _ways(model, argument, carried, shrunken.scaled):
+            if not (reason := trial(partial(check_own, model, own, texts))):
+                return Behaviour(
+                    cache="its own",
+                    why=why,
+                    made=own.made,
+                    positions=own.positions,
+                    pieces=own.pieces,
+                    crops=own.crops,
+                    carried=[list(names) for names in carried],
+                    switches=[shrunken.scaled[length] for length in own.switches],
+                    **facts,
+                )
     return Behaviour(cache="none", why=reason, carried=[], switches=[], **facts)
 
 
-def _ways(argument: str, carried: tuple[tuple[str, str], ...], scaled: Iterable[int]) -> Iterator[OwnCache]:
+def _ways(
+    model: nn.Module, argument: str, carried: tuple[tuple[str, str], ...], scaled: Iterable[int]
+) -> Iterator[OwnCache]:
     """All ways in which a model may read into its own cache, the least costly first."""
-    for made, positions in product((False, True), repeat=2):
+    older = ["cache_position"] if "cache_position" in inspect.signature(model.forward).parameters else []
+    for made, positions in product((False, True), ("", "position_ids", *older)):
         for pieces, crops in product((True, False), repeat=2):
             for switches in ((), *((length,) for length in sorted(scaled))):
                 yield OwnCache(argument, made, positions, pieces, crops, switches, carried)

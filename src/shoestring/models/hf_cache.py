@@ -99,8 +99,9 @@ class OwnCache:
     """Name of the argument of `forward` that takes the cache, and of the output that returns it."""
     made: bool = False
     """Whether the first pass must be given an empty cache object; otherwise the model creates one."""
-    positions: bool = False
-    """Whether each pass must be given the positions of its tokens."""
+    positions: str = ""
+    """Name of the argument of `forward` that must be given the positions of a pass's tokens; empty if there is none.
+    "cache_position", of the older releases, is given only to a pass that adds to a nonempty cache."""
     pieces: bool = True
     """Whether a pass that adds several tokens to a nonempty cache gives the same logits as adding them one by one."""
     crops: bool = True
@@ -219,9 +220,11 @@ class TextPasses:
             cache.state = import_module("transformers").DynamicCache(config=self.model.config)
         if cache.state is not None:
             options[self.own.argument] = cache.state
-        if self.own.positions:
-            end = cache.length + len(tokens)
-            options["position_ids"] = torch.arange(cache.length, end, device=self.device)[None]
+        positions = torch.arange(cache.length, cache.length + len(tokens), device=self.device)
+        if self.own.positions == "position_ids":
+            options["position_ids"] = positions[None]
+        elif self.own.positions and cache.length:
+            options[self.own.positions] = positions
         output = self.model(input_ids=tokens[None].to(self.device), use_cache=True, **options)
         cache.state = getattr(output, self.own.argument, cache.state)
         cache.length += len(tokens)

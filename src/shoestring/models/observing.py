@@ -56,19 +56,34 @@ def tokens_of(model: nn.Module, length: int) -> Tensor:
     return tokens.to(next(model.parameters()).device)
 
 
-def reference_of(model: nn.Module, tokens: Tensor, carried: tuple[tuple[str, str], ...]) -> ReferenceTexts:
+def reference_of(
+    model: nn.Module, tokens: Tensor, carried: tuple[tuple[str, str], ...], *, by_prefix: bool = False
+) -> ReferenceTexts:
     """Make a long and a short text, with the logits of transformers' `generate`; if that fails, of one pass over the
-    whole text."""
+    whole text.
+
+    Args:
+        carried: the model's state outside of caches, as `carried_by` finds it.
+        by_prefix: read each token's logits from a pass of its own over the text up to it, without a cache.
+    """
     long, short = tokens, tokens.flip(0)[: max(6, len(tokens) // 4)]
     reference = {}
     for name, text in (("long", long), ("short", short)):
         with TextPasses(model, OwnCache("", carried=carried)).carriers_restored():
+            if by_prefix:
+                reference[name] = torch.cat([_last(model, text[:end]) for end in range(2, len(text) + 1)])
+                continue
             try:
                 reference[name] = _generated(model, text)
             except Exception as error:  # some models cannot generate
                 log.debug("%s cannot generate: %r", type(model).__name__, error)
                 reference[name] = model(input_ids=text[None]).logits[0, 1:]
     return ReferenceTexts(long, short, reference)
+
+
+def _last(model: nn.Module, text: Tensor) -> Tensor:
+    """Logits (1, V) after a text, from one pass without a cache."""
+    return model(input_ids=text[None], use_cache=False).logits[0, -1:]
 
 
 def _generated(model: Any, text: Tensor, prompt: int = 2) -> Tensor:
