@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
 import tempfile
+import zlib
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,25 @@ def pytest_itemcollected(item):
     """Several workers have to collect the same names. Composing a feature with those of all areas trains many jobs."""
     if getattr(item, "originalname", "") == "test_composes":
         item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.share(2))
     if " at 0x" in item.name:
         raise pytest.UsageError(f"{item.nodeid}: an address is another one in each worker; give the cases `ids`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Of the cases of a test that is marked `share(n)` about one of `n` runs, unless all are asked for.
+
+    A digest of the case's name decides, so it is the same on all workers and when failed tests run again.
+    """
+    if "SHOESTRING_ALL_CASES" in os.environ:
+        return
+    run, left_out = [], []
+    for item in items:
+        share = max((mark.args[0] for mark in item.iter_markers("share")), default=1)
+        (left_out if zlib.crc32(item.nodeid.encode()) % share else run).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = run
 
 
 @pytest.fixture(scope="session", autouse=True)

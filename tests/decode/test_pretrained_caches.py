@@ -66,6 +66,7 @@ def test_texts_are_those_of_transformers_alone_and_beside_others(name):
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", [name for name in (*CASES.values(), "llama, dynamic") if name not in QUICK])
 def test_texts_of_all_families_are_those_of_transformers(name):
     check_texts(name)

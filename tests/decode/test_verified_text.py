@@ -129,6 +129,7 @@ def test_two_tokens_have_their_joint_distribution(rule, kind, options):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("rule", RULES)
