@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.shares import ALL_CASES
+
 # The same examples at every run; how long one takes says something of the machine, not of what is tested.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
@@ -36,16 +38,18 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Of the cases of a test that is marked `share(n)` about one of `n` runs, unless all are asked for.
+    """Of the cases of a test that is marked `share(n)` about one of `n` runs, and of those that are marked `all_cases`
+    none, unless all are asked for.
 
     A digest of the case's name decides, so it is the same on all workers and when failed tests run again.
     """
-    if "SHOESTRING_ALL_CASES" in os.environ:
+    if ALL_CASES:
         return
     run, left_out = [], []
     for item in items:
         share = max((mark.args[0] for mark in item.iter_markers("share")), default=1)
-        (left_out if zlib.crc32(item.nodeid.encode()) % share else run).append(item)
+        out = item.get_closest_marker("all_cases") or zlib.crc32(item.nodeid.encode()) % share
+        (left_out if out else run).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = run
 

@@ -32,6 +32,8 @@ class Store:
     check: Callable[[], None] = field(default=lambda: None)
     ignored: bool = True
     """Whether git leaves it alone."""
+    timed: bool = True
+    """Whether launches whose links have a rate wait for a calm machine, as what is timed must."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ class Store:
 
         def make() -> dict[str, Any]:
             spec.setting.corpus(self.folder / TOKENS)
-            return launch(spec, self.folder / f"run-{spec.key}")
+            return launch(spec, self.folder / f"run-{spec.key}", timed=self.timed)
 
         return self.kept(spec.key, make)
 
@@ -64,7 +66,7 @@ class Store:
         return used(json.loads(path.read_text()))
 
 
-def launch(spec: Spec, folder: Path) -> dict[str, Any]:
+def launch(spec: Spec, folder: Path, *, timed: bool = True) -> dict[str, Any]:
     """Train on four hosts: {"spec", "tree", "sources", "wall", "logs": [method][rank]}."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -72,7 +74,7 @@ def launch(spec: Spec, folder: Path) -> dict[str, Any]:
     names = ", ".join(method.name for method in spec.methods)
     print(f"  {spec.steps} steps of {names} at {spec.rate or 'no limit'}, seed {spec.seed} …", file=sys.stderr)
     rate = spec.rate if spec.slow_first and spec.rate else None
-    calm = watched(Watch()) if spec.rate else nullcontext()
+    calm = watched(Watch()) if timed and spec.rate else nullcontext()
     with calm, netlab(hosts=RANKS, rate=rate, coalesce=spec.coalesce) as lab:
         worker = ["-m", "benchmarks.comm.worker", str(folder / "spec.json"), str(folder)]
         job = lab.torchrun(worker, env=environment())

@@ -326,7 +326,7 @@ def test_every_kind_of_method_trains_on_four_hosts(tmp_path):
     low_rank = muon(local("LocalSGD", "LocalSGD", every=2, start=1, codec="powersgd(rank=2)"))
     methods = (NONE, DDP, BF16, TORCH, OURS, THEIRS, AUTO, local("SparseLoCo", "SparseLoCo", every=2), low_rank)
     spec = Spec(methods=methods, turn=2, rounds=2, warm=2, setting=TRIAL.setting, rate="1gbit")
-    result = Store(tmp_path).get(spec)
+    result = Store(tmp_path, timed=False).get(spec)
     by_name = {method.name: ranks for method, ranks in zip(methods, result["logs"], strict=True)}
     assert all(len(log["seconds"]) == len(log["sent"]) == 4 for ranks in result["logs"] for log in ranks)
     losses = [[log["losses"] for log in ranks] for ranks in result["logs"]]

@@ -29,7 +29,7 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
 
 
 @pytest.mark.parametrize(("under", "hosts", "how"), [
-    pytest.param("fsdp", 3, "copy", marks=slow),
+    pytest.param("fsdp", 3, "copy", marks=[slow, pytest.mark.all_cases]),
     pytest.param("ddp", 2, "copy", marks=slow),
     pytest.param("fsdp", 4, "parity", marks=slow),
 ])  # fmt: skip

@@ -7,9 +7,10 @@ import pytest
 
 from tests.rigs.checkpointing import kills
 from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
+from tests.shares import share
 
 pytestmark = pytest.mark.slow
-POINTS, RANDOM = 15, 10  # of each of the two tests; benchmarks/checkpoint kills thousands
+POINTS, RANDOM = share(15, 8), share(10, 6)  # of each of the two tests; benchmarks/checkpoint kills thousands
 
 
 @pytest.fixture(params=["ddp", "fsdp", REPLAYED])

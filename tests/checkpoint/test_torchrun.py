@@ -20,7 +20,7 @@ def test_a_start_that_goes_back_before_what_was_safe_is_noticed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("under", "local"), [("ddp", 2), ("fsdp", 1)])
+@pytest.mark.parametrize(("under", "local"), [("ddp", 2), pytest.param("fsdp", 1, marks=pytest.mark.all_cases)])
 def test_a_run_killed_under_torchrun_ends_as_if_nothing_had_been(tmp_path, under, local):
     task = FaultyRun(folder=str(tmp_path / "task"), under=under, local=local, mass=16 << 20, steps=60)
     assert run(task, 0, random.Random(0)) == (0, [])

@@ -18,6 +18,7 @@ from shoestring.data.corpus import prepare_source
 from shoestring.data.sources import open_source
 from tests.data.chat_files import FILES, PLAIN, RICH, lines, plain_chats, rich_chats, table, write
 from tests.data.chat_templates import QWEN3, compared, tokenizer
+from tests.shares import share
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ enable_thinking }}" + compared(QWEN3)
 SAMPLES = chat_template(tokenizer(TEMPLATE))
@@ -45,11 +46,11 @@ def test_the_same_chats_in_each_format_and_file(tmp_path, make, formats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "formats"), [(plain_chats, PLAIN), (rich_chats, RICH)], ids=["plain", "rich"])
-def test_300_chats_in_each_format_and_file_make_the_same_corpus(tmp_path, make, formats, monkeypatch):
+def test_many_chats_in_each_format_and_file_make_the_same_corpus(tmp_path, make, formats, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     tokenizer(TEMPLATE).save(tmp_path / "tokenizer.json")
-    chats = list(make(300))
+    chats = list(make(share(300, 100)))
     data = Data(form="chat", tokenizer=str(tmp_path / "tokenizer.json"), sequence=256, held_out=0.2)
     contents = set()
     for convert in formats.values():

@@ -10,6 +10,7 @@ from shoestring.data.tokenizer import Tokenizer
 from tests.decode.small_server import CHATML
 from tests.rigs import foreign_tokenizers as foreign
 from tests.rigs import text_checks as checks
+from tests.shares import share
 
 KINDS = [(kind, begins) for kind in foreign.KINDS for begins in (False, True)]
 every_kind = pytest.mark.parametrize(("kind", "begins"), KINDS)
@@ -72,8 +73,8 @@ def test_prompts_are_encoded_and_continued_as_by_the_tokenizer_itself(kind, begi
 @every_kind
 def test_texts_are_those_of_transformers(kind, begins, tmp_path):
     loaded, decode = transformers_decoder(kind, begins, tmp_path)
-    check_tokens(kind, begins, decode, 3000)
-    check_texts(kind, begins, lambda text: loaded(text)["input_ids"], decode, 3000)
+    check_tokens(kind, begins, decode, share(3000, 1000))
+    check_texts(kind, begins, lambda text: loaded(text)["input_ids"], decode, share(3000, 1000))
 
 
 @pytest.mark.parametrize(

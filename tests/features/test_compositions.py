@@ -6,8 +6,6 @@ have found faults, through the settings a user writes.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from shoestring.areas import AREAS
@@ -19,6 +17,7 @@ from shoestring.parallel import DDP, FSDP
 from shoestring.sparse import STE
 from tests.rigs.compositions.draws import Composition, draw
 from tests.rigs.compositions.verdict import Judge
+from tests.shares import share
 
 SEEDS = range(300)
 TOGETHER = 10
@@ -58,7 +57,7 @@ def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", SEEDS[: 300 if "SHOESTRING_ALL_CASES" in os.environ else 60 : TOGETHER])
+@pytest.mark.parametrize("first", SEEDS[: share(300, 60) : TOGETHER])
 def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, judge):
     seeds = range(first, first + TOGETHER)
     faults = {f"{draw(seed)}": verdict for seed in seeds if not (verdict := judge(seed)).good}

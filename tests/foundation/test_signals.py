@@ -54,7 +54,7 @@ def ended(process, timeout=120):
 
 @pytest.mark.parametrize("number", [
     pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.all_cases]),
     pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
 ], ids=lambda number: number.name)  # fmt: skip
 def test_a_signal_ends_after_the_step_and_resume_continues(tmp_path, number):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoestring.core.errors import DataError, ShoestringError
 from shoestring.models import gguf, gguf_file
 from tests.rigs import gguf_models as rig
+from tests.shares import share
 
 library = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -61,7 +62,7 @@ def test_a_file_with_other_values_opens_or_is_refused_in_one_line(whole, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=share(400, 150))
 @given(data=st.data())
 def test_many_files_with_other_values_open_or_are_refused_in_one_line(whole, data):
     open_damaged(whole, data)

@@ -48,7 +48,12 @@ def result(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("objective", "adapters"), [("dpo", True), ("dpo", False), ("simpo", True), ("kto", True)])
+@pytest.mark.parametrize(("objective", "adapters"), [
+    ("dpo", True),
+    ("kto", True),
+    pytest.param("dpo", False, marks=pytest.mark.all_cases),
+    pytest.param("simpo", True, marks=pytest.mark.all_cases),
+])  # fmt: skip
 def test_a_killed_run_resumes_bitwise(base, tmp_path, objective, adapters):  # noqa: F811
     file = recipe(tmp_path, base, objective, adapters)
     assert main(["train", file, "--folder", str(tmp_path / "through")]) == 0
