@@ -218,7 +218,9 @@ def texts(drafter, sampling, verification, format_of):
     tokenizer, model = small_server.tokenizer(), small_server.model()
     grammars = Grammars(tokenizer.engine.to_str(), tokenizer.vocab_size, tokenizer.ends)
     speculation = Speculation(draft_length=3, verification=verification)
-    made = {"lookup": PromptLookup, "model": lambda: ModelDrafter(adapt(model), 4, speculation), "": lambda: None}[drafter]()
+    made = {"lookup": PromptLookup, "model": lambda: ModelDrafter(adapt(model), 4, speculation), "": lambda: None}[
+        drafter
+    ]()
     engine = Engine(model, slots=4, drafter=made, speculation=speculation)
     rows = [
         engine.submit(

@@ -163,7 +163,8 @@ def grammar_of(answer_format: AnswerFormat) -> str:
     if answer_format.kind == "regex":
         return LLMatcher.grammar_from_regex(answer_format.source)
     if answer_format.kind == "choice":
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(answer_format.source))
+        texts = json.loads(answer_format.source)  # own file: written by `read_format`
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return LLMatcher.grammar_from_lark(f"start: {choices}")
     # Between the tokens of JSON any white space may stand, but not without end, for a model at a high temperature may
     # write nothing else.

@@ -137,7 +137,7 @@ class AnswerFormat(NamedTuple):
     """`json_schema`: a JSON document; `regex`: a text that a regular expression matches as a whole; `choice`: one of
     several texts."""
     source: str
-    """The schema as JSON, the regular expression, or a JSON list of texts."""
+    """The schema as `schema_forms.written` has it, the regular expression, or a JSON list of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_forms import written
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.tool_fields import find_problem
 from shoestring.decode.settings import AnswerFormat
@@ -63,7 +65,7 @@ def _structured(fields: RequestFields) -> AnswerFormat | None:
     content = RequestFields(value, "structured_outputs")
     schema, expression, choice = (content.get(name) for name in ("json", "regex", "choice"))
     content.finish()
-    if sum(each is not None for each in (schema, expression, choice)) != 1:
+    if sum(wanted is not None for wanted in (schema, expression, choice)) != 1:
         raise fields.wrong("structured_outputs", "does not have one of `json`, `regex` and `choice`")
     if schema is not None:
         return _schema(content, "json", schema)
@@ -78,19 +80,21 @@ def _structured(fields: RequestFields) -> AnswerFormat | None:
 
 
 def _schema(fields: RequestFields, name: str, value: Any) -> AnswerFormat:
-    """Check a schema for its size; whether it is valid is found out where it is compiled."""
+    """Check and rewrite a schema. What is left to be found out is whether llguidance compiles it."""
     if isinstance(value, str):
         if len(value) > SCHEMA:
             raise fields.wrong(name, f"has more than {SCHEMA} characters")
         try:
-            value = json.loads(value)
+            value = json.loads(value)  # own file: a field of a request, whose length is checked
         except (ValueError, RecursionError) as error:
             raise fields.wrong(name, "is neither a schema nor the JSON of one") from error
     if not isinstance(value, dict):
         raise fields.wrong(name, "is not an object")
     if (problem := find_problem(value)) is not None:
         raise fields.wrong(name, problem)
-    source = json.dumps(value)
-    if len(source) > SCHEMA:
+    if len(json.dumps(value)) > SCHEMA:
         raise fields.wrong(name, f"has more than {SCHEMA} characters")
-    return AnswerFormat("json_schema", source)
+    try:
+        return AnswerFormat("json_schema", written(value))
+    except ConfigError as error:
+        raise fields.wrong(name, f"is not supported: {error}") from error

@@ -154,7 +154,9 @@ class App:
         prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
         request.scope["ticket"] = self.limits.admit(key, texts, prompt, texts * (asked.max_new or 0))
         namespace = "" if self.settings.share_prefixes else str(key)
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key), grammars)
+        answer = Answer(
+            asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key), grammars
+        )
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)

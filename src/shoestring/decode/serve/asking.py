@@ -64,11 +64,11 @@ class Asked:
     """Largest number of tokens of a text; None allows as many as the context has room for."""
     sampling: Sampling
     """Sampling settings of the first text of each prompt; further texts of the prompt use the seeds that follow."""
-    changes: LogitChanges
     stops: Sequence[str]
     """Stop strings."""
     logprobs: int | None
     """Number of likeliest tokens whose log-probabilities are returned; None returns no log-probabilities."""
+    changes: LogitChanges = field(default_factory=LogitChanges)
     answer_format: AnswerFormat | None = None
     """Format that the texts must have; None for any."""
     calling: Calling | None = None

@@ -36,6 +36,8 @@ _KINDS: dict[str, Callable[[Any, Served], Asked]] = {
     "chat": asking.chat,
     "response": asking.response,
 }
+_SCHEMAS = (b"response_format", b"structured_outputs")
+"""Fields that may hold a schema; rewriting one may take long."""
 _CONVERSATIONS = {"completion": "prompt", "chat": "messages", "response": "input"}
 """The field that holds the text of the prompt, by the kind of the request."""
 
@@ -65,7 +67,7 @@ class Understanding:
 
     def inline(self, kind: Kind, raw: bytes | bytearray) -> bool:
         """Whether a request can be parsed by `now`, because its parsing cannot take long."""
-        return kind == "completion" and len(raw) <= INLINE
+        return kind == "completion" and len(raw) <= INLINE and not any(name in raw for name in _SCHEMAS)
 
     def now(self, kind: Kind, raw: bytes | bytearray) -> Asked:
         """Parse a short request in the server's process.
