@@ -48,6 +48,7 @@ OTHERS = {  # that are no whole scripts
     ("serving.md", 0),  # OpenAI's client, as tests/decode use it
     ("serving.md", 1),  # tests/decode/test_tools_served.py
     ("serving.md", 2),
+    ("serving.md", 3),
     ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py
     ("write-a-feature.md", 1),

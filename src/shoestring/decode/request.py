@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.settings import Sampling
+from shoestring.decode.constraint import Constraint
+from shoestring.decode.settings import LogitChanges, Sampling
 from shoestring.models.adapters_by_row import LoadedAdapter
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
@@ -39,6 +40,9 @@ class Request:
     max_new: int
     """Largest number of tokens to generate."""
     sampling: Sampling = field(default_factory=Sampling)
+    changes: LogitChanges = field(default_factory=LogitChanges)
+    constraint: Constraint | None = None
+    """Constraint that the text follows; it belongs to this request alone."""
     stop: frozenset[int] = frozenset()
     """Tokens that end the text, and are not part of it."""
     rolling: bool = False

@@ -7,8 +7,8 @@ import logging
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 from shoestring.core.errors import ConfigError
 
@@ -96,6 +96,48 @@ class Sampling(SamplingRule):
         super().__post_init__()
         if not 0 <= self.seed < 2**63:
             _refuse("seed", self.seed, "give an integer from 0, below 2**63")
+
+
+PENALTY = 2.0
+"""Largest size of the penalties for presence and frequency, as in OpenAI's API."""
+BIAS = 100.0
+"""Largest size of the bias of a token, as in OpenAI's API; a bias of this size decides as good as always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitChanges:
+    """What is added to the model's logits before all steps of `SamplingRule`; it does not change log-probabilities.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of each token that was generated before, but not of those of the prompt."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of a token for each time that it was generated before."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of single tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -PENALTY <= getattr(self, name) <= PENALTY:
+                _refuse(name, getattr(self, name), f"give a number from -{PENALTY:g} to {PENALTY:g}")
+        if not all(token >= 0 and -BIAS <= value <= BIAS for token, value in self.bias.items()):
+            _refuse("the bias of a token", dict(self.bias), f"give numbers from -{BIAS:g} to {BIAS:g}")
+
+
+FormatKind = Literal["json_schema", "regex", "choice"]
+
+
+class AnswerFormat(NamedTuple):
+    """The format that an answer must have."""
+
+    kind: FormatKind
+    """`json_schema`: a JSON document; `regex`: a text that a regular expression matches as a whole; `choice`: one of
+    several texts."""
+    source: str
+    """The schema as `schema_forms.written` has it, the regular expression, or a JSON list of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)

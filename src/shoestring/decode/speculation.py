@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring.decode.changed_logits import changed
 from shoestring.decode.draft_length import DraftLength
 from shoestring.decode.drafters.base import Drafter, DraftTokens
 from shoestring.decode.drawing import Positions, draw
@@ -142,6 +143,7 @@ def verify(
     Args:
         logits: for each row, the logits (γ + 1, V) after its history and after each of its drafted tokens.
     """
+    logits = [changed(row, draft.tokens, own) for row, draft, own in zip(rows, drafts, logits, strict=True)]
     by_comparison = [
         index
         for index, (row, draft) in enumerate(zip(rows, drafts, strict=True))

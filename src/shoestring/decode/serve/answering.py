@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shoestring.core.errors import NonFiniteError
+from shoestring.decode.constraint import ConstraintError, Grammars
 from shoestring.decode.request import Request, TokenLogprob
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import Batch, EngineThread, News
@@ -92,6 +93,7 @@ class Answer:
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
         adapter: low-rank adapter that the texts are generated with; None for the model alone.
         client: who asks; slots are shared fairly among clients.
+        grammars: compiled the format of the texts, if the request gives one.
     """
 
     def __init__(
@@ -105,9 +107,10 @@ class Answer:
         namespace: str = "",
         adapter: LoadedAdapter | None = None,
         client: str = "",
+        grammars: Grammars | None = None,
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace, adapter, client))
+        self.requests = list(_requests(asked, served, namespace, adapter, client, grammars))
         self.texts = [_text(asked, served, request) for request in self.requests]
         self.batch: Batch | None = None
 
@@ -323,7 +326,12 @@ def _text(asked: Asked, served: Served, request: Request) -> _Text:
 
 
 def _requests(
-    asked: Asked, served: Served, namespace: str, adapter: LoadedAdapter | None, client: str
+    asked: Asked,
+    served: Served,
+    namespace: str,
+    adapter: LoadedAdapter | None,
+    client: str,
+    grammars: Grammars | None,
 ) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
@@ -336,6 +344,8 @@ def _requests(
                 tokens=prompt.tokens,
                 max_new=min(most, served.context - len(prompt.tokens)),
                 sampling=replace(asked.sampling, seed=(asked.sampling.seed + number) % 2**63),
+                changes=asked.changes,
+                constraint=grammars.start(asked.answer_format) if grammars and asked.answer_format else None,
                 stop=served.stop.union(asked.stop_token_ids),
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.echo and asked.logprobs is not None,
@@ -353,4 +363,6 @@ def _failed(error: Exception | None = None) -> RequestError:
     """Build the error that is sent to a client whose text has failed."""
     if isinstance(error, NonFiniteError):
         return RequestError(500, str(error), code="not_finite", headers={"x-should-retry": "false"})
+    if isinstance(error, ConstraintError):
+        return RequestError(500, str(error), code="format", headers={"x-should-retry": "false"})
     return RequestError(500, "the text could not be generated; the server's log says why", code="failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoestring.core.errors import ConfigError
+from shoestring.decode.constraint import Grammars
 from shoestring.decode.serve.adapters import AdapterCatalog
 from shoestring.decode.serve.answering import Answer, Stream, unless_gone
 from shoestring.decode.serve.asking import Asked
@@ -33,6 +36,7 @@ from shoestring.decode.serve.responses import ResponseForm
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.settings import Serving, is_loopback
 from shoestring.decode.serve.understanding import Kind, Understanding, parsed
+from shoestring.decode.settings import AnswerFormat
 
 log = logging.getLogger("shoestring.serve")
 
@@ -75,6 +79,8 @@ class App:
         self.limits = Limits(settings, len(worker.engine.seated) + settings.queue)
         self.held = 0
         """Bytes of request bodies in memory."""
+        self._grammars: Grammars | None = None
+        self._reading = threading.Lock()
         self.stopping = False
         """Whether the server is shutting down; it then refuses new requests."""
         self.connections = 0
@@ -140,6 +146,7 @@ class App:
         self.limits.count_request(key)
         asked = await self._understand(request, kind, began)
         adapter = self.adapters.find(asked.model)
+        grammars = await self._compiled(request, asked, began)
         form = form_of(asked)
         form.head["model"] = asked.model or self.served.name
         texts = len(asked.prompts) * asked.count
@@ -147,7 +154,9 @@ class App:
         prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
         request.scope["ticket"] = self.limits.admit(key, texts, prompt, texts * (asked.max_new or 0))
         namespace = "" if self.settings.share_prefixes else str(key)
-        answer = Answer(asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key))
+        answer = Answer(
+            asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key), grammars
+        )
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
         seconds = self.settings.timeout - (time.monotonic() - began)
@@ -169,6 +178,24 @@ class App:
             return await unless_gone(request.receive, self.understanding.later(kind, bytes(raw)), seconds)
         finally:
             self.held -= len(raw)
+
+    async def _compiled(self, request: Request, asked: Asked, began: float) -> Grammars | None:
+        """Compile the format that a request gives; None if it gives none."""
+        if asked.answer_format is None:
+            return None
+        seconds = self.settings.timeout - (time.monotonic() - began)
+        try:
+            await unless_gone(request.receive, asyncio.to_thread(self._compile, asked.answer_format), seconds)
+        except ConfigError as error:
+            raise invalid(str(error), "response_format", "format") from error
+        return self._grammars
+
+    def _compile(self, answer_format: AnswerFormat) -> None:
+        with self._reading:
+            if self._grammars is None:  # reading the tokenizer takes a second if its vocabulary is large
+                served = self.served
+                self._grammars = Grammars(served.tokenizer.engine.to_str(), served.vocabulary, served.stop)
+        self._grammars.compile(answer_format)
 
     def _check_open(self) -> None:
         """Refuse requests while the server shuts down, or after the engine's thread has ended."""

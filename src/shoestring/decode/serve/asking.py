@@ -11,18 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.decode.serve.answer_format import read_format
 from shoestring.decode.serve.conversation import Message, check_length, encode, read_items, read_messages
 from shoestring.decode.serve.errors import invalid, too_long
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.tool_calls import Calling
 from shoestring.decode.serve.tool_fields import Tools, read_tools
-from shoestring.decode.settings import Sampling, SamplingRule
+from shoestring.decode.settings import BIAS, PENALTY, AnswerFormat, LogitChanges, Sampling, SamplingRule
 
 STOPS, STOP_LENGTH = 16, 256
 """Largest number of stop strings, and largest number of characters of one stop string."""
 TEXTS = 128
 """Largest number of prompts in a request, and largest number of texts for one prompt."""
+BIASES = 1024
+"""Largest number of tokens in `logit_bias`."""
 TOP = 20
 """Largest number of likeliest tokens that are listed at each position."""
 
@@ -65,6 +68,9 @@ class Asked:
     """Stop strings."""
     logprobs: int | None
     """Number of likeliest tokens whose log-probabilities are returned; None returns no log-probabilities."""
+    changes: LogitChanges = field(default_factory=LogitChanges)
+    answer_format: AnswerFormat | None = None
+    """Format that the texts must have; None for any."""
     calling: Calling | None = None
     """How the answer may call tools; None if it must not."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
@@ -102,6 +108,8 @@ def completion(content: Any, served: Served) -> Asked:
         count=count,
         max_new=fields.integer("max_tokens", 16, 0, served.max_tokens),
         sampling=_sampling(fields, served.defaults.rule),
+        changes=_changes(fields, served),
+        answer_format=read_format(fields),
         logprobs=None if logprobs < 0 else logprobs,
         echo=echo,
         **_shown(fields, served),
@@ -124,7 +132,6 @@ def chat(content: Any, served: Served) -> Asked:
     fields.only("functions", [[]], "use `tools`")
     fields.only("function_call", ["none", "auto"], "use `tool_choice`")
     fields.only("add_special_tokens", [False], "the chat template writes them")
-    fields.only("response_format", [{"type": "text"}], "text is not constrained to a format")
     fields.only("modalities", [["text"]], "text is all that the model writes")
     for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):
         fields.only(name, [], "the model knows nothing of it")
@@ -138,6 +145,8 @@ def chat(content: Any, served: Served) -> Asked:
         count=fields.integer("n", 1, 1, TEXTS),
         max_new=next((limit for limit in limits if limit > 0), None),
         sampling=_sampling(fields, served.defaults.rule),
+        changes=_changes(fields, served),
+        answer_format=read_format(fields),
         logprobs=top if listed else None,
         calling=calling,
         **_shown(fields, served),
@@ -145,6 +154,8 @@ def chat(content: Any, served: Served) -> Asked:
     )
     if calling is not None and asked.drafts:  # characters of drafts are counted in the text, without calls
         raise fields.wrong("draft_tokens", "needs a request without `tools`")
+    if calling is not None and asked.answer_format is not None:
+        raise fields.wrong("response_format", "needs a request without `tools`, for a call has another format")
     fields.finish()
     return _fitting(asked, served, "messages")
 
@@ -163,7 +174,6 @@ def response(content: Any, served: Served) -> Asked:
         fields.only(name, [], "nothing is stored; send the whole conversation as `input`")
     fields.only("background", [False], "nothing is stored")
     fields.only("include", [[], ["reasoning.encrypted_content"]], "the answer has nothing further to include")
-    fields.only("text", [{}, {"format": {"type": "text"}}], "text is not constrained to a format")
     fields.only("truncation", ["disabled"], "an input that is too long is refused")
     fields.only("top_logprobs", [0], "use /v1/chat/completions")
     for name in ("reasoning", "context_management", "max_tool_calls"):
@@ -180,6 +190,8 @@ def response(content: Any, served: Served) -> Asked:
         count=1,
         max_new=limit if limit > 0 else None,
         sampling=sampling,
+        changes=_changes(fields, served),
+        answer_format=read_format(fields, "text"),
         logprobs=None,
         calling=calling,
         stream=stream,
@@ -189,12 +201,15 @@ def response(content: Any, served: Served) -> Asked:
             "model": fields.get("model") or served.name,
             "parallel_tool_calls": tools.parallel,
             "temperature": sampling.temperature,
+            "text": fields.get("text") or {"format": {"type": "text"}},
             "tool_choice": fields.get("tool_choice") or "auto",
             "tools": fields.get("tools") or [],
             "top_p": sampling.top_p,
         },
         **_shown(fields, served),
     )
+    if calling is not None and asked.answer_format is not None:
+        raise fields.wrong("text", "has a format, which needs a request without `tools`")
     fields.finish()
     return _fitting(asked, served, "input")
 
@@ -211,9 +226,6 @@ def _fitting(asked: Asked, served: Served, name: str) -> Asked:
 
 def _common(fields: RequestFields, served: Served) -> None:
     """Check the fields that completions and chats share and that do not change the text."""
-    for penalty in ("frequency_penalty", "presence_penalty"):
-        fields.only(penalty, [0, 0.0], "use `repetition_penalty`")
-    fields.only("logit_bias", [{}], "probabilities are the model's own")
     fields.only("service_tier", ["auto", "default"], "there is only one")
     fields.only("store", [False], "nothing is stored")
     fields.ignore(*_HARMLESS)
@@ -234,6 +246,28 @@ def _sampling(fields: RequestFields, default: SamplingRule) -> Sampling:
         )
     except ConfigError as error:
         raise invalid(str(error)) from error
+
+
+def _changes(fields: RequestFields, served: Served) -> LogitChanges:
+    value = fields.get("logit_bias")
+    if value is None:
+        value = {}
+    if not isinstance(value, dict) or len(value) > BIASES:
+        raise fields.wrong("logit_bias", f"is not an object of up to {BIASES} tokens")
+    inner = RequestFields(value, "logit_bias")
+    bias = {_token(name, fields, served): inner.number(name, 0.0, -BIAS, BIAS) for name in value}
+    penalties = {
+        name: fields.number(name, 0.0, -PENALTY, PENALTY) for name in ("presence_penalty", "frequency_penalty")
+    }
+    return LogitChanges(bias={token: number for token, number in bias.items() if number}, **penalties)
+
+
+def _token(name: str, fields: RequestFields, served: Served) -> int:
+    """The token that a key of `logit_bias` names."""
+    if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < served.vocabulary):
+        problem = f"has the token {name[:20]!r}, which is not from 0 to {served.vocabulary - 1}"
+        raise fields.wrong("logit_bias", problem)
+    return int(name)
 
 
 def _shown(fields: RequestFields, served: Served) -> dict[str, Any]:

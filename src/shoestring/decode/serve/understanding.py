@@ -24,7 +24,7 @@ from shoestring.decode.serve.asking import Asked, Prompt
 from shoestring.decode.serve.errors import RequestError, invalid
 from shoestring.decode.serve.served import Served
 from shoestring.decode.serve.tool_calls import Calling
-from shoestring.decode.settings import Sampling, SamplingDefaults, SamplingRule
+from shoestring.decode.settings import AnswerFormat, LogitChanges, Sampling, SamplingDefaults, SamplingRule
 
 Kind = Literal["completion", "chat", "response", "check"]
 
@@ -36,6 +36,8 @@ _KINDS: dict[str, Callable[[Any, Served], Asked]] = {
     "chat": asking.chat,
     "response": asking.response,
 }
+_SCHEMAS = (b"response_format", b"structured_outputs")
+"""Fields that may hold a schema; rewriting one may take long."""
 _CONVERSATIONS = {"completion": "prompt", "chat": "messages", "response": "input"}
 """The field that holds the text of the prompt, by the kind of the request."""
 
@@ -65,7 +67,7 @@ class Understanding:
 
     def inline(self, kind: Kind, raw: bytes | bytearray) -> bool:
         """Whether a request can be parsed by `now`, because its parsing cannot take long."""
-        return kind == "completion" and len(raw) <= INLINE
+        return kind == "completion" and len(raw) <= INLINE and not any(name in raw for name in _SCHEMAS)
 
     def now(self, kind: Kind, raw: bytes | bytearray) -> Asked:
         """Parse a short request in the server's process.
@@ -119,8 +121,12 @@ def _unpacked(reply: bytes) -> Asked:
     for count, fields in head.pop("prompts"):
         prompts.append(Prompt(tokens=tokens[:count], **fields))
         tokens = tokens[count:]
-    sampling, calling = Sampling(**head.pop("sampling")), head.pop("calling")
-    return Asked(prompts=prompts, sampling=sampling, calling=calling and Calling(**calling), **head)
+    head["sampling"] = Sampling(**head["sampling"])
+    bias = {int(token): number for token, number in head["changes"].pop("bias").items()}  # JSON has no keys of numbers
+    head["changes"] = LogitChanges(bias=bias, **head["changes"])
+    head["answer_format"] = head["answer_format"] and AnswerFormat(*head["answer_format"])
+    head["calling"] = head["calling"] and Calling(**head["calling"])
+    return Asked(prompts=prompts, **head)
 
 
 # -- in the other processes --------------------------------------------------------------------------------------------

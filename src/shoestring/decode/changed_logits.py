@@ -1,0 +1,53 @@
+"""Changes the model's logits before a token is drawn: biases, penalties for repetition, and masks of constraints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoestring.decode.request import Row
+
+
+def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
+    """The logits (T, V) that the next tokens of a text are drawn from, before the repetition penalty.
+
+    Args:
+        drafted: T - 1 tokens that follow the text. Each position is changed only for the tokens before it.
+        logits: the model's logits after the text and after each drafted token; they are not modified.
+
+    Raises:
+        ConstraintError: the constraint allows no token, or can no longer be followed.
+    """
+    request, changes = row.request, row.request.changes
+    bias = {token: value for token, value in changes.bias.items() if token < logits.shape[1]}
+    if bias:
+        tokens = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+        values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        logits = logits.index_add(1, tokens, values.expand(len(logits), -1))
+    if changes.presence_penalty or changes.frequency_penalty:
+        logits = _less_for_generated(logits, row.text, drafted, changes.presence_penalty, changes.frequency_penalty)
+    if request.constraint is not None:
+        allowed = request.constraint.allowed(row.text, drafted, logits.shape[1])
+        logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+    return logits
+
+
+def _less_for_generated(
+    logits: Tensor, text: Sequence[int], drafted: Sequence[int], presence: float, frequency: float
+) -> Tensor:
+    """Subtract from the logits of each token that was generated before: `presence`, and `frequency` for each time."""
+    counts = Counter(token for token in text if token < logits.shape[1])
+    penalty = torch.zeros_like(logits)
+    columns = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
+    times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+    penalty[:, columns] = presence + frequency * times
+    for position, token in enumerate(drafted, start=1):
+        if token < logits.shape[1]:
+            penalty[position:, token] += frequency if counts[token] else presence + frequency
+            counts[token] += 1
+    return logits - penalty

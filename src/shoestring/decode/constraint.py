@@ -1,0 +1,176 @@
+"""Constraints on the text that a request generates: which tokens may follow, by the grammar that llguidance compiles.
+
+llguidance (https://github.com/guidance-ai/llguidance, MIT) reads the tokenizer once, and computes for each state of a
+grammar the set of tokens that some accepted text continues with.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.decode.settings import AnswerFormat
+
+SPACES = 64
+"""Largest number of characters of white space between two tokens of JSON."""
+CACHED = 64
+"""Number of compiled grammars that are kept."""
+
+
+class ConstraintError(ShoestringError):
+    """A text cannot be continued as its constraint demands."""
+
+
+class Constraint:
+    """The state of a grammar after the tokens of one text; it must not be shared by several texts.
+
+    Args:
+        matcher: an llguidance matcher that has not consumed any token.
+        ends: tokens that end a text.
+    """
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._consumed: list[int] = []
+
+    def allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
+        """The tokens that may follow the text, and the text with each of the drafted tokens, as booleans (T, `width`).
+
+        All tokens are allowed after a drafted token that ends the text or that may not stand in its place: what follows
+        it is not kept.
+
+        Args:
+            text: the tokens generated so far; it must begin with the tokens of the last call's text.
+
+        Raises:
+            ConstraintError: no token may follow, or a limit is exceeded.
+        """
+        self._follow(text)
+        masks, tried = [self._mask(width)], 0
+        try:
+            for token in drafted:
+                if token in self._ends or not masks[-1][token : token + 1].any():
+                    break
+                if self._matcher.try_consume_tokens([token]) != 1:
+                    raise ConstraintError(f"the constraint cannot be followed: {self._matcher.get_error()[:200]}")
+                tried += 1
+                masks.append(self._mask(width))
+        finally:
+            if tried and not self._matcher.rollback(tried):
+                raise ConstraintError(f"the constraint cannot go back: {self._matcher.get_error()}")
+        free = [np.ones(width, dtype=bool)] * (len(drafted) + 1 - len(masks))
+        return torch.from_numpy(np.stack(masks + free))
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Consume the tokens of a text that were added since the last call."""
+        added = list(text[len(self._consumed) :])
+        if added and not self._matcher.consume_tokens(added):
+            raise ConstraintError(f"the text does not follow its constraint: {self._matcher.get_error()}")
+        self._consumed += added
+
+    def _mask(self, width: int) -> np.ndarray[Any, Any]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise ConstraintError(f"the constraint cannot be followed: {self._matcher.get_error()[:200]}")
+        allowed = np.unpackbits(bits, bitorder="little").astype(bool)
+        mask = np.zeros(width, dtype=bool)
+        mask[: len(allowed)] = allowed[:width]
+        if not mask.any():
+            raise ConstraintError("the constraint allows no token that the model has")
+        return mask
+
+
+class Grammars:
+    """Compiles the formats of answers for one tokenizer, and keeps the newest; safe to use from several threads.
+
+    Args:
+        engine: the JSON of the tokenizer, as the library `tokenizers` writes it.
+        vocabulary: number of tokens that a text may hold.
+        ends: tokens that end a text; a constraint allows them where the format is complete.
+
+    Raises:
+        ConfigError: llguidance is not installed or cannot read the tokenizer, or no token ends a text.
+    """
+
+    def __init__(self, engine: str, vocabulary: int, ends: Iterable[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError("formats of answers need llguidance", hint="pip install shoestring[serve]") from error
+        self._ends = frozenset(ends)
+        if not self._ends:
+            raise ConfigError("the model has no token that ends a text, so no answer of a format would end")
+        try:
+            self._tokenizer = llguidance.LLTokenizer(engine, n_vocab=vocabulary, eos_token=sorted(self._ends))
+        except ValueError as error:
+            raise ConfigError(f"llguidance cannot read the tokenizer: {error}") from error
+        # The default limits: some 20 ms for the expressions of a grammar, and some 15 ms for each of its steps.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[AnswerFormat, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, answer_format: AnswerFormat) -> None:
+        """Compile a format, so that `start` is quick.
+
+        Raises:
+            ConfigError: the format is not valid or not supported, or compiling it takes too much work.
+        """
+        self.start(answer_format)
+
+    def start(self, answer_format: AnswerFormat) -> Constraint:
+        """The constraint of a text that is about to begin; see `compile` for the errors."""
+        import llguidance
+
+        with self._lock:
+            matcher = self._compiled.get(answer_format)
+            if matcher is not None:
+                self._compiled.move_to_end(answer_format)
+        if matcher is None:
+            try:
+                grammar = grammar_of(answer_format)
+            except ValueError as error:
+                raise ConfigError(f"the format cannot be compiled: {str(error)[:300]}") from error
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            if matcher.is_error():
+                raise ConfigError(f"the format cannot be compiled: {_first_line(matcher.get_error())}")
+            try:
+                Constraint(matcher.deep_copy(), self._ends).allowed([], [], self._tokenizer.vocab_size)
+            except ConstraintError as error:  # such as a schema that refers to nothing but itself
+                raise ConfigError("no text has the format") from error
+            with self._lock:
+                self._compiled[answer_format] = matcher
+                while len(self._compiled) > CACHED:
+                    self._compiled.popitem(last=False)
+        return Constraint(matcher.deep_copy(), self._ends)
+
+
+def grammar_of(answer_format: AnswerFormat) -> str:
+    """The grammar of a format, in llguidance's own form.
+
+    Raises:
+        ValueError: the schema is not an object.
+    """
+    from llguidance import LLMatcher
+
+    if answer_format.kind == "regex":
+        return LLMatcher.grammar_from_regex(answer_format.source)
+    if answer_format.kind == "choice":
+        texts = json.loads(answer_format.source)  # own file: written by `read_format`
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    # Between the tokens of JSON any white space may stand, but not without end, for a model at a high temperature may
+    # write nothing else.
+    options = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{SPACES}}}"}
+    return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=options)
+
+
+def _first_line(message: str) -> str:
+    return next((line for line in message.splitlines() if line.strip()), "it is not valid")[:300]

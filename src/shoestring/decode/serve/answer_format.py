@@ -1,0 +1,100 @@
+"""Parses the fields of a request that say which format its answer must have; free of torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_forms import written
+from shoestring.decode.serve.fields import RequestFields, is_text
+from shoestring.decode.serve.tool_fields import find_problem
+from shoestring.decode.settings import AnswerFormat
+
+SCHEMA, EXPRESSION, CHOICES = 65_536, 4096, 1024
+"""Largest number of characters of a schema and of a regular expression, and largest number of choices."""
+_OBJECT = '{"type": "object"}'
+
+
+def read_format(fields: RequestFields, name: str = "response_format") -> AnswerFormat | None:
+    """Parse `response_format` of OpenAI's API and `structured_outputs` of vLLM's; None if any text may be the answer.
+
+    Args:
+        name: the field or, for /v1/responses, the object of fields that holds the format.
+
+    Raises:
+        RequestError: a field is wrong or not supported, or there are two formats.
+    """
+    value, other = fields.get(name), _structured(fields)
+    if value is None:
+        return other
+    if (flat := name == "text") and (value := _inner(fields, name)) is None:
+        return other
+    where = "text.format" if flat else name
+    content = RequestFields(value, where)
+    kind = content.get("type")
+    if kind == "text":
+        answer_format = None
+    elif kind == "json_object":
+        answer_format = AnswerFormat("json_schema", _OBJECT)
+    elif kind == "json_schema":
+        inner = content if flat else RequestFields(content.get("json_schema"), f"{where}.json_schema")
+        inner.text("name"), inner.text("description"), inner.flag("strict")  # it is always strict
+        answer_format = _schema(inner, "schema", inner.get("schema"))
+        inner.finish()
+    else:
+        raise content.wrong("type", "is not `text`, `json_object` or `json_schema`")
+    content.finish()
+    if answer_format is not None and other is not None:
+        raise fields.wrong("structured_outputs", f"gives a format, and `{where}` gives another")
+    return answer_format or other
+
+
+def _inner(fields: RequestFields, name: str) -> Any:
+    outer = RequestFields(fields.get(name), name)
+    value = outer.get("format")
+    outer.only("verbosity", [], "the model knows nothing of it")
+    outer.finish()
+    return value
+
+
+def _structured(fields: RequestFields) -> AnswerFormat | None:
+    value = fields.get("structured_outputs")
+    if value is None:
+        return None
+    content = RequestFields(value, "structured_outputs")
+    schema, expression, choice = (content.get(name) for name in ("json", "regex", "choice"))
+    content.finish()
+    if sum(wanted is not None for wanted in (schema, expression, choice)) != 1:
+        raise fields.wrong("structured_outputs", "does not have one of `json`, `regex` and `choice`")
+    if schema is not None:
+        return _schema(content, "json", schema)
+    if expression is not None:
+        if not is_text(expression) or not 0 < len(expression) <= EXPRESSION:
+            raise content.wrong("regex", f"is not a regular expression of 1 to {EXPRESSION} characters")
+        return AnswerFormat("regex", expression)
+    texts = isinstance(choice, list) and all(is_text(text) and text for text in choice)
+    if not texts or not 0 < len(choice) <= CHOICES or sum(map(len, choice)) > SCHEMA:
+        raise content.wrong("choice", f"is not a list of 1 to {CHOICES} texts, of {SCHEMA} characters together")
+    return AnswerFormat("choice", json.dumps(choice))
+
+
+def _schema(fields: RequestFields, name: str, value: Any) -> AnswerFormat:
+    """Check and rewrite a schema. What is left to be found out is whether llguidance compiles it."""
+    if isinstance(value, str):
+        if len(value) > SCHEMA:
+            raise fields.wrong(name, f"has more than {SCHEMA} characters")
+        try:
+            value = json.loads(value)  # own file: a field of a request, whose length is checked
+        except (ValueError, RecursionError) as error:
+            raise fields.wrong(name, "is neither a schema nor the JSON of one") from error
+    if not isinstance(value, dict):
+        raise fields.wrong(name, "is not an object")
+    if (problem := find_problem(value)) is not None:
+        raise fields.wrong(name, problem)
+    if len(json.dumps(value)) > SCHEMA:
+        raise fields.wrong(name, f"has more than {SCHEMA} characters")
+    try:
+        return AnswerFormat("json_schema", written(value))
+    except ConfigError as error:
+        raise fields.wrong(name, f"is not supported: {error}") from error
