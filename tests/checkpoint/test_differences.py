@@ -40,13 +40,14 @@ CASES = {
     "schedule-free": [parallel.DDP(), comm.Quantize(bits=8), optim.ScheduleFree()],
     "SGD, LAWA": [parallel.DDP(), comm.Quantize(bits=8), optim.SGD(momentum=0.9), optim.LAWA(every=2)],
 }
+SOME = (pytest.mark.slow, pytest.mark.share(2))
 QUICK = {("four bits", True)}
 
 
 @pytest.mark.parametrize(
     ("name", "statistics"),
     [
-        pytest.param(name, statistics, marks=() if (name, statistics) in QUICK else pytest.mark.slow)
+        pytest.param(name, statistics, marks=() if (name, statistics) in QUICK else SOME)
         for name in CASES
         for statistics in (False, True)
     ],

@@ -10,10 +10,10 @@ from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
 from tests.shares import share
 
 pytestmark = pytest.mark.slow
-POINTS, RANDOM = share(15, 8), share(10, 6)  # of each of the two tests; benchmarks/checkpoint kills thousands
+POINTS, RANDOM = share(15, 6), share(10, 5)  # of each of the two tests; benchmarks/checkpoint kills thousands
 
 
-@pytest.fixture(params=["ddp", "fsdp", REPLAYED])
+@pytest.fixture(params=["ddp", pytest.param("fsdp", marks=pytest.mark.all_cases), REPLAYED])
 def task(request, tmp_path):
     return FaultyRun(folder=str(tmp_path / "task"), under=request.param)
 

@@ -50,7 +50,7 @@ def test_many_chats_in_each_format_and_file_make_the_same_corpus(tmp_path, make,
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     tokenizer(TEMPLATE).save(tmp_path / "tokenizer.json")
-    chats = list(make(share(300, 100)))
+    chats = list(make(share(300, 40)))
     data = Data(form="chat", tokenizer=str(tmp_path / "tokenizer.json"), sequence=256, held_out=0.2)
     contents = set()
     for convert in formats.values():

@@ -12,6 +12,7 @@ from shoestring.decode import schema_forms
 from shoestring.decode.constraint import Grammars
 from shoestring.decode.schema_forms import rewritten, written
 from shoestring.decode.settings import AnswerFormat
+from tests.shares import share
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -98,7 +99,7 @@ def test_the_rewritten_schema_allows_the_same_documents(schema, drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=8000)
+@settings(max_examples=share(8000, 2000))
 @given(schema=roots, drawn=st.lists(documents, min_size=4, max_size=4))
 def test_many_rewritten_schemas_allow_the_same_documents(schema, drawn):
     assert not any(differs(schema, document) for document in drawn)

@@ -1,6 +1,6 @@
 """Features together on several ranks: equal to one process, refused before anything is taken, or lossy by their word.
 
-The slow tests draw 60 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that
+The slow tests draw 30 compositions, or 300 with SHOESTRING_ALL_CASES in the environment; the others are those that
 have found faults, through the settings a user writes.
 """
 
@@ -57,7 +57,7 @@ def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", SEEDS[: share(300, 60) : TOGETHER])
+@pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
 def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, judge):
     seeds = range(first, first + TOGETHER)
     faults = {f"{draw(seed)}": verdict for seed in seeds if not (verdict := judge(seed)).good}
@@ -80,7 +80,7 @@ def test_norms_of_shards_are_not_shared_out_as_those_of_replicas_are(judge, opti
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.05), AdamW(lr=3e-3), *SHARED], ids=lambda each: each.name)
 @pytest.mark.parametrize("spread", [
     DDP(), FSDP(), FSDP(hosts="replicate"), Zero(stage=1), Zero(stage=2), Zero(hosts="replicate"), Offload(),

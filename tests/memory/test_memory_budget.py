@@ -130,7 +130,7 @@ def test_ranks_divide_the_state(run_file):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.all_cases), 2])
 def test_the_run_stays_below_it(run_file, search, tmp_path, workers):
     budget = 0.5 * chosen(search, 1.0)[1].without_gib
     flags = ["--run.folder", str(tmp_path), "--memory.budget.gib", str(budget), "--memory.tracing"]

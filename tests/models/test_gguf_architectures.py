@@ -269,6 +269,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.skipif(not rig.has_llama_cpp(), reason="needs the package xllamacpp")
 @pytest.mark.parametrize("name", rig.MODELS)
 def test_llama_cpp_writes_the_same_text_and_what_it_saves_is_read(name, tmp_path):

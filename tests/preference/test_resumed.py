@@ -50,7 +50,7 @@ def result(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("objective", "adapters"), [
     ("dpo", True),
-    ("kto", True),
+    pytest.param("kto", True, marks=pytest.mark.all_cases),
     pytest.param("dpo", False, marks=pytest.mark.all_cases),
     pytest.param("simpo", True, marks=pytest.mark.all_cases),
 ])  # fmt: skip

@@ -21,7 +21,7 @@ def test_two_steps_of_a_workload_in_pytorch_have_a_finite_loss_that_the_seed_dec
 
 
 @pytest.mark.slow
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_two_steps_of_a_workload_in_jax_have_a_finite_loss(name):
     pytest.importorskip("jax")

@@ -80,6 +80,7 @@ def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_conti
     assert lab_run.losses("first") == expected
 
 
+@pytest.mark.all_cases
 def test_with_folders_on_the_hosts_own_disks_the_newest_checkpoint_is_found(lab, lab_run, expected):
     """The host that was first has the checkpoint; here the other one brings it back."""
     folder = DISK / "run"

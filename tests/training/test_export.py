@@ -35,7 +35,7 @@ def agrees(model: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchanging", [True, False])
+@pytest.mark.parametrize("exchanging", [True, pytest.param(False, marks=pytest.mark.all_cases)])
 @pytest.mark.parametrize("folder", ["model", "best"])
 def test_a_kill_leaves_a_merged_model_with_its_own_adapter(folder, exchanging, tmp_path, monkeypatch):
     if not exchanging:

@@ -127,6 +127,7 @@ def test_no_chat_sees_another(tmp_path, caplog, kind, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("family", sorted({zoo.family(name) for name in zoo.CASES if name not in zoo.missing()})[::3])
 def test_no_chat_sees_another_in_a_third_of_all_families(tmp_path, family):
     name = next(name for name in zoo.CASES if zoo.family(name) == family)

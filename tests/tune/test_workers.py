@@ -304,6 +304,7 @@ def alive(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.all_cases
 def test_kills_and_stalls_at_random_moments_lose_nothing(tmp_path):
     """40 kills and 10 stalls past the lease, over 3 workers and 12 trials."""
     kills, stalls, trials, lease, chance = KILLS, STALLS, 12, 2.0, random.Random(0)

@@ -1,0 +1,253 @@
+"""Formats of answers: which schemas of JSON-Schema-Test-Suite are taken, and that nothing else is written.
+
+The suite is in the sdist of the library jsonschema, which pip downloads. Answers are drawn at temperature 1 from a
+model of random weights, whose texts go wherever a format lets them. A document is reachable if the masks allow each
+of its tokens and then the end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jsonschema
+import torch
+
+from benchmarks.decode.weights import PROMPT, model
+from benchmarks.harness import Deadline
+from benchmarks.rows import Bar, Measured
+from benchmarks.timing import paired
+from shoestring.core.errors import ConfigError
+from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
+from shoestring.decode.adapter import adapt
+from shoestring.decode.constraint import Grammars
+from shoestring.decode.engine import Engine, Request
+from shoestring.decode.schema_forms import written
+from shoestring.decode.settings import AnswerFormat, Sampling
+from shoestring.models.gpt import GPT, GPTConfig
+
+SUITE = "jsonschema==4.26.0"
+DRAFTS = {
+    "draft7": ("http://json-schema.org/draft-07/schema#", jsonschema.Draft7Validator),
+    "draft2020-12": ("https://json-schema.org/draft/2020-12/schema", jsonschema.Draft202012Validator),
+}
+NONE = AnswerFormat("json_schema", "{}")
+TEXTS, LENGTH = 5_000, 400
+ROUNDS, TOKENS = 12, 24
+
+
+@dataclass
+class Group:
+    """A schema of the suite, with documents."""
+
+    draft: str
+    name: str
+    schema: Any
+    valid: list[Any]
+    invalid: list[Any]
+    answer_format: AnswerFormat = NONE
+    """The compiled format."""
+    refused: str = ""
+    """Why the schema is refused; empty if it is not."""
+
+
+@dataclass
+class Suite:
+    """All schemas, compiled for a tokenizer of bytes."""
+
+    grammars: Grammars
+    tokenizer: Tokenizer
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> list[Group]:
+        return [group for group in self.groups if not group.refused]
+
+    def reaches(self, answer_format: AnswerFormat, document: Any) -> bool:
+        """Whether a text of the document can be written; numbers and properties may have several."""
+        tokens = self.tokenizer.encode(json.dumps(document, ensure_ascii=False))
+        allowed = self.grammars.start(answer_format).allowed([], tokens, self.tokenizer.vocab_size)
+        return all(allowed[place, token] for place, token in enumerate([*tokens, self.tokenizer.end_of_text]))
+
+
+@cache
+def suite() -> Suite:
+    """Download and compile the schemas."""
+    tokenizer = byte_tokenizer()
+    built = Suite(Grammars(tokenizer.engine.to_str(), tokenizer.vocab_size, tokenizer.ends), tokenizer)
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder]
+        subprocess.run([*command, SUITE], check=True)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as files:
+            for member in sorted(files.getmembers(), key=lambda member: member.name):
+                parts = Path(member.name).parts
+                if parts[1:3] == ("json", "tests") and len(parts) == 5 and parts[3] in DRAFTS:
+                    content = files.extractfile(member)
+                    assert content is not None
+                    built.groups += [_group(parts[3], parts[4], group) for group in json.load(content)]
+    for group in built.groups:
+        try:
+            if not isinstance(group.schema, dict):
+                raise ConfigError("the schema is true or false, and no object")
+            schema = {"$schema": DRAFTS[group.draft][0]} | group.schema
+            answer_format = AnswerFormat("json_schema", written(schema))
+            built.grammars.compile(answer_format)
+            group.answer_format = answer_format
+        except ConfigError as error:
+            group.refused = str(error)
+    return built
+
+
+def _group(draft: str, file: str, content: dict[str, Any]) -> Group:
+    documents: dict[bool, list[Any]] = {True: [], False: []}
+    for test in content["tests"]:
+        documents[test["valid"]].append(test["data"])
+    return Group(draft, f"{file}: {content['description']}", content["schema"], documents[True], documents[False])
+
+
+def accepted(draft: str, _: Deadline) -> Measured:
+    """Share of the schemas that are compiled."""
+    groups = [group for group in suite().groups if draft in ("", group.draft)]
+    found = [group for group in groups if not group.refused]
+    away = sum("leads to nothing" in group.refused for group in groups)
+    empty = sum("no text" in group.refused or "Unsatisfiable" in group.refused for group in groups)
+    note = f"{len(found)} of {len(groups)}; of the others, {away} refer to other places, and nothing fits {empty}"
+    return Measured(len(found) / len(groups), note)
+
+
+def wrong(_: Deadline) -> Measured:
+    """Invalid documents of the suite that could be written."""
+    built = suite()
+    cases = [(group, document) for group in built.accepted for document in group.invalid]
+    reached = [group.name for group, document in cases if built.reaches(group.answer_format, document)]
+    return Measured(len(reached), f"of {len(cases)} documents; {', '.join(reached[:3])}")
+
+
+def unreachable(_: Deadline) -> Measured:
+    """Valid documents of the suite that could not be written."""
+    built = suite()
+    cases = [(group, document) for group in built.accepted for document in group.valid]
+    out = [group.name for group, document in cases if not built.reaches(group.answer_format, document)]
+    kinds = Counter(name.partition(":")[0] for name in out)
+    listed = ", ".join(f"{count} of {name}" for name, count in kinds.most_common())
+    return Measured(len(out), f"of {len(cases)} documents: {listed}")
+
+
+def drawn(texts: int = TEXTS, seed: int = 0) -> tuple[int, int, int, list[str]]:
+    """Texts drawn, those that were cut off, and those that ended and are invalid, with the names of their schemas."""
+    built, draw = suite(), random.Random(seed)
+    torch.manual_seed(seed)
+    size = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 48, "context": LENGTH + 2, "init_std": 0.3}
+    small = adapt(GPT(GPTConfig(vocab_size=built.tokenizer.vocab_size, **size)).eval())
+    groups = [draw.choice(built.accepted) for _ in range(texts)]
+    engine, cut, invalid = Engine(small, slots=32), 0, list[str]()
+    rows = [
+        engine.submit(
+            Request(
+                tokens=[65],
+                max_new=LENGTH,
+                sampling=Sampling(seed=number),
+                constraint=built.grammars.start(group.answer_format),
+                stop=frozenset(built.tokenizer.ends),
+            )
+        )
+        for number, group in enumerate(groups)
+    ]
+    while engine.busy:
+        engine.step()
+    engine.close()
+    for row, group in zip(rows, groups, strict=True):
+        if row.ending != "stop":
+            cut += 1
+            continue
+        uri, validator = DRAFTS[group.draft]
+        try:
+            document = json.loads(built.tokenizer.decode(row.text))
+            fine = validator({"$schema": uri} | group.schema).is_valid(document)
+        except ValueError:
+            fine = False
+        invalid += [] if fine else [group.name]
+    return texts, cut, len(invalid), invalid
+
+
+@cache
+def _drawn() -> tuple[int, int, int, list[str]]:
+    return drawn()
+
+
+def invalid(_: Deadline) -> Measured:
+    count, cut, bad, names = _drawn()
+    return Measured(bad, f"of {count - cut} that ended; {', '.join(sorted(set(names))[:3])}")
+
+
+def truncated(_: Deadline) -> Measured:
+    count, cut, _bad, _names = _drawn()
+    return Measured(cut / count, f"{cut} of {count} after {LENGTH} bytes")
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+OBJECT = {
+    "type": "object",
+    "properties": {name: {"type": "array", "items": {"type": "string"}} for name in ("names", "places", "things")},
+    "required": ["names", "places", "things"],
+}
+
+
+def cost(batch: int, _: Deadline) -> Measured:
+    """Time of a batch under a schema over that without it, less one, for 188 M weights and their vocabulary."""
+    built = adapt(model(None))
+    tokenizer = byte_tokenizer()
+    vocabulary = built.vocabulary or tokenizer.vocab_size
+    grammars = Grammars(tokenizer.engine.to_str(), vocabulary, tokenizer.ends)
+    answer_format = AnswerFormat("json_schema", written(OBJECT))
+
+    def writer(constrained: bool) -> Any:
+        engine = Engine(built, slots=batch)
+
+        def work() -> None:
+            for seed in range(batch):
+                prompt = [(index + seed) % 256 for index in range(PROMPT)]
+                constraint = grammars.start(answer_format) if constrained else None
+                engine.submit(Request(tokens=prompt, max_new=TOKENS, sampling=Sampling(), constraint=constraint))
+            while engine.busy:
+                engine.step()
+
+        return work
+
+    ratio = paired(writer(True), writer(False), rounds=ROUNDS)
+    return ratio.measured(str(ratio))
+
+
+def rows() -> Iterator[Bar]:
+    """Every bar of formats."""
+    peers = ("llguidance", "jsonschema")
+
+    def bar(name: str, what: str, op: Any, limit: float, measure: Any, **more: Any) -> Bar:
+        return Bar(f"serving.structured-{name}", what, op, limit, measure=measure, peers=peers, **more)
+
+    for draft, name in (("", "both drafts"), ("draft7", "draft 7"), ("draft2020-12", "draft 2020-12")):
+        identity = f"accepted-{draft}".rstrip("-").replace(".", "-")
+        what = f"share of the schemas of JSON-Schema-Test-Suite that are accepted, {name}"
+        yield bar(identity, what, ">=", 0.8, partial(accepted, draft), kind="exact")
+    yield bar("wrong", "invalid documents of the suite that accepted schemas let through", "<=", 0, wrong, kind="exact")
+    what = "valid documents of the suite that accepted schemas do not let through"
+    yield bar("unreachable", what, "<=", 0, unreachable, kind="exact")
+    what = f"of {TEXTS} answers drawn at temperature 1, those that ended and are invalid"
+    yield bar("invalid", what, "<=", 0, invalid, kind="drawn", seeds=(0,))
+    what = f"share of {TEXTS} answers drawn at temperature 1 that were cut off"
+    yield bar("truncated", what, "<=", 0.01, truncated, kind="drawn", seeds=(0,))
+    for batch, limit in ((8, 1.05), (1, 1.10)):
+        what = f"time of a token under a schema over that without, batch of {batch}, 188 M weights"
+        yield bar(f"cost-{batch}", what, "<=", limit, partial(cost, batch))
