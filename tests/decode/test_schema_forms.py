@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import byte_tokenizer
-from shoestring.decode import schema_forms
+from shoestring.decode import schema_forms, schema_sets
 from shoestring.decode.constraint import Grammars
 from shoestring.decode.schema_forms import rewritten, written
 from shoestring.decode.settings import AnswerFormat
@@ -68,6 +68,11 @@ def schema_of(inner):
     return st.lists(keywords(inner), max_size=4).map(dict)
 
 
+KEYWORDS = (
+    "type const enum required properties patternProperties propertyNames dependentRequired dependentSchemas "
+    "dependencies prefixItems items contains minContains maxContains uniqueItems allOf anyOf oneOf not if then "
+    "unevaluatedProperties unevaluatedItems $ref $dynamicRef $id $anchor $defs $schema minimum maxItems format pattern"
+).split()  # noqa: SIM905
 schemas = st.recursive(st.booleans() | st.just({}), lambda inner: schema_of(inner), max_leaves=12)
 
 
@@ -107,8 +112,8 @@ def test_many_rewritten_schemas_allow_the_same_documents(schema, drawn):
 
 TAGGED = [{"type": "object", "required": ["kind"], "properties": {"kind": {"const": name}}} for name in "ab"]
 FAULTS = {  # a function that is wrong -> a schema and a document that show it
-    "_disjoint": (lambda *_: True, {"oneOf": [{"minimum": 0}, {"minimum": 1}]}, 2),
-    "_not": (lambda schema: True, {"not": {"type": "null"}}, None),
+    "disjoint": (lambda *_: True, {"oneOf": [{"minimum": 0}, {"minimum": 1}]}, 2),
+    "complement": (lambda schema: True, {"not": {"type": "null"}}, None),
     "_dependencies": (lambda own: iter([own.pop("dependentRequired", None) and True]),
                       {"dependentRequired": {"a": ["b"]}}, {"a": 1}),
     "_names": (lambda own: iter([own.pop("propertyNames", None) and True]), {"propertyNames": {"maxLength": 1}},
@@ -121,7 +126,8 @@ FAULTS = {  # a function that is wrong -> a schema and a document that show it
 def test_a_wrong_step_shows(name, monkeypatch):
     fault, schema, document = FAULTS[name]
     assert differs(schema, document) is False
-    monkeypatch.setattr(schema_forms, name, fault)
+    for module in (schema_forms, schema_sets):
+        monkeypatch.setattr(module, name, fault, raising=False)
     monkeypatch.setattr(schema_forms, "_STEPS", tuple(
         fault if step.__name__ == name else step for step in schema_forms._STEPS
     ))  # fmt: skip
@@ -157,6 +163,20 @@ def test_what_cannot_be_rewritten_is_refused(schema, words):
         return
     with pytest.raises(ConfigError, match=words):
         rewritten(schema)
+
+
+values = st.recursive(
+    scalars | names, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2)
+)
+
+
+@given(st.recursive(values, lambda inner: st.dictionaries(st.sampled_from(sorted(KEYWORDS)), inner, max_size=3)))
+def test_what_is_no_schema_is_refused_in_one_line(content):
+    schema = content if isinstance(content, dict) else {"not": content}
+    try:
+        written(schema)
+    except ConfigError as error:
+        assert "\n" not in str(error)
 
 
 def test_what_becomes_too_long_is_refused():

@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_sets import (
+    COUNTS,
+    SILENT,
+    TYPES,
+    Keywords,
+    Schema,
+    both,
+    bounded,
+    complement,
+    count,
+    disjoint,
+    either,
+    refused,
+)
 
-Schema = bool | dict[str, Any]
-Keywords = dict[str, Any]
-
-TYPES = ("null", "boolean", "object", "array", "number", "string")
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
 """Formats that llguidance enforces."""
-MOST = 20_000
-"""Largest number of schemas that are rewritten and negated for one, a fraction of a second."""
 LONGEST = 1 << 20
 """Largest number of characters of a rewritten schema."""
 _ONE, _MANY = (
@@ -36,28 +43,6 @@ _ONE, _MANY = (
     ("allOf", "anyOf", "oneOf", "prefixItems", "items"),
 )  # fmt: skip
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_COUNTS = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minContains",
-    "maxContains",
-)
-_SILENT = frozenset({
-    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$comment", "$defs", "definitions", "title", "description",
-    "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType",
-    "contentSchema",
-})  # fmt: skip
-"""Keywords that allow every document."""
-_OPPOSITES = {
-    "minimum": "exclusiveMaximum",
-    "exclusiveMinimum": "maximum",
-    "maximum": "exclusiveMinimum",
-    "exclusiveMaximum": "minimum",
-}
 
 
 def rewritten(schema: Keywords) -> Keywords:
@@ -66,27 +51,17 @@ def rewritten(schema: Keywords) -> Keywords:
     Raises:
         ConfigError: a keyword cannot be rewritten, a reference leads out of the schema, or the schema allows nothing.
     """
-    rewriting, token = _Rewriting(schema), _left.set([MOST])
     try:
-        result = rewriting.schema(schema)
-        if result is False:
-            raise ConfigError("no text has the format")
-        definitions = rewriting.finish()
-    finally:
-        _left.reset(token)
+        with bounded():
+            rewriting = _Rewriting(schema)
+            result = rewriting.schema(schema)
+            definitions = rewriting.finish()
+    except (TypeError, AttributeError, ValueError) as error:  # a keyword's value is of another type than it must be
+        raise ConfigError("it is not a valid schema") from error
+    if result is False:
+        raise ConfigError("no text has the format")
     result = {} if isinstance(result, bool) else result
     return result | {"$defs": definitions} if definitions else result
-
-
-_left: ContextVar[list[int]] = ContextVar("left")
-
-
-def _count() -> None:
-    """Count a schema: conditions in conditions can make exponentially many of one."""
-    left = _left.get()
-    left[0] -= 1
-    if left[0] < 0:
-        raise _refused("it is too long once its conditions are written out")
 
 
 def written(schema: Keywords) -> str:
@@ -100,7 +75,7 @@ def written(schema: Keywords) -> str:
         pieces.append(piece)
         left -= len(piece)
         if left < 0:
-            raise _refused("it is too long once its conditions are written out")
+            raise refused("it is too long once its conditions are written out")
     return "".join(pieces)
 
 
@@ -153,7 +128,7 @@ class _Rewriting:
     def _target(self, reference: Any, base: str) -> Schema:
         """The schema that a reference leads to."""
         if not isinstance(reference, str):
-            raise _refused("a reference is not a text")
+            raise refused("a reference is not a text")
         uri = _join(base, reference)
         resource, _, fragment = uri.partition("#")
         target = self.resources.get(resource if not fragment or fragment[0] == "/" else uri)
@@ -166,7 +141,7 @@ class _Rewriting:
                     target[int(key)] if isinstance(target, list) and key.isdigit() and int(key) < len(target) else None
                 )
         if not isinstance(target, bool | dict):
-            raise _refused(f"the reference {reference[:80]!r} leads to nothing in the schema")
+            raise refused(f"the reference {reference[:80]!r} leads to nothing in the schema")
         return target
 
     def _named(self, target: Schema) -> Keywords:
@@ -179,21 +154,21 @@ class _Rewriting:
 
     def schema(self, schema: Schema) -> Schema:
         """Rewrite a schema and those in it."""
-        _count()
+        count()
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise _refused("a schema is neither an object nor true or false")
+            raise refused("a schema is neither an object nor true or false")
         base = self.bases.get(id(schema), "")
         if self.old and "$ref" in schema:
             return self._named(self._target(schema["$ref"], base))
-        own = {key: value for key, value in schema.items() if key not in _SILENT}
+        own = {key: value for key, value in schema.items() if key not in SILENT}
         if (branches := self._branches(own)) is not None:
             for branch in branches:
                 self.bases[id(branch)] = base
-            return _either([self.schema(branch) for branch in branches])
+            return either([self.schema(branch) for branch in branches])
         self._unevaluated(own, base)
-        for key in _COUNTS:
+        for key in COUNTS:
             if isinstance(value := own.get(key), float) and value.is_integer():
                 own[key] = int(value)
         for key in _ONE:
@@ -210,7 +185,7 @@ class _Rewriting:
                 }
         targets = [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
         if self.dynamic.count(str(own.get("$dynamicRef")).partition("#")[2]) > 1:
-            raise _refused("`$dynamicRef`, which may lead to one of several schemas")
+            raise refused("`$dynamicRef`, which may lead to one of several schemas")
         own.pop("$ref", None), own.pop("$dynamicRef", None)
         further = [part for step in _STEPS for part in step(own)]
         further += [self._named(target) for target in targets]
@@ -275,11 +250,11 @@ class _Rewriting:
         """
         for key in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains"):
             if key in own:
-                raise _refused(f"`{keyword}` beside `{key}`")
+                raise refused(f"`{keyword}` beside `{key}`")
         targets = [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
         for part in (*own.get("allOf", []), *targets):
             if any(part is known for known in seen):
-                raise _refused(f"`{keyword}` beside a reference to itself")
+                raise refused(f"`{keyword}` beside a reference to itself")
             if isinstance(part, dict):
                 yield part
                 yield from self._unconditional(part, self.bases.get(id(part), base), keyword, [*seen, part])
@@ -298,10 +273,6 @@ def _unevaluating(own: Keywords) -> bool:
     return any(own.get(key, True) is not True for key in ("unevaluatedProperties", "unevaluatedItems"))
 
 
-def _refused(reason: str) -> ConfigError:
-    return ConfigError(f"{reason} cannot be expressed" if reason.startswith(("`", "the neg")) else reason)
-
-
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
@@ -316,23 +287,23 @@ def _format(own: Keywords) -> Iterator[Schema]:
 def _condition(own: Keywords) -> Iterator[Schema]:
     condition, then, otherwise = own.pop("if", None), own.pop("then", True), own.pop("else", True)
     if condition is not None and (then is not True or otherwise is not True):
-        yield _either([_both([condition, then]), _both([_not(condition), otherwise])])
+        yield either([both([condition, then]), both([complement(condition), otherwise])])
 
 
 def _negation(own: Keywords) -> Iterator[Schema]:
     if "not" in own:
-        yield _not(own.pop("not"))
+        yield complement(own.pop("not"))
 
 
 def _exclusive(own: Keywords) -> Iterator[Schema]:
     branches = own.pop("oneOf", None)
     if branches is None:
         return
-    if all(_disjoint(one, other) for place, one in enumerate(branches) for other in branches[:place]):
-        yield _either(branches)
+    if all(disjoint(one, other) for place, one in enumerate(branches) for other in branches[:place]):
+        yield either(branches)
         return
-    yield _either([
-        _both([one, *(_not(other) for place, other in enumerate(branches) if place != chosen)])
+    yield either([
+        both([one, *(complement(other) for place, other in enumerate(branches) if place != chosen)])
         for chosen, one in enumerate(branches)
     ])  # fmt: skip
 
@@ -342,7 +313,7 @@ def _dependencies(own: Keywords) -> Iterator[Schema]:
         for name, needs in (own.pop(key, None) or {}).items():
             then = {"required": needs} if isinstance(needs, list) else needs
             if then not in (True, {"required": []}):
-                yield _either([{"properties": {name: False}}, then])
+                yield either([{"properties": {name: False}}, then])
 
 
 def _names(own: Keywords) -> Iterator[Schema]:
@@ -369,7 +340,7 @@ def _names(own: Keywords) -> Iterator[Schema]:
             yield {"maxProperties": 0}
             continue
         else:
-            raise _refused(f"`propertyNames` with `{key}`")
+            raise refused(f"`propertyNames` with `{key}`")
         yield {"patternProperties": {pattern: True}, "additionalProperties": False}
 
 
@@ -382,136 +353,10 @@ def _contained(own: Keywords) -> Iterator[Schema]:
     elif contained is False:
         yield {"type": [name for name in TYPES if name != "array"]} if least else True
     elif most == 0:
-        yield {"items": _not(contained)} if least == 0 else {"type": [name for name in TYPES if name != "array"]}
+        yield {"items": complement(contained)} if least == 0 else {"type": [name for name in TYPES if name != "array"]}
     else:
-        raise _refused("`contains`")
+        raise refused("`contains`")
 
 
 _STEPS = (_format, _condition, _negation, _exclusive, _dependencies, _names, _contained)
 """Each takes keywords out of a schema whose own schemas are rewritten, and yields schemas that hold as well."""
-
-
-# -- negation ----------------------------------------------------------------------------------------------------------
-
-
-def _both(schemas: list[Schema]) -> Schema:
-    if False in schemas:
-        return False
-    wanted = [part for part in schemas if part not in (True, {})]
-    return wanted[0] if len(wanted) == 1 else {"allOf": wanted} if wanted else True
-
-
-def _either(schemas: list[Schema]) -> Schema:
-    if True in schemas or {} in schemas:
-        return True
-    possible = [part for part in schemas if part is not False]
-    return possible[0] if len(possible) == 1 else {"anyOf": possible} if possible else False
-
-
-def _not(schema: Schema) -> Schema:
-    """A schema of all documents that a rewritten schema does not allow.
-
-    Raises:
-        ConfigError: a keyword has no negation.
-    """
-    _count()
-    if isinstance(schema, bool):
-        return not schema
-    return _either([part for key, value in schema.items() for part in _fails(key, value)])
-
-
-def _fails(key: str, value: Any) -> Iterator[Schema]:
-    """Schemas one of which each document has that a keyword does not allow."""
-    if key in _SILENT:
-        return
-    if key == "type":
-        names = {value} if isinstance(value, str) else set(value)
-        if "integer" in names and "number" not in names:
-            raise _refused("the negation of the type `integer`")
-        yield {"type": others} if (others := [name for name in TYPES if name not in names]) else False
-    elif key in ("const", "enum"):
-        yield _unlike([value] if key == "const" else value)
-    elif key == "required":
-        yield from ({"type": "object", "properties": {name: False}} for name in value)
-    elif key == "properties":
-        for name, part in value.items():
-            if (fails := _not(part)) is not False:
-                yield {"type": "object", "required": [name], "properties": {name: fails}}
-    elif key in _OPPOSITES:
-        yield {"type": "number", _OPPOSITES[key]: value}
-    elif key in _COUNTS and not key.endswith("Contains"):
-        kind = {"Length": "string", "Items": "array"}.get(key[3:], "object")
-        if key.startswith("max"):
-            yield {"type": kind, f"min{key[3:]}": value + 1}
-        elif value > 0:
-            yield {"type": kind, f"max{key[3:]}": value - 1}
-    elif key in ("prefixItems", "items") and isinstance(value, list):
-        for number, part in enumerate(value):
-            yield {"type": "array", "minItems": number + 1, "prefixItems": [*[True] * number, _not(part)]}
-    elif key == "allOf":
-        yield from map(_not, value)
-    elif key == "anyOf":
-        yield _both([_not(part) for part in value])
-    else:
-        raise _refused(f"the negation of `{key}`")
-
-
-def _unlike(values: list[Any]) -> Schema:
-    """A schema of all documents that are none of some values."""
-    texts = [value for value in values if isinstance(value, str)]
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    if any(isinstance(value, list | dict) for value in values):
-        raise _refused("the negation of a list or an object")
-    possible: list[Schema] = [{"type": ["object", "array"]}]
-    possible += [{"const": value} for value in (True, False, None) if not any(value is part for part in values)]
-    possible.append({"type": "string", "allOf": [{"pattern": _other(text)} for text in texts]})
-    beside = [{"anyOf": [{"exclusiveMaximum": value}, {"exclusiveMinimum": value}]} for value in numbers]
-    return {"anyOf": [*possible, {"type": "number", "allOf": beside}]}
-
-
-def _other(text: str) -> str:
-    """A regular expression of all texts but one."""
-    pattern = "[\\s\\S]+"
-    for character in reversed(text):
-        one = re.escape(character)
-        pattern = f"(?:[^{one}][\\s\\S]*|{one}(?:{pattern}))?"
-    return f"^(?:{pattern})$"
-
-
-def _disjoint(one: Schema, other: Schema) -> bool:
-    """Whether it is certain that no document has both of two rewritten schemas."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is False or other is False
-    types = [_types(part) for part in (one, other)]
-    if types[0] is not None and types[1] is not None and not types[0] & types[1]:
-        return True
-    values = [_values(part) for part in (one, other)]
-    if values[0] is not None and values[1] is not None:
-        return not any(_equal(left, right) for left in values[0] for right in values[1])
-    shared = set(one.get("required", [])) & set(other.get("required", []))
-    return _only(one, "object") and any(
-        _disjoint(one.get("properties", {}).get(name, True), other.get("properties", {}).get(name, True))
-        for name in shared
-    )
-
-
-def _only(schema: Keywords, name: str) -> bool:
-    return _types(schema) == {name}
-
-
-def _types(schema: Keywords) -> set[str] | None:
-    value = schema.get("type")
-    if value is None:
-        return None
-    return {"number" if name == "integer" else name for name in ([value] if isinstance(value, str) else value)}
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON; in Python True == 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return one == other

@@ -1,0 +1,195 @@
+"""Unions, intersections and complements of JSON schemas; free of torch.
+
+The schemas are rewritten ones (see `schema_forms`), so conditions and `oneOf` do not occur in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from shoestring.core.errors import ConfigError
+
+Schema = bool | dict[str, Any]
+Keywords = dict[str, Any]
+
+TYPES = ("null", "boolean", "object", "array", "number", "string")
+MOST = 20_000
+"""Largest number of schemas that are rewritten and negated for one, a fraction of a second."""
+COUNTS = (
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
+SILENT = frozenset({
+    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$comment", "$defs", "definitions", "title", "description",
+    "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType",
+    "contentSchema",
+})  # fmt: skip
+"""Keywords that allow every document."""
+_OPPOSITES = {
+    "minimum": "exclusiveMaximum",
+    "exclusiveMinimum": "maximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMaximum": "minimum",
+}
+
+
+_left: ContextVar[list[int]] = ContextVar("left")
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Context in which at most `MOST` schemas are counted."""
+    token = _left.set([MOST])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def count() -> None:
+    """Count a schema, because conditions in conditions can make exponentially many of one.
+
+    Raises:
+        ConfigError: there have been too many.
+    """
+    left = _left.get()
+    left[0] -= 1
+    if left[0] < 0:
+        raise refused("it is too long once its conditions are written out")
+
+
+def refused(reason: str) -> ConfigError:
+    return ConfigError(f"{reason} cannot be expressed" if reason.startswith(("`", "the neg")) else reason)
+
+
+def both(schemas: list[Schema]) -> Schema:
+    if False in schemas:
+        return False
+    wanted = [part for part in schemas if part not in (True, {})]
+    return wanted[0] if len(wanted) == 1 else {"allOf": wanted} if wanted else True
+
+
+def either(schemas: list[Schema]) -> Schema:
+    if True in schemas or {} in schemas:
+        return True
+    possible = [part for part in schemas if part is not False]
+    return possible[0] if len(possible) == 1 else {"anyOf": possible} if possible else False
+
+
+def complement(schema: Schema) -> Schema:
+    """A schema of all documents that a rewritten schema does not allow.
+
+    Raises:
+        ConfigError: a keyword has no negation.
+    """
+    count()
+    if isinstance(schema, bool):
+        return not schema
+    return either([part for key, value in schema.items() for part in _fails(key, value)])
+
+
+def _fails(key: str, value: Any) -> Iterator[Schema]:
+    """Schemas one of which each document has that a keyword does not allow."""
+    if key in SILENT:
+        return
+    if key == "type":
+        names = {value} if isinstance(value, str) else set(value)
+        if "integer" in names and "number" not in names:
+            raise refused("the negation of the type `integer`")
+        yield {"type": others} if (others := [name for name in TYPES if name not in names]) else False
+    elif key in ("const", "enum"):
+        yield _unlike([value] if key == "const" else value)
+    elif key == "required":
+        yield from ({"type": "object", "properties": {name: False}} for name in value)
+    elif key == "properties":
+        for name, part in value.items():
+            if (fails := complement(part)) is not False:
+                yield {"type": "object", "required": [name], "properties": {name: fails}}
+    elif key in _OPPOSITES:
+        yield {"type": "number", _OPPOSITES[key]: value}
+    elif key in COUNTS and not key.endswith("Contains"):
+        kind = {"Length": "string", "Items": "array"}.get(key[3:], "object")
+        if key.startswith("max"):
+            yield {"type": kind, f"min{key[3:]}": value + 1}
+        elif value > 0:
+            yield {"type": kind, f"max{key[3:]}": value - 1}
+    elif key in ("prefixItems", "items") and isinstance(value, list):
+        for number, part in enumerate(value):
+            yield {"type": "array", "minItems": number + 1, "prefixItems": [*[True] * number, complement(part)]}
+    elif key == "allOf":
+        yield from map(complement, value)
+    elif key == "anyOf":
+        yield both([complement(part) for part in value])
+    else:
+        raise refused(f"the negation of `{key}`")
+
+
+def _unlike(values: list[Any]) -> Schema:
+    """A schema of all documents that are none of some values."""
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if any(isinstance(value, list | dict) for value in values):
+        raise refused("the negation of a list or an object")
+    possible: list[Schema] = [{"type": ["object", "array"]}]
+    possible += [{"const": value} for value in (True, False, None) if not any(value is part for part in values)]
+    possible.append({"type": "string", "allOf": [{"pattern": _other(text)} for text in texts]})
+    beside = [{"anyOf": [{"exclusiveMaximum": value}, {"exclusiveMinimum": value}]} for value in numbers]
+    return {"anyOf": [*possible, {"type": "number", "allOf": beside}]}
+
+
+def _other(text: str) -> str:
+    """A regular expression of all texts but one."""
+    pattern = "[\\s\\S]+"
+    for character in reversed(text):
+        one = re.escape(character)
+        pattern = f"(?:[^{one}][\\s\\S]*|{one}(?:{pattern}))?"
+    return f"^(?:{pattern})$"
+
+
+def disjoint(one: Schema, other: Schema) -> bool:
+    """Whether it is certain that no document has both of two rewritten schemas."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is False or other is False
+    types = [_types(part) for part in (one, other)]
+    if types[0] is not None and types[1] is not None and not types[0] & types[1]:
+        return True
+    values = [_values(part) for part in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not any(_equal(left, right) for left in values[0] for right in values[1])
+    shared = set(one.get("required", [])) & set(other.get("required", []))
+    return _only(one, "object") and any(
+        disjoint(one.get("properties", {}).get(name, True), other.get("properties", {}).get(name, True))
+        for name in shared
+    )
+
+
+def _only(schema: Keywords, name: str) -> bool:
+    return _types(schema) == {name}
+
+
+def _types(schema: Keywords) -> set[str] | None:
+    value = schema.get("type")
+    if value is None:
+        return None
+    return {"number" if name == "integer" else name for name in ([value] if isinstance(value, str) else value)}
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON; in Python True == 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return one == other
