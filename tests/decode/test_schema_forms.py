@@ -69,10 +69,11 @@ def schema_of(inner):
 
 
 KEYWORDS = (
-    "type const enum required properties patternProperties propertyNames dependentRequired dependentSchemas "
-    "dependencies prefixItems items contains minContains maxContains uniqueItems allOf anyOf oneOf not if then "
-    "unevaluatedProperties unevaluatedItems $ref $dynamicRef $id $anchor $defs $schema minimum maxItems format pattern"
-).split()  # noqa: SIM905
+    "type", "const", "enum", "required", "properties", "patternProperties", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "prefixItems", "items", "contains", "minContains", "maxContains", "uniqueItems",
+    "allOf", "anyOf", "oneOf", "not", "if", "then", "unevaluatedProperties", "unevaluatedItems", "$ref", "$dynamicRef",
+    "$id", "$anchor", "$defs", "$schema", "minimum", "maxItems", "format", "pattern",
+)  # fmt: skip
 schemas = st.recursive(st.booleans() | st.just({}), lambda inner: schema_of(inner), max_leaves=12)
 
 
