@@ -68,10 +68,10 @@ class Process:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[Process]:
+def served(folder: Path | str, *arguments: str) -> Iterator[Process]:
     """`shoestring serve` of a model, ended with SIGTERM."""
     command = [sys.executable, "-m", "shoestring", "serve", str(folder), "--port", "0", "--slots", str(SLOTS)]
-    log = folder.parent / "server.log"
+    log = Path(str(folder).removeprefix("hf:")).parent / "server.log"
     with (
         log.open("wb") as errors,
         subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True) as process,

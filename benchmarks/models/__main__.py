@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.harness import Deadline, main, stored
 from benchmarks.machine import ROOT
-from benchmarks.models import zoo
+from benchmarks.models import timing, tuned, zoo
 from benchmarks.models.columns import COLUMNS
 from benchmarks.models.matrix import from_json, release, run, table, totals
 from benchmarks.rows import RESULTS, Bar, Measured, NotRun
@@ -101,6 +101,8 @@ def rows() -> list[Bar]:
         bar("families", "families in the matrix", ">=", 33, partial(_size, True)),
         bar("minutes", "minutes that the matrix takes, one thread", "<=", 40, _minutes),
         *columns,
+        *timing.rows(),
+        *tuned.rows(),
         bar("oldest", f"cells that are no with transformers {OLDEST}", "<=", 0, partial(_of_release, OLDEST)),
         bar("newest", f"cells that are no with transformers {NEWEST}", "<=", 0, partial(_of_release, NEWEST)),
     ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from benchmarks.models import zoo
+from benchmarks.rows import Bar
+from benchmarks.timing import Paired, paired
 from shoestring.decode.adapter import adapt
 from shoestring.decode.engine import generate
 from shoestring.decode.settings import Sampling
@@ -35,12 +36,12 @@ CASES = (
 """One case of each of twelve families: windows, latent attention, a mixture, ALiBi, recurrent layers, a rope that
 switches."""
 TOKENS = 400
-PAIRS = 5
+PAIRS = 6
 PROMPT = 8
 
 
-def timed(name: str, tokens: int = TOKENS, pairs: int = PAIRS) -> float:
-    """Median over pairs of our processor time for a text as a multiple of transformers', one thread, in float32."""
+def timed(name: str, tokens: int = TOKENS, pairs: int = PAIRS) -> Paired:
+    """Our processor time for a text as a multiple of transformers', one thread, in float32."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,10 +53,24 @@ def timed(name: str, tokens: int = TOKENS, pairs: int = PAIRS) -> float:
             assert len(list(generate(adapter, prompt, max_new=tokens, sampling=Sampling(temperature=0)))) == tokens
 
         theirs = _theirs(model, prompt, tokens)
-        _seconds(ours)
-        return median(_seconds(ours) / _seconds(theirs) for _ in range(pairs))
+        return paired(ours, theirs, rounds=pairs, warmup=1, order="AB", clock=time.process_time)
     finally:
         torch.set_num_threads(threads)
+
+
+def rows() -> Iterator[Bar]:
+    """A bar for each of the families."""
+    for name in CASES:
+        identity = name.replace(", ", "-").replace("_", "-")
+        yield Bar(
+            f"models.time-{identity}",
+            f"processor time for {TOKENS} tokens of a tiny {name} over transformers' with its best uncompiled cache",
+            "<=",
+            1.1,
+            measure=lambda _, name=name: timed(name).measured(),
+            baseline="transformers' generate",
+            peers=("transformers",),
+        )
 
 
 def _with_context(name: str, context: int) -> PreTrainedModel:
