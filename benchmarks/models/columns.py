@@ -316,7 +316,10 @@ def chats(case: Case) -> Cell:
 
 def beside(case: Case) -> Cell:
     """What lay beside the weights lies beside those of both runs, and what training switched is switched back."""
-    config = json.loads((case.plain / "config.json").read_text())
+    config = _comparable(case.plain)
+    # What transformers itself changes when it opens and saves a model is not ours.
+    opened_by_transformers(case.plain).save_pretrained(case.folder / "again")
+    again = _comparable(case.folder / "again")
     for run in (case.tuned, case.adapted):
         for name, content in BESIDE.items():
             file = run / "model" / name
@@ -329,11 +332,25 @@ def beside(case: Case) -> Cell:
             entries = json.loads(file.read_text())
             if lost := [key for key, value in content.items() if entries.get(key) != value]:
                 return Cell("no", f"{name}: {', '.join(lost)}")
-        exported = json.loads((run / "model" / "config.json").read_text())
-        ours = {"transformers_version", "architectures", "dtype"}
-        if changed := [key for key, value in config.items() if key not in ours and exported.get(key) != value]:
+        exported = _comparable(run / "model")
+        differs = [key for key, value in config.items() if exported.get(key) != value]
+        if changed := [key for key in differs if key not in again or exported.get(key) != again[key]]:
             return Cell("no", f"config.json: {', '.join(changed)}")
     return YES
+
+
+def _comparable(folder: Path) -> dict[str, Any]:
+    """A model's configuration, without what says who wrote it and in which precision."""
+
+    def without(entry: Any) -> Any:
+        ours = {"transformers_version", "architectures", "dtype"}
+        return (
+            {key: without(value) for key, value in entry.items() if key not in ours}
+            if isinstance(entry, dict)
+            else entry
+        )
+
+    return without(json.loads((folder / "config.json").read_text()))
 
 
 COLUMNS: dict[str, Callable[[Case], Cell]] = {
@@ -354,6 +371,11 @@ COLUMNS: dict[str, Callable[[Case], Cell]] = {
 def measure(case: Case, columns: Sequence[str]) -> dict[str, Cell]:
     """The cells of a case; whatever a column raises is a no with the error."""
     logging.getLogger("shoestring").setLevel(logging.ERROR)
+    try:
+        case.theirs(case.prompts([PROMPT])[0][None])
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        return dict.fromkeys(columns, Cell("refused", f"transformers cannot run it: {line}"[:300]))
     cells = {}
     for column in columns:
         try:
