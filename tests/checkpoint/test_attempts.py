@@ -72,6 +72,7 @@ def counted(root, attempts):
 
 
 @pytest.mark.slow
+@pytest.mark.all_cases
 def test_what_ends_the_process_each_time_is_given_up_and_the_next_is_taken(tmp_path):
     root = tmp_path / "disk"
     saved(root, 6)

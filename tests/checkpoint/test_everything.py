@@ -12,7 +12,7 @@ from tests.rigs.checkpointing.strikes import Strike
 from tests.rigs.checkpointing.trainee import REPLAYED, FaultyRun, finished, run
 from tests.shares import share
 
-DRAWN = share(15, 5)  # benchmarks/checkpoint carries 500 plans out
+DRAWN = share(15, 3)  # benchmarks/checkpoint carries 500 plans out
 KILLED = Strike(kind="kill", rank=1, point="after forward", count=7)
 
 

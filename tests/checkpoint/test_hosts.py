@@ -31,7 +31,7 @@ def test_a_lost_host_is_rebuilt_from_parity(tmp_path):
 @pytest.mark.parametrize(("under", "hosts", "how"), [
     pytest.param("fsdp", 3, "copy", marks=[slow, pytest.mark.all_cases]),
     pytest.param("ddp", 2, "copy", marks=slow),
-    pytest.param("fsdp", 4, "parity", marks=slow),
+    pytest.param("fsdp", 4, "parity", marks=[slow, pytest.mark.all_cases]),
 ])  # fmt: skip
 def test_the_memory_of_any_host_may_be_lost(tmp_path, under, hosts, how):
     settings = {"memory_every": 1, "peers_every": 3, "disk_every": 0, "redundancy": how}

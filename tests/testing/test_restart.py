@@ -65,6 +65,7 @@ def test_a_killed_worker_a_lost_host_and_a_cut_link_cost_steps_and_change_nothin
     assert lab_run.losses("struck") == expected
 
 
+@pytest.mark.all_cases
 def test_with_the_host_of_the_rendezvous_the_job_ends_and_the_same_command_continues(lab, lab_run, expected):
     job = lab_run.start(lab, "first", "--run.timeout", "6")
     lab_run.reach(job, "first", STRIKE)
