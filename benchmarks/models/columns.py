@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -310,7 +310,9 @@ def chats(case: Case) -> Cell:
         behaviour = importlib.import_module("shoestring.models.behaviour")
     except ImportError:
         return Cell("no", "nothing tries it before training")
-    fault = behaviour.packing_fault(load_model(f"hf:{case.plain}")[0], zoo.VOCABULARY)
+    model = load_model(f"hf:{case.plain}")[0]
+    cast(Any, model).config.use_cache = False  # as in training
+    fault = behaviour.packing_fault(model, zoo.VOCABULARY)
     return Cell("refused", f"one chat a sample: {fault}") if fault else YES
 
 
@@ -318,7 +320,7 @@ def beside(case: Case) -> Cell:
     """What lay beside the weights lies beside those of both runs, and what training switched is switched back."""
     config = _comparable(case.plain)
     # What transformers itself changes when it opens and saves a model is not ours.
-    opened_by_transformers(case.plain).save_pretrained(case.folder / "again")
+    cast(Any, opened_by_transformers(case.plain)).save_pretrained(case.folder / "again")
     again = _comparable(case.folder / "again")
     for run in (case.tuned, case.adapted):
         for name, content in BESIDE.items():

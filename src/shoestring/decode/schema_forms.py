@@ -229,7 +229,7 @@ class _Rewriting:
             for part in self._unconditional(own, base, "unevaluatedProperties", []):
                 if "additionalProperties" in part or "unevaluatedProperties" in part:
                     break
-                names = dict.fromkeys(part.get("properties", {}), True) | names
+                names |= {name: True for name in part.get("properties", {}) if name not in names}
                 patterns = dict.fromkeys(part.get("patternProperties", {}), True) | patterns
             else:
                 own |= {"properties": names, "patternProperties": patterns, "additionalProperties": rest}
