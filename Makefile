@@ -67,7 +67,6 @@ site: .venv/site.stamp
 	@echo "shoestring: installing what the tests and checks need"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-evaluate.txt
-	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
 .venv/site.stamp: .venv/run.stamp requirements-site.txt

@@ -374,7 +374,8 @@ def measure(case: Case, columns: Sequence[str]) -> dict[str, Cell]:
     """The cells of a case; whatever a column raises is a no with the error."""
     logging.getLogger("shoestring").setLevel(logging.ERROR)
     try:
-        case.theirs(case.prompts([PROMPT])[0][None])
+        # Not `theirs`: some models keep the state of a text in themselves.
+        opened_by_transformers(case.exact)(case.prompts([PROMPT])[0][None])
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         return dict.fromkeys(columns, Cell("refused", f"transformers cannot run it: {line}"[:300]))

@@ -36,7 +36,7 @@ CASES = (
 """One case of each of twelve families: windows, latent attention, a mixture, ALiBi, recurrent layers, a rope that
 switches."""
 TOKENS = 400
-PAIRS = 6
+PAIRS = 12
 PROMPT = 8
 
 

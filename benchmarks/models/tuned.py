@@ -17,11 +17,10 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import Request as Post
-from urllib.request import urlopen
 
 import torch
 
+from benchmarks.completions import complete
 from benchmarks.decode.server import Process, served
 from benchmarks.decode.weights import SHAPE
 from benchmarks.harness import Deadline
@@ -98,12 +97,9 @@ def servers(shape: GPTConfig = SHAPE, tokens: int = TOKENS) -> Iterator[Turns]:
 
 def _asked(process: Process, name: str | None, seed: int, tokens: int) -> int:
     """Ask for a text, and return the number of its tokens."""
-    host, port = process.address
     body = {"prompt": f"Is {seed} even?", "max_tokens": tokens, "temperature": 0, "seed": seed}
     body |= {"logit_bias": {str(byte_tokenizer().end_of_text): -100}} | ({"model": name} if name else {})
-    post = Post(f"http://{host}:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urlopen(post, timeout=600) as answer:
-        return json.load(answer)["usage"]["completion_tokens"]
+    return complete(process.address, body)["usage"]["completion_tokens"]
 
 
 def compared(turns: Turns, rounds: int = ROUNDS) -> dict[str, Paired]:

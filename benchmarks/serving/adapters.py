@@ -6,19 +6,17 @@ Speeds are of the engine with a model of 188 M random weights, greedily, in runs
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import Request as Post
-from urllib.request import urlopen
 
 import torch
 from torch import nn
 
+from benchmarks.completions import complete
 from benchmarks.decode.server import save_small, served
 from benchmarks.decode.weights import PROMPT, ROUNDS, model
 from benchmarks.harness import Deadline
@@ -125,13 +123,7 @@ def _prompt(seed: int) -> str:
 
 def _asked(address: tuple[str, int], name: str, seed: int, length: int) -> str:
     body = {"model": name, "prompt": _prompt(seed), "max_tokens": length, "seed": seed}
-    post = Post(
-        f"http://{address[0]}:{address[1]}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urlopen(post, timeout=600) as answer:
-        return json.load(answer)["choices"][0]["text"]
+    return complete(address, body)["choices"][0]["text"]
 
 
 def _generated(built: nn.Module, tokenizer: Tokenizer | None, seed: int, length: int) -> str:

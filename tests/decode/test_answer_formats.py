@@ -18,6 +18,7 @@ from shoestring.decode.settings import AnswerFormat, LogitChanges, Sampling, Spe
 from tests.decode import small_server
 from tests.decode.calling_templates import TEMPLATES
 from tests.decode.small_server import running
+from tests.rigs.foreign_tokenizers import KINDS, tokenizer_of
 
 pytest.importorskip("llguidance")
 
@@ -145,11 +146,11 @@ WRONG = [
     ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs.regex"),
-    ({"structured_outputs": {"regex": "(a"}}, "response_format"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-    ({"structured_outputs": {"json": {"$ref": "#"}}}, "response_format"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"enum": ["x" * 70_000]}}}, "structured_outputs.json"),
-    ({"structured_outputs": {"json": {"minimum": 3, "maximum": 1, "type": "integer"}}}, "response_format"),
+    ({"structured_outputs": {"json": {"minimum": 3, "maximum": 1, "type": "integer"}}}, "structured_outputs"),
     ({"logit_bias": {"259": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
@@ -168,6 +169,12 @@ def test_what_is_wrong_is_named(server, fields, param):
     for answer in (chat(server, **fields), complete(server, **fields)):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param, answer.json()
+
+
+def test_a_field_of_a_response_is_named(server):
+    body = {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}}
+    answer = server.http.post("/v1/responses", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "text.format"
 
 
 def test_a_format_does_not_go_with_tools():
@@ -229,7 +236,7 @@ def texts(drafter, sampling, verification, format_of):
                 max_new=60,
                 sampling=sampling(seed),
                 changes=LogitChanges(bias={97: 1.0}, presence_penalty=0.5, frequency_penalty=-0.1),
-                constraint=grammars.start(format_of[seed]) if format_of[seed] else None,
+                constraint=grammars.compile(format_of[seed]).start() if format_of[seed] else None,
                 stop=frozenset(tokenizer.ends),
             )
         )
@@ -253,3 +260,26 @@ def test_drafts_change_no_text(drafter, greedy):
 
     torch.manual_seed(0)
     assert texts(drafter, sampling, "invariant", formats) == texts("", sampling, "invariant", formats)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+READABLE = {"byte-level", "byte-fallback, space before", "byte-fallback", "Unigram, byte-fallback"}
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [0, 7, -3], ids=["as many", "more", "fewer"])
+def test_any_tokenizer_writes_the_format_or_is_refused_in_one_line(kind, begins, more):
+    """The model has as many tokens as the tokenizer, more, or fewer."""
+    tokens = tokenizer_of(kind, begins)
+    built = small_server.model(200, tokens.vocab_size + more)
+    with running(slots=2, tokens=tokens, built=built, context=200) as server:
+        answer = complete(server, prompt="the cat", n=4, structured_outputs={"json": {**SCHEMA, "required": ["legs"]}})
+        if kind not in READABLE:
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and "need a tokenizer" in error["message"] and "\n" not in error["message"]
+            return
+        assert answer.status_code == 200, answer.text
+        ended = [each["text"] for each in answer.json()["choices"] if each["finish_reason"] == "stop"]
+    assert ended and all(0 <= json.loads(text)["legs"] <= 8 for text in ended)

@@ -119,7 +119,7 @@ def under_drafts(rule, world, grammars, answer_format):
     """A rule that verifies what `changed` makes of the model's logits."""
 
     def p(draft):
-        constraint = grammars.start(answer_format) if world.constrained else None
+        constraint = grammars.compile(answer_format).start() if world.constrained else None
         row = row_of(world.text, constraint=constraint, **world.changes)
         logits = torch.stack([world.logits[draft[:count]] for count in range(len(draft) + 1)])
         return changed(row, draft, logits).softmax(-1)
@@ -154,8 +154,10 @@ def test_changes_that_do_not_see_drafts_show(grammars, monkeypatch):
 
 
 def test_a_constraint_follows_its_text_and_forgets_drafts(grammars):
-    constraint = grammars.start(AnswerFormat("regex", EXPRESSION))
-    alone = [grammars.start(AnswerFormat("regex", EXPRESSION)).allowed(text, [], 5) for text in ([], [2], [2, 0])]
+    constraint = grammars.compile(AnswerFormat("regex", EXPRESSION)).start()
+    alone = [
+        grammars.compile(AnswerFormat("regex", EXPRESSION)).start().allowed(text, [], 5) for text in ([], [2], [2, 0])
+    ]
     assert torch.equal(constraint.allowed([], [2, 0], 5), torch.cat(alone))
     assert torch.equal(constraint.allowed([], [1, 1], 5)[:1], alone[0])  # its second token is not of the expression
     assert constraint.allowed([], [1, 1], 5)[2].all()
@@ -166,7 +168,7 @@ def test_a_constraint_follows_its_text_and_forgets_drafts(grammars):
 
 
 def test_texts_of_one_format_do_not_share_their_state(grammars):
-    first, second = (grammars.start(AnswerFormat("choice", json.dumps(["ab", "ca"]))) for _ in range(2))
+    first, second = (grammars.compile(AnswerFormat("choice", json.dumps(["ab", "ca"]))).start() for _ in range(2))
     assert first.allowed([0], [], 4).tolist() == [[False, True, False, False]]
     assert second.allowed([2], [], 4).tolist() == [[True, False, False, False]]
     assert first.allowed([0, 1], [END], 4).tolist() == [[False, False, False, True], [True] * 4]

@@ -65,6 +65,15 @@ def test_texts_are_those_of_transformers_alone_and_beside_others(name):
     check_texts(name)
 
 
+@pytest.mark.parametrize("name", ["recurrent_gemma", "phi3, longrope", "llama, dynamic", "mamba"])
+@torch.no_grad()
+def test_what_is_made_of_a_model_that_was_used_begins_anew(name):
+    """Some models keep the state of a text in themselves; that of one token reads it."""
+    model, prompts = zoo.build(name), [prompt_of(1), prompt_of(30)]
+    texts = [list(generate(model, prompt, max_new=NEW, sampling=GREEDY)) for prompt in prompts * 2]
+    assert texts[:2] == texts[2:]
+
+
 @pytest.mark.slow
 @pytest.mark.share(3)
 @pytest.mark.parametrize("name", [name for name in (*CASES.values(), "llama, dynamic") if name not in QUICK])

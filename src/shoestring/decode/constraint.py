@@ -88,12 +88,23 @@ class Constraint:
         return mask
 
 
+class Grammar:
+    """A compiled format, of which each text gets a constraint of its own."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def start(self) -> Constraint:
+        """The constraint of a text that is about to begin."""
+        return Constraint(self._matcher.deep_copy(), self._ends)
+
+
 class Grammars:
     """Compiles the formats of answers for one tokenizer, and keeps the newest; safe to use from several threads.
 
     Args:
         engine: the JSON of the tokenizer, as the library `tokenizers` writes it.
-        vocabulary: number of tokens that a text may hold.
+        vocabulary: number of tokens of the tokenizer; a model may have more or fewer.
         ends: tokens that end a text; a constraint allows them where the format is complete.
 
     Raises:
@@ -105,51 +116,49 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise ConfigError("formats of answers need llguidance", hint="pip install shoestring[serve]") from error
-        self._ends = frozenset(ends)
+        self._ends = frozenset(token for token in ends if token < vocabulary)
         if not self._ends:
             raise ConfigError("the model has no token that ends a text, so no answer of a format would end")
         try:
             self._tokenizer = llguidance.LLTokenizer(engine, n_vocab=vocabulary, eos_token=sorted(self._ends))
         except ValueError as error:
-            raise ConfigError(f"llguidance cannot read the tokenizer: {error}") from error
+            raise ConfigError(
+                f"formats of answers need a tokenizer of bytes or with byte fallback: {str(error)[:60]}"
+            ) from error
         # The default limits: some 20 ms for the expressions of a grammar, and some 15 ms for each of its steps.
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[AnswerFormat, Any] = OrderedDict()
+        self._compiled: OrderedDict[AnswerFormat, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, answer_format: AnswerFormat) -> None:
-        """Compile a format, so that `start` is quick.
+    def compile(self, answer_format: AnswerFormat) -> Grammar:
+        """Compile a format.
 
         Raises:
             ConfigError: the format is not valid or not supported, or compiling it takes too much work.
         """
-        self.start(answer_format)
-
-    def start(self, answer_format: AnswerFormat) -> Constraint:
-        """The constraint of a text that is about to begin; see `compile` for the errors."""
         import llguidance
 
         with self._lock:
-            matcher = self._compiled.get(answer_format)
-            if matcher is not None:
+            if (grammar := self._compiled.get(answer_format)) is not None:
                 self._compiled.move_to_end(answer_format)
-        if matcher is None:
-            try:
-                grammar = grammar_of(answer_format)
-            except ValueError as error:
-                raise ConfigError(f"the format cannot be compiled: {str(error)[:300]}") from error
-            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            if matcher.is_error():
-                raise ConfigError(f"the format cannot be compiled: {_first_line(matcher.get_error())}")
-            try:
-                Constraint(matcher.deep_copy(), self._ends).allowed([], [], self._tokenizer.vocab_size)
-            except ConstraintError as error:  # such as a schema that refers to nothing but itself
-                raise ConfigError("no text has the format") from error
-            with self._lock:
-                self._compiled[answer_format] = matcher
-                while len(self._compiled) > CACHED:
-                    self._compiled.popitem(last=False)
-        return Constraint(matcher.deep_copy(), self._ends)
+                return grammar
+        try:
+            source = grammar_of(answer_format)
+        except ValueError as error:
+            raise ConfigError(f"the format cannot be compiled: {str(error)[:300]}") from error
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ConfigError(f"the format cannot be compiled: {_in_a_line(matcher.get_error())}")
+        grammar = Grammar(matcher, self._ends)
+        try:
+            grammar.start().allowed([], [], self._tokenizer.vocab_size)
+        except ConstraintError as error:  # such as a schema that refers to nothing but itself
+            raise ConfigError("no text has the format") from error
+        with self._lock:
+            self._compiled[answer_format] = grammar
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return grammar
 
 
 def grammar_of(answer_format: AnswerFormat) -> str:
@@ -172,5 +181,7 @@ def grammar_of(answer_format: AnswerFormat) -> str:
     return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=options)
 
 
-def _first_line(message: str) -> str:
-    return next((line for line in message.splitlines() if line.strip()), "it is not valid")[:300]
+def _in_a_line(message: str) -> str:
+    """What an error says, without the lines that point into the source."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
+    return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

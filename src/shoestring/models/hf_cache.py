@@ -213,6 +213,11 @@ class TextPasses:
         return [(position, position + 1, 1) for position in range(start, end)]
 
     def _pass(self, cache: TextCache, tokens: Tensor, keep: int) -> Tensor:
+        # What another object takes for the initial state of the model must not be that of a text.
+        with self.carriers_restored():
+            return self._read(cache, tokens, keep)
+
+    def _read(self, cache: TextCache, tokens: Tensor, keep: int) -> Tensor:
         for index, (module, name, fresh) in enumerate(self._carriers):
             setattr(module, name, _copied(fresh if cache.carried is None else cache.carried[index]))
         options: dict[str, Any] = {"logits_to_keep": keep} if self.shortens else {}

@@ -16,38 +16,48 @@ SCHEMA, EXPRESSION, CHOICES = 65_536, 4096, 1024
 _OBJECT = '{"type": "object"}'
 
 
-def read_format(fields: RequestFields, name: str = "response_format") -> AnswerFormat | None:
-    """Parse `response_format` of OpenAI's API and `structured_outputs` of vLLM's; None if any text may be the answer.
+def read_format(fields: RequestFields, name: str = "response_format") -> dict[str, Any]:
+    """Parse `response_format` of OpenAI's API and `structured_outputs` of vLLM's.
 
     Args:
         name: the field or, for /v1/responses, the object of fields that holds the format.
 
+    Returns:
+        The arguments `answer_format` and `format_field` of `Asked`; none if any text may be the answer.
+
     Raises:
         RequestError: a field is wrong or not supported, or there are two formats.
     """
-    value, other = fields.get(name), _structured(fields)
+    where = "text.format" if name == "text" else name
+    wanted, other = _wanted(fields, name, where), _structured(fields)
+    if wanted is not None and other is not None:
+        raise fields.wrong("structured_outputs", f"gives a format, and `{where}` gives another")
+    if wanted is None and other is None:
+        return {}
+    return {"answer_format": wanted or other, "format_field": "structured_outputs" if wanted is None else where}
+
+
+def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None:
+    """Parse a format in OpenAI's form; in /v1/responses, the schema is not in an object of its own."""
+    flat = name == "text"
+    value = fields.get(name)
+    if value is not None and flat:
+        value = _inner(fields, name)
     if value is None:
-        return other
-    if (flat := name == "text") and (value := _inner(fields, name)) is None:
-        return other
-    where = "text.format" if flat else name
+        return None
     content = RequestFields(value, where)
-    kind = content.get("type")
-    if kind == "text":
-        answer_format = None
-    elif kind == "json_object":
+    kind, answer_format = content.get("type"), None
+    if kind == "json_object":
         answer_format = AnswerFormat("json_schema", _OBJECT)
     elif kind == "json_schema":
         inner = content if flat else RequestFields(content.get("json_schema"), f"{where}.json_schema")
         inner.text("name"), inner.text("description"), inner.flag("strict")  # it is always strict
         answer_format = _schema(inner, "schema", inner.get("schema"))
         inner.finish()
-    else:
+    elif kind != "text":
         raise content.wrong("type", "is not `text`, `json_object` or `json_schema`")
     content.finish()
-    if answer_format is not None and other is not None:
-        raise fields.wrong("structured_outputs", f"gives a format, and `{where}` gives another")
-    return answer_format or other
+    return answer_format
 
 
 def _inner(fields: RequestFields, name: str) -> Any:

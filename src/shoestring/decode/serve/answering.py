@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shoestring.core.errors import NonFiniteError
-from shoestring.decode.constraint import ConstraintError, Grammars
+from shoestring.decode.constraint import ConstraintError, Grammar
 from shoestring.decode.request import Request, TokenLogprob
 from shoestring.decode.serve.asking import Asked
 from shoestring.decode.serve.engine_thread import Batch, EngineThread, News
@@ -93,7 +93,7 @@ class Answer:
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
         adapter: low-rank adapter that the texts are generated with; None for the model alone.
         client: who asks; slots are shared fairly among clients.
-        grammars: compiled the format of the texts, if the request gives one.
+        grammar: the compiled format of the texts; None for any text.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Answer:
         namespace: str = "",
         adapter: LoadedAdapter | None = None,
         client: str = "",
-        grammars: Grammars | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.asked, self.form, self.worker, self.metrics, self.began = asked, form, worker, metrics, began
-        self.requests = list(_requests(asked, served, namespace, adapter, client, grammars))
+        self.requests = list(_requests(asked, served, namespace, adapter, client, grammar))
         self.texts = [_text(asked, served, request) for request in self.requests]
         self.batch: Batch | None = None
 
@@ -331,7 +331,7 @@ def _requests(
     namespace: str,
     adapter: LoadedAdapter | None,
     client: str,
-    grammars: Grammars | None,
+    grammar: Grammar | None,
 ) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
@@ -345,7 +345,7 @@ def _requests(
                 max_new=min(most, served.context - len(prompt.tokens)),
                 sampling=replace(asked.sampling, seed=(asked.sampling.seed + number) % 2**63),
                 changes=asked.changes,
-                constraint=grammars.start(asked.answer_format) if grammars and asked.answer_format else None,
+                constraint=None if grammar is None else grammar.start(),
                 stop=served.stop.union(asked.stop_token_ids),
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.echo and asked.logprobs is not None,

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.constraint import Grammars
+from shoestring.decode.constraint import Grammar, Grammars
 from shoestring.decode.serve.adapters import AdapterCatalog
 from shoestring.decode.serve.answering import Answer, Stream, unless_gone
 from shoestring.decode.serve.asking import Asked
@@ -146,7 +146,7 @@ class App:
         self.limits.count_request(key)
         asked = await self._understand(request, kind, began)
         adapter = self.adapters.find(asked.model)
-        grammars = await self._compiled(request, asked, began)
+        grammar = await self._compiled(request, asked, began)
         form = form_of(asked)
         form.head["model"] = asked.model or self.served.name
         texts = len(asked.prompts) * asked.count
@@ -155,7 +155,7 @@ class App:
         request.scope["ticket"] = self.limits.admit(key, texts, prompt, texts * (asked.max_new or 0))
         namespace = "" if self.settings.share_prefixes else str(key)
         answer = Answer(
-            asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key), grammars
+            asked, form, self.served, self.worker, self.metrics, began, namespace, adapter, str(key), grammar
         )
         answer.start()  # no await since `_admit`, so no other request can have filled the queue
         request.scope["answer"] = answer
@@ -179,23 +179,22 @@ class App:
         finally:
             self.held -= len(raw)
 
-    async def _compiled(self, request: Request, asked: Asked, began: float) -> Grammars | None:
+    async def _compiled(self, request: Request, asked: Asked, began: float) -> Grammar | None:
         """Compile the format that a request gives; None if it gives none."""
         if asked.answer_format is None:
             return None
         seconds = self.settings.timeout - (time.monotonic() - began)
         try:
-            await unless_gone(request.receive, asyncio.to_thread(self._compile, asked.answer_format), seconds)
+            return await unless_gone(request.receive, asyncio.to_thread(self._compile, asked.answer_format), seconds)
         except ConfigError as error:
-            raise invalid(str(error), "response_format", "format") from error
-        return self._grammars
+            raise invalid(str(error), asked.format_field, "format") from error
 
-    def _compile(self, answer_format: AnswerFormat) -> None:
+    def _compile(self, answer_format: AnswerFormat) -> Grammar:
         with self._reading:
             if self._grammars is None:  # reading the tokenizer takes a second if its vocabulary is large
                 served = self.served
-                self._grammars = Grammars(served.tokenizer.engine.to_str(), served.vocabulary, served.stop)
-        self._grammars.compile(answer_format)
+                self._grammars = Grammars(served.tokenizer.engine.to_str(), served.tokenizer.vocab_size, served.stop)
+        return self._grammars.compile(answer_format)
 
     def _check_open(self) -> None:
         """Refuse requests while the server shuts down, or after the engine's thread has ended."""

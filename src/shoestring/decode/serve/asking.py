@@ -71,6 +71,8 @@ class Asked:
     changes: LogitChanges = field(default_factory=LogitChanges)
     answer_format: AnswerFormat | None = None
     """Format that the texts must have; None for any."""
+    format_field: str = ""
+    """The field that gives the format; empty if none does."""
     calling: Calling | None = None
     """How the answer may call tools; None if it must not."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def completion(content: Any, served: Served) -> Asked:
         max_new=fields.integer("max_tokens", 16, 0, served.max_tokens),
         sampling=_sampling(fields, served.defaults.rule),
         changes=_changes(fields, served),
-        answer_format=read_format(fields),
+        **read_format(fields),
         logprobs=None if logprobs < 0 else logprobs,
         echo=echo,
         **_shown(fields, served),
@@ -146,7 +148,7 @@ def chat(content: Any, served: Served) -> Asked:
         max_new=next((limit for limit in limits if limit > 0), None),
         sampling=_sampling(fields, served.defaults.rule),
         changes=_changes(fields, served),
-        answer_format=read_format(fields),
+        **read_format(fields),
         logprobs=top if listed else None,
         calling=calling,
         **_shown(fields, served),
@@ -191,7 +193,7 @@ def response(content: Any, served: Served) -> Asked:
         max_new=limit if limit > 0 else None,
         sampling=sampling,
         changes=_changes(fields, served),
-        answer_format=read_format(fields, "text"),
+        **read_format(fields, "text"),
         logprobs=None,
         calling=calling,
         stream=stream,
