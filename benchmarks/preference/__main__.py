@@ -27,7 +27,7 @@ def command(argv: Sequence[str]) -> int:
     if not known.trial:
         return main("preference", lambda: measured(known.runs, contest.Plan()), rest)
     with tempfile.TemporaryDirectory() as folder:
-        return main("preference", lambda: measured(Path(folder), contest.TRIAL), rest, Path(folder))
+        return main("preference", lambda: measured(Path(folder) / "runs", contest.TRIAL), rest, Path(folder))
 
 
 if __name__ == "__main__":
