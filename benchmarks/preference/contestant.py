@@ -1,6 +1,7 @@
 """One training by one of the two libraries, in a process of its own: `python -m benchmarks.preference.contestant FILE`.
 
-FILE is JSON with the fields of `Task`. What came of it is printed as JSON, on the last line of standard output.
+FILE is JSON with the fields of `Task`. What came of it is printed as JSON, on the last line of standard output: among
+others `seconds` from the start of the process until the adapter is written, `began` after imports, and `ended`.
 """
 
 from __future__ import annotations
@@ -103,14 +104,14 @@ def _ours(task: Task) -> dict[str, Any]:
     from shoestring.training.loop import train
 
     logging.getLogger("shoestring").setLevel(logging.WARNING)
-    imported = _peak()
-    began = time.perf_counter()
+    imported, began = _peak(), _since_start()
     result = train(parse(document(task), name="preference"), World())
-    seconds = time.perf_counter() - began
     assert result.status == "finished", result.status
+    adapter = Path(task.folder) / "model" / "adapter"
+    written = _since_start() - (time.time() - max(file.stat().st_mtime for file in adapter.iterdir()))
     metrics = [json.loads(line) for line in (Path(task.folder) / "metrics.jsonl").read_text().splitlines()]
     return {
-        "seconds": seconds, "imported": imported, "adapter": str(Path(task.folder) / "model" / "adapter"),
+        "seconds": written, "began": began, "imported": imported, "adapter": str(adapter),
         "steps": max(row["step"] for row in metrics), "evaluations": [row for row in metrics if "held_out_loss" in row],
     }  # fmt: skip
 
@@ -122,7 +123,7 @@ def _trl(task: Task) -> dict[str, Any]:
 
     importlib.import_module("trl").DPOTrainer  # noqa: B018 - imports what it needs
     torch.set_num_threads(task.threads)
-    imported, began = _peak(), time.perf_counter()
+    imported, began = _peak(), _since_start()
     model = transformers.AutoModelForCausalLM.from_pretrained(task.base, dtype=torch.float32)
     config = json.loads((Path(task.base) / "tokenizer_config.json").read_text())
     tokenizer = peer.fast_tokenizer(str(Path(task.base) / "tokenizer.json"), config["chat_template"])
@@ -138,8 +139,8 @@ def _trl(task: Task) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     trainer.save_model(task.folder)
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "imported": imported, "adapter": task.folder, "steps": trainer.state.global_step}
+    answer = {"seconds": _since_start(), "began": began, "imported": imported, "adapter": task.folder}
+    return answer | {"steps": trainer.state.global_step}
 
 
 def without_held_out(task: Task) -> Sequence[Mapping[str, Any]]:
@@ -156,6 +157,12 @@ def without_held_out(task: Task) -> Sequence[Mapping[str, Any]]:
 
     ordered = sorted(records, key=key)
     return ordered[max(1, round(task.held_out * len(records))) :]
+
+
+def _since_start() -> float:
+    """Seconds since this process was started."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _peak() -> int:
@@ -184,4 +191,4 @@ def command(file: str) -> list[str]:
 if __name__ == "__main__":
     given = Task(**json.loads(Path(sys.argv[1]).read_text()))
     answer = (_ours if given.library == "shoestring" else _trl)(given)
-    print(json.dumps({**answer, "peak": _peak()}))
+    print(json.dumps({**answer, "peak": _peak(), "ended": _since_start()}))

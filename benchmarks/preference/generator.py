@@ -87,7 +87,9 @@ class Language:
         trained = train_bpe(["user\n", "assistant\n", *texts], 300 + 2 * self.words)
         trained.engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-        return Tokenizer(trained.engine, companions={"tokenizer_config.json": json.dumps(config).encode()})
+        tokenizer = Tokenizer(trained.engine, companions={"tokenizer_config.json": json.dumps(config).encode()})
+        tokenizer.engine.encode_special_tokens = False  # texts here come from the template, special tokens included
+        return tokenizer
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> str:

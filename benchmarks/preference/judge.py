@@ -18,7 +18,9 @@ def encoded(engine: Any, record: Mapping[str, Any]) -> list[tuple[int, list[int]
     prompt = f"<|im_start|>user\n{record['prompt'][0]['content']}<|im_end|><|im_start|>assistant\n"
     start = len(engine.encode(prompt).ids)
     texts = (f"{prompt}{record[side][0]['content']}<|im_end|>" for side in ("chosen", "rejected"))
-    return [(start, engine.encode(text).ids) for text in texts]
+    tokens = [engine.encode(text).ids for text in texts]
+    assert tokens[0][0] == engine.token_to_id("<|im_start|>"), "special tokens are read as characters"
+    return [(start, answer) for answer in tokens]
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What the report says that memory features saved, against real runs without them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,25 @@ def test_a_report_without_predictions_is_written_all_the_same(tmp_path, caplog, 
     caplog.set_level("INFO", "shoestring")
     features = (memory.Recompute(), memory.Tracing(), optim.AdamW())
     assert saved_memory.saving(features) == ["memory.recompute"]
-    monkeypatch.setattr(saved_memory.sys, "executable", "/bin/false")  # a process that fails
-    assert saved_memory.savings_tables(Run(name="a", features=features), World(), Trace()) == []
-    assert "could not be predicted" in caplog.text
-    assert saved_memory.savings_tables(Run(name="a", features=features[1:]), World(), Trace()) == []
+    for executable in ("/bin/false", "/nonexistent"):
+        caplog.clear()
+        monkeypatch.setattr(saved_memory.sys, "executable", executable)  # a process that fails
+        with saved_memory.predicted_savings(Run(name="a", features=features), World()) as savings:
+            assert savings(Trace()) == []
+        assert "could not be predicted" in caplog.text
+    with saved_memory.predicted_savings(Run(name="a", features=features[1:]), World()) as savings:
+        assert savings(Trace()) == []
+
+
+def test_a_run_that_fails_ends_its_prediction(tmp_path):
+    features, before = (memory.Recompute(), optim.AdamW()), children()
+    with pytest.raises(KeyError), saved_memory.predicted_savings(Run(name="a", features=features), World()):
+        (child,) = children() - before
+        assert os.getpriority(os.PRIO_PROCESS, child) == 19
+        raise KeyError
+    assert children() == before
+
+
+def children():
+    """Process numbers of this process's children."""
+    return {int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ CHOSEN, REJECTED, MISMATCHED = range(3)
 KINDS = 3
 ANSWERS = "answers"
 """Name of the entry of a sample that tells answers apart. Its values are `KINDS` · n + kind for the tokens of an answer
-of the n-th record, and -1 for padding."""
+of the n-th record, and -1 for padding and for the beginnings that several answers share."""
 _SIDES = ("chosen", "rejected")
 
 
@@ -211,30 +212,38 @@ class PreferenceDataset(ChatDataset):
         packed: whether answers are packed; False gives each record its own sample and each of its answers its own row,
             for models in which packed answers would attend to each other. Entries are then (R, T), for the R answers
             of a record and the longest answer of T <= `sequence` tokens, and there are no `position_ids`.
+        shared: whether a sample holds the beginning that all answers of a record have in common only once. All answers
+            attend to it, and not to each other, as an additional entry `attention_mask` says, bool (1, T, T). The last
+            token before the answers is repeated for each, so that each first token is predicted at a place of its own.
 
     Raises:
-        DataError: the file is damaged, or no record remains.
+        DataError: the file is damaged.
     """
 
-    def __init__(self, path: Path, sequence: int, *, packed: bool = True) -> None:
-        self.path, self.sequence, self.packed = path, sequence, packed
+    def __init__(self, path: Path, sequence: int, *, packed: bool = True, shared: bool = False) -> None:
+        self.path, self.sequence, self.packed, self.shared = path, sequence, packed, shared
         header = self._read()
         self.content = header["content"]
         lengths = np.diff(self._starts)
-        members = [np.flatnonzero(self._records == number) for number in range(self.documents)]
-        sizes = np.array([int(lengths[answers].sum()) for answers in members])
+        bounds = np.searchsorted(self._records, np.arange(self.documents + 1))
+        members = [np.arange(first, end) for first, end in pairwise(bounds.tolist())]
+        self._common = [self._beginning(answers) if shared else 0 for answers in members]
+        """For each record, the number of tokens that its answers share in a sample."""
+        sizes = np.array(
+            [
+                int(lengths[own].sum()) - (len(own) - 1) * common
+                for own, common in zip(members, self._common, strict=True)
+            ]
+        )
         longest = np.array([int(lengths[answers].max()) for answers in members])
         fitting = np.flatnonzero((sizes if packed else longest) <= sequence)
         self.cut, self.left_out = 0, len(sizes) - len(fitting)
-        if not len(fitting):
-            shortest = (sizes if packed else longest).min(initial=0)
-            raise DataError(
-                f"no record fits into a sample of {sequence} tokens; the shortest takes {shortest}",
-                hint="raise data.sequence",
-            )
+        self._shortest = int((sizes if packed else longest).min(initial=0))
         samples = pack(sizes[fitting].tolist(), sequence) if packed else [[item] for item in range(len(fitting))]
+        whole = sum(int(lengths[members[item]].sum()) for item in fitting)
+        self._saved = 1 - int(sizes[fitting].sum()) / max(whole, 1)
         self._samples = [[int(answer) for item in sample for answer in members[fitting[item]]] for sample in samples]
-        self._row = sequence if packed else int(longest[fitting].max())
+        self._row = sequence if packed else int(longest[fitting].max(initial=0))
         self.room = len(samples) * sequence if packed else sum(map(len, self._samples)) * self._row
         self.tokens = int(sizes[fitting].sum())
         fits = np.isin(self._records, fitting)
@@ -260,21 +269,46 @@ class PreferenceDataset(ChatDataset):
         self.documents = int(self._records[-1]) + 1 if len(self._records) else 0
         return header
 
+    def _beginning(self, answers: np.ndarray) -> int:
+        """Number of tokens that all answers of a record begin with, and that none of them needs for itself: the token
+        before the first trained one is not counted."""
+        texts = [self._tokens[self._starts[answer] : self._starts[answer + 1]] for answer in answers]
+        shortest = min(map(len, texts))
+        alike = np.all([text[:shortest] == texts[0][:shortest] for text in texts], axis=0)
+        trained = (self._trained[self._starts[answer] : self._starts[answer + 1]] for answer in answers)
+        firsts = [int(flags.argmax()) if flags.any() else len(flags) for flags in trained]
+        differs = shortest if alike.all() else int(alike.argmin())
+        return max(0, min(differs, *firsts) - 1)
+
+    def check_fits(self) -> None:
+        """Raise DataError if no record fits into a sample: it may fit in another layout, so this is the last check."""
+        if not len(self):
+            raise DataError(
+                f"no record fits into a sample of {self.sequence} tokens; the shortest takes {self._shortest}",
+                hint="raise data.sequence",
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        return super().fingerprint + (":shared" if self.shared else "")
+
     @property
     def notes(self) -> Iterator[str]:
         """Sentences for the user about how records were packed and left out."""
         full = figures.percent(self.tokens / self.room)
         shape = f"{self.sequence} tokens" if self.packed else f"one row of {self._row} tokens for each answer"
         yield f"{self.documents:,} preferences in {len(self):,} samples of {shape}, which are {full} full"
+        if self.shared:
+            yield f"answers to one prompt share it, so there are {figures.percent(self._saved)} fewer tokens to read"
         if self.left_out:
             yield f"{self.left_out:,} preferences do not fit into data.sequence and are left out; no answer is cut"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
         return self._packed(index) if self.packed else self._in_rows(index)
 
     def _in_rows(self, index: int) -> dict[str, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
         rows = self._samples[index]
         inputs, labels = np.zeros((len(rows), self._row), np.int64), np.full((len(rows), self._row), IGNORED, np.int64)
         answers = np.full((len(rows), self._row), -1, np.int64)
@@ -287,16 +321,32 @@ class PreferenceDataset(ChatDataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _packed(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        answers, at = torch.full((self.sequence,), -1), 0
-        first, number = -1, -1
+        inputs, positions = np.zeros(self.sequence, np.int64), np.zeros(self.sequence, np.int64)
+        labels, answers = (np.full(self.sequence, value, np.int64) for value in (IGNORED, -1))
+        records = np.full(self.sequence, -1)
+        at, number, record = 0, -1, -1
         for answer in self._samples[index]:
-            if self._records[answer] != first:
-                first, number = self._records[answer], number + 1
-            count = int(self._starts[answer + 1] - self._starts[answer])
-            answers[at : at + count] = KINDS * number + int(self._kinds[answer])
-            at += count
-        return {**sample, ANSWERS: answers}
+            start, end = map(int, self._starts[answer : answer + 2])
+            begins = self._common[self._records[answer]]
+            if self._records[answer] != record:
+                record, number = self._records[answer], number + 1
+                inputs[at : at + begins], positions[at : at + begins] = (
+                    self._tokens[start : start + begins],
+                    range(begins),
+                )
+                records[at : at + begins] = number
+                at += begins
+            own = slice(at, at := at + end - start - begins)
+            tokens = self._tokens[start + begins : end]
+            inputs[own], positions[own] = tokens, range(begins, end - start)
+            labels[own] = np.where(self._trained[start + begins : end], tokens, IGNORED)
+            answers[own], records[own] = KINDS * number + int(self._kinds[answer]), number
+        positions[at:] = range(self.sequence - at)
+        arrays = {"input_ids": inputs, "labels": labels, "position_ids": positions, ANSWERS: answers}
+        if self.shared:
+            seen = (answers[:, None] == answers) | (answers < 0)
+            arrays["attention_mask"] = np.tril(seen & (records[:, None] == records))[None]
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("_records", "_kinds")}

@@ -102,7 +102,12 @@ class Adapted:
         if self.off:
             return y
         part = F.dropout(x, self.dropout, layer.training)
-        low = F.linear(F.linear(part, layer.lora_A.to(x.dtype)), layer.lora_B.to(x.dtype)) * self.scale
+        inner, b = F.linear(part, layer.lora_A.to(x.dtype)), layer.lora_B.to(x.dtype)
+        if self.squares is None and y.ndim > 1 and y.dtype is inner.dtype is b.dtype:
+            # One product that adds to y, where a sum of two products would read and write y twice more.
+            whole = torch.addmm(y.flatten(0, -2), inner.flatten(0, -2), b.T, alpha=self.scale)
+            return whole.view(y.shape)
+        low = F.linear(inner, b) * self.scale
         if self.squares is None:
             return y + low
         factor = (layer.lora_magnitude / self._norms(layer)).to(y.dtype)

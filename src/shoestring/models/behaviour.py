@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -34,6 +34,7 @@ from shoestring.models.observing import (
     packing_difference,
     reference_of,
     rows_independent,
+    sharing_difference,
     tokens_of,
     trial,
 )
@@ -79,6 +80,8 @@ class Behaviour:
     """Whether texts packed into one sample do not attend to each other, if positions restart at each text."""
     packing_why: str = ""
     """Why packed texts attend to each other; empty if they do not."""
+    sharing_why: str = ""
+    """Why texts in one sample cannot share their beginning; empty if they can."""
     copied: bool = True
     """Whether a small copy of the model was run; False if the model itself was run, with short texts."""
 
@@ -118,15 +121,30 @@ def packing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
         vocabulary: number of tokens in the model's vocabulary.
         length: maximum number of tokens that the model may read.
     """
+    return _fault(model, packing_difference, "packing_why", vocabulary, length)
+
+
+def sharing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
+    """Why a model cannot read answers that share the beginning of one sample; empty if it can.
+
+    The answers are kept apart by a mask, as in `PreferenceDataset`. Arguments as for `packing_fault`.
+    """
+    return _fault(model, sharing_difference, "sharing_why", vocabulary, length)
+
+
+def _fault(
+    model: nn.Module, difference: Callable[[nn.Module, int, int], str], name: str, vocabulary: int, length: int
+) -> str:
+    """What `difference` finds, from the field `name` of the observation where there is one."""
     if not hf.is_pretrained(model):
         with _undisturbed(model):
-            return packing_difference(model, vocabulary, length)
+            return difference(model, vocabulary, length)
     config: Any = model.config
     if not getattr(config, "use_cache", None):
-        return observe(model).packing_why
+        return getattr(observe(model), name)
     with _undisturbed(model):
         shrunken = shrink(model) or Shrunken(model, min(_SHORT, length), {})
-        return packing_difference(shrunken.model, int(tokens_of(shrunken.model, 64).max()) + 1, shrunken.length)
+        return difference(shrunken.model, int(tokens_of(shrunken.model, 64).max()) + 1, shrunken.length)
 
 
 # -- stored observations -----------------------------------------------------------------------------------------------
@@ -195,12 +213,14 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
     argument, windows = cache_argument(model, outputs[0]), sorted(set(shrunken.scaled.values()))
     with _without_cache(model):
         fault = packing_difference(model, int(tokens.max()) + 1, length)
+        sharing = sharing_difference(model, int(tokens.max()) + 1, length)
     facts: dict[str, Any] = {
         "argument": argument,
         "windows": windows,
         "rows_independent": rows_independent(model, texts, carried),
         "packing_isolates": not fault,
         "packing_why": fault,
+        "sharing_why": sharing,
         "copied": copied,
     }
     if not argument:

@@ -161,18 +161,21 @@ class Past:
 
 class Packed:
     """Attention within packed sequences, in which each token attends only to its own text; the layers of a pass share
-    the `mask` (B, 1, T, T).
+    mask.
 
     Args:
         positions: (B, T), position of each token in its own text; a new text begins where the position does not
             increase by one.
+        mask: (B, 1, T, T) bool, whether a token (third dimension) attends to another one, if `positions` do not tell.
     """
 
-    def __init__(self, positions: Tensor) -> None:
-        begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
-        text, count = begins.cumsum(1), positions.shape[1]
-        earlier = torch.ones(count, count, dtype=torch.bool, device=positions.device).tril()
-        self.mask = ((text[:, :, None] == text[:, None]) & earlier)[:, None]
+    def __init__(self, positions: Tensor, mask: Tensor | None = None) -> None:
+        if mask is None:
+            begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+            text, count = begins.cumsum(1), positions.shape[1]
+            earlier = torch.ones(count, count, dtype=torch.bool, device=positions.device).tril()
+            mask = ((text[:, :, None] == text[:, None]) & earlier)[:, None]
+        self.mask = mask
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of each token to the tokens of its own text up to itself; shapes as for `Past.attend`."""
@@ -263,6 +266,7 @@ class GPT(nn.Module):
         *,
         last: int | None = None,
         position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute next-token logits (B, T, V) for `tokens` (B, T), int64.
 
@@ -273,6 +277,8 @@ class GPT(nn.Module):
             last: number of last tokens whose logits are computed; defaults to all.
             position_ids: (B, T), position of each token in its own text, for sequences of several texts that do not
                 attend to each other; only without a cache.
+            attention_mask: (B, 1, T, T) bool, the tokens that each token attends to, for texts that share a beginning;
+                only with `position_ids`.
 
         Raises:
             ConfigError: there are more tokens than the context allows, or than the cache has room for.
@@ -290,7 +296,7 @@ class GPT(nn.Module):
         past = Past(cache, place) if cache is not None and place is not None else None
         positions = torch.arange(count, device=tokens.device) if place is None else place.positions
         if position_ids is not None:
-            past, positions = Packed(position_ids), position_ids
+            past, positions = Packed(position_ids, attention_mask), position_ids
         cos, sin = rotary_table(self.config, positions)
         x = self.embed(tokens)  # (B, T, C)
         for block in self.blocks:

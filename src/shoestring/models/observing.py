@@ -227,5 +227,38 @@ def packing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
     return ""
 
 
+def sharing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
+    """Why answers that share the beginning of one packed sample give other logits than each with the beginning alone;
+    empty if the logits are the same."""
+    device = next(model.parameters()).device
+    begins, *counts = (max(1, min(length, 40) * share // 40) for share in (22, 10, 8))
+    draw = torch.Generator().manual_seed(1)
+    beginning, *answers = (
+        torch.randint(min(3, vocabulary - 1), vocabulary, (count,), generator=draw) for count in (begins, *counts)
+    )
+    text = torch.cat([torch.full((begins,), -1), *(torch.full((count,), n) for n, count in enumerate(counts))])
+    mask = ((text[:, None] == text) | (text < 0)).tril()
+    positions = torch.cat([torch.arange(begins), *(torch.arange(begins, begins + count) for count in counts)])
+    batch = {
+        "input_ids": torch.cat([beginning, *answers])[None].to(device),
+        "position_ids": positions[None].to(device),
+        "attention_mask": mask[None, None].to(device),
+    }
+    try:
+        packed, start = _logits(call_model(model, batch))[0], begins
+        for answer in answers:
+            single = {"input_ids": torch.cat([beginning, answer])[None].to(device)}
+            single["position_ids"] = torch.arange(begins + len(answer))[None].to(device)
+            alone = _logits(call_model(model, single))[0]
+            there = torch.cat([packed[:begins], packed[start : start + len(answer)]])
+            difference = float((alone - there).abs().max() / alone.std().clamp(min=1e-12))
+            if not difference < TOLERANCE * 5:
+                return f"logits are off by {difference:.2g} standard deviations"
+            start += len(answer)
+    except Exception as error:  # a model that takes no such mask may raise any error
+        return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ""
+
+
 def _logits(output: Any) -> Tensor:
     return (output if isinstance(output, Tensor) else output.logits).double()

@@ -31,7 +31,7 @@ from shoestring.models import hf
 from shoestring.models.saving import model_folder
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
-from shoestring.training.packing import packing_refused, unpack
+from shoestring.training.packing import faults_of_layouts, laid_out
 
 log = logging.getLogger("shoestring.data")
 
@@ -92,8 +92,7 @@ def open_data(run: Run, world: World, folder: Path) -> DataSets:
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
     world.agree(lambda: check_teachers(run, corpus.tokenizer))
-    if fault := world.decide(lambda: packing_refused(run, corpus)):
-        corpus = unpack(corpus, fault)
+    corpus = laid_out(corpus, world.decide(lambda: faults_of_layouts(run, corpus)))
     return DataSets(corpus.train, corpus.held_out, corpus)
 
 

@@ -40,7 +40,7 @@ from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Evaluations, evaluate
 from shoestring.training.newest_rows import NewestRows
-from shoestring.training.saved_memory import savings_tables
+from shoestring.training.saved_memory import SavingsTables
 from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
@@ -167,6 +167,7 @@ def close(
     meter: Meter,
     evaluations: Evaluations,
     save: Callable[[Path], nn.Module | None],
+    savings: SavingsTables,
 ) -> Result:
     """Finish a run: evaluate, compute baselines, export the model, generate samples, and write the report.
 
@@ -175,6 +176,7 @@ def close(
     Args:
         seconds: duration of the training loop.
         save: function that writes the model to a folder, and returns the model on the first rank; a collective.
+        savings: function that tells how much memory each feature saved.
     """
     done = job.progress.done or evaluations.lost_patience
     status = "stopped" if attachments_of(job).stopping and not done else "finished"
@@ -200,7 +202,7 @@ def close(
             "notes": evaluations.notes(),
         }
         if status == "finished":
-            saved = savings_tables(run, job.world, job.trace)
+            saved = savings(job.trace)
             summary["report_items"] += [{"feature": "memory", "as": "table"} | asdict(table) for table in saved]
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)

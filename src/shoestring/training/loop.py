@@ -30,6 +30,7 @@ from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.same_run import check_ranks
+from shoestring.training.saved_memory import predicted_savings
 from shoestring.training.throughput import Meter
 from shoestring.training.user_code import import_user_code
 
@@ -100,9 +101,10 @@ def train(
             stack.enter_context(stop_on_signals(job))
         world.barrier()
         trace.align()
+        savings = stack.enter_context(predicted_savings(run, world))
         with enough_memory(job):
             seconds = _loop(job, loader, meter, clock, evaluations, stop)
-            return finish.close(job, run, data, path, seconds, meter, evaluations, save)
+            return finish.close(job, run, data, path, seconds, meter, evaluations, save, savings)
 
 
 def _resume(job: Job, settings: Settings) -> int | None:

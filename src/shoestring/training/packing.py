@@ -1,8 +1,13 @@
-"""Whether several chats, or answers, may share a sample: only if the model keeps them from seeing each other."""
+"""How chats and preferences are laid out in samples: as densely as the model reads them correctly.
+
+Several chats share a sample only if the model keeps them from seeing each other. The answers of a preference share
+their prompt if the model takes the mask that this needs.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +20,7 @@ from shoestring.data.corpus import Corpus
 from shoestring.data.joined import Joined, Tokens
 from shoestring.data.preferences import PreferenceDataset
 from shoestring.models import hf
-from shoestring.models.behaviour import packing_fault
+from shoestring.models.behaviour import packing_fault, sharing_fault
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import build_model
 from shoestring.run import Run
@@ -23,8 +28,8 @@ from shoestring.run import Run
 log = logging.getLogger("shoestring")
 
 
-def packing_refused(run: Run, corpus: Corpus) -> str:
-    """Why chats in one sample would see each other in the run's model; empty if they would not, or nothing is packed.
+def faults_of_layouts(run: Run, corpus: Corpus) -> dict[str, str]:
+    """Why the run's model cannot read some layouts of samples, by layout: "packed", and "shared" for preferences.
 
     The model is built for it, without weights if it is one of transformers.
 
@@ -32,7 +37,7 @@ def packing_refused(run: Run, corpus: Corpus) -> str:
         ShoestringError: the model cannot be built.
     """
     if not _has(ChatDataset, corpus.train):
-        return ""
+        return {}
     settings, trust, length = run.settings, run.trust("run.model"), corpus.train.sequence
     arguments = {"vocab_size": corpus.vocab_size, "context": length}
 
@@ -43,22 +48,60 @@ def packing_refused(run: Run, corpus: Corpus) -> str:
     with torch.random.fork_rng(devices=[]):
         outline = build("meta")
         if isinstance(outline, GPT):
-            return ""
+            return {}
         model = outline if hf.is_pretrained(outline) else build("cpu")
-        fault = packing_fault(model, corpus.vocab_size, length)
-        config: Any = getattr(model, "config", None)
-        if fault and getattr(config, "use_cache", None):
-            config.use_cache = False
-            if not packing_fault(model, corpus.vocab_size, length):
-                return f"{fault}; with `use_cache = False` in its configuration they would not"
+        shared = sharing_fault(model, corpus.vocab_size, length) if _has(PreferenceDataset, corpus.train) else ""
+        if shared or not _has(PreferenceDataset, corpus.train):
+            packed = _packing_fault(model, corpus.vocab_size, length)
+        else:
+            packed = ""  # answers that share a prompt are kept apart by the same mask
+    return {layout: fault for layout, fault in (("packed", packed), ("shared", shared)) if fault}
+
+
+def _packing_fault(model: nn.Module, vocabulary: int, length: int) -> str:
+    fault = packing_fault(model, vocabulary, length)
+    config: Any = getattr(model, "config", None)
+    if fault and getattr(config, "use_cache", None):
+        config.use_cache = False
+        if not packing_fault(model, vocabulary, length):
+            return f"{fault}; with `use_cache = False` in its configuration they would not"
     return fault
 
 
-def unpack(corpus: Corpus, fault: str) -> Corpus:
+def laid_out(corpus: Corpus, faults: Mapping[str, str]) -> Corpus:
+    """The corpus with samples in the densest layout that its model reads correctly; what is lost is logged.
+
+    Args:
+        faults: result of `faults_of_layouts`.
+
+    Raises:
+        DataError: no preference fits into a sample.
+    """
+    preferences = _has(PreferenceDataset, corpus.train)
+    if fault := faults.get("packed"):
+        corpus = _unpacked(corpus, fault)
+    elif preferences and (fault := faults.get("shared")):
+        log.info("the answers to a prompt do not share it, because this model cannot read them so (%s)", fault)
+    elif preferences:
+        corpus = _changed(corpus, lambda part: PreferenceDataset(part.path, part.sequence, shared=True))
+    for part in (corpus.train, corpus.held_out):
+        _check_fits(part)
+    return corpus
+
+
+def _check_fits(part: Tokens) -> None:
+    if isinstance(part, PreferenceDataset):
+        part.check_fits()
+    elif isinstance(part, Joined):
+        for inner in part.parts:
+            _check_fits(inner)
+
+
+def _unpacked(corpus: Corpus, fault: str) -> Corpus:
     """The corpus with each chat in a sample of its own, and each answer of a preference in a row of its own, after a
     warning with the reason and the cost."""
-    apart = _apart(corpus)
-    before, after = (1 - part.tokens / _room(part) for part in (corpus.train, apart.train))
+    apart = _changed(corpus, lambda part: type(part)(part.path, part.sequence, packed=False))
+    before, after = (1 - part.tokens / max(_room(part), 1) for part in (corpus.train, apart.train))
     preferences = _has(PreferenceDataset, corpus.train)
     log.warning(
         "%s would see each other in this model (%s): %s samples in place of %s, and padding is %s of them in place of "
@@ -87,15 +130,15 @@ def _room(part: Tokens) -> int:
     return part.room if isinstance(part, ChatDataset) else len(part) * part.sequence
 
 
-def _apart(corpus: Corpus) -> Corpus:
-    train, held_out = map(_each_alone, (corpus.train, corpus.held_out))
-    parts = {name: _apart(part) for name, part in corpus.parts.items()}
-    return replace(corpus, train=train, held_out=held_out, parts=parts)
+def _changed(corpus: Corpus, change: Callable[[ChatDataset], ChatDataset]) -> Corpus:
+    """The corpus with all its chats, or preferences, laid out anew by `change`."""
 
+    def of(part: Tokens) -> Tokens:
+        if isinstance(part, ChatDataset):
+            return change(part)
+        if isinstance(part, Joined):
+            return Joined([of(inner) for inner in part.parts], part.weights)
+        return part
 
-def _each_alone(part: Tokens) -> Tokens:
-    if isinstance(part, ChatDataset):
-        return type(part)(part.path, part.sequence, packed=False)
-    if isinstance(part, Joined):
-        return Joined([_each_alone(inner) for inner in part.parts], part.weights)
-    return part
+    parts = {name: _changed(inner, change) for name, inner in corpus.parts.items()}
+    return replace(corpus, train=of(corpus.train), held_out=of(corpus.held_out), parts=parts)

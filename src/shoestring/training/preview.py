@@ -22,7 +22,7 @@ from shoestring.training.data_loading import (
     own_data,
     tokenizer_of,
 )
-from shoestring.training.packing import packing_refused, unpack
+from shoestring.training.packing import faults_of_layouts, laid_out
 
 QUICK = 1 << 20
 """Maximum size in bytes of a source that is prepared completely."""
@@ -65,8 +65,8 @@ def preview(run: Run, folder: Path) -> DataPreview:
             settings.check_weights(len(run.sources))
             corpus = prepare_mixture(run.sources, settings, folder)
         check_teachers(run, corpus.tokenizer)
-        if "run.model" not in run.unread and (fault := packing_refused(run, corpus)):
-            corpus = unpack(corpus, fault)
+        if "run.model" not in run.unread:
+            corpus = laid_out(corpus, faults_of_layouts(run, corpus))
         data = DataSets(corpus.train, corpus.held_out, corpus)
         return DataPreview(data, data.model_arguments)
     arguments = model_arguments(run)

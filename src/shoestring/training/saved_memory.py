@@ -1,6 +1,7 @@
 """Compute how far each memory feature lowered the peak of a run, by predicting a step with and without the feature.
 
-The prediction runs in a separate process, because it replaces the process group by fake ranks.
+The prediction runs in a separate process, because it replaces the process group by fake ranks. The process runs beside
+the training.
 """
 
 from __future__ import annotations
@@ -8,14 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
+import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from subprocess import PIPE
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shoestring import figures
 from shoestring.core.feature import Feature, Table, arrange_mesh, resolve_all
@@ -33,6 +41,9 @@ log = logging.getLogger("shoestring")
 
 _SECONDS = 300.0
 """Maximum number of seconds that a report waits for the predictions."""
+_PRIORITY = 19
+"""Nice value of the process that predicts, while the run trains."""
+_FAILED = "the memory that features saved could not be predicted: %s"
 
 
 @dataclass(frozen=True)
@@ -63,23 +74,57 @@ class SavedMemory:
         )
 
 
-def savings_tables(run: Run, world: World, trace: Trace) -> list[Table]:
-    """A list with one table: how much memory each feature saved. The list is empty if nothing can be predicted.
+class SavingsTables(Protocol):
+    """Returns a list with one table: how much memory each feature saved; an empty list if that cannot be predicted.
+    Waits for the prediction."""
+
+    def __call__(self, trace: Trace) -> list[Table]:
+        """`trace` is the trace of the run, which holds the measured peak if memory was traced."""
+        ...
+
+
+@contextmanager
+def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
+    """Context in which the savings are predicted beside the training, on the first rank, at the lowest priority: a run
+    that is not very short does not wait for it at its end.
 
     Args:
         run: the run, with the choice of [memory.budget] applied.
-        trace: trace of the run, which holds the measured peak if memory was traced.
     """
-    if not saving(run.features):
-        return []
+    if not world.first or not saving(run.features):
+        yield lambda trace: []
+        return
     alone = replace(run, features=tuple(feature for feature in run.features if not isinstance(feature, Budget)))
     command = [sys.executable, "-P", "-m", __spec__.name, "--ranks", str(world.size)]
     try:
-        done = subprocess.run(command, input=alone.dump(), capture_output=True, text=True, timeout=_SECONDS, check=True)
-        saved = SavedMemory(**json.loads(done.stdout.splitlines()[-1]))
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+    except OSError as error:
+        log.info(_FAILED, error)
+        yield lambda trace: []
+        return
+    assert process.stdin is not None
+    with process:
+        try:
+            with suppress(OSError):  # it may have ended
+                os.setpriority(os.PRIO_PROCESS, process.pid, _PRIORITY)
+                process.stdin.write(alone.dump())
+                process.stdin.close()
+            process.stdin = None
+            yield partial(_tables, process)
+        finally:
+            process.kill()
+
+
+def _tables(process: subprocess.Popen[str], trace: Trace) -> list[Table]:
+    errors = ""
+    try:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, 0)  # nothing else is left to do
+        output, errors = process.communicate(timeout=_SECONDS)
+        saved = SavedMemory(**json.loads(output.splitlines()[-1]))
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
-        lines = str(getattr(error, "stderr", None) or error).splitlines()
-        log.info("the memory that features saved could not be predicted: %s", lines[-1] if lines else error)
+        lines = (errors or str(error)).splitlines()
+        log.info(_FAILED, lines[-1] if lines else error)
         return []
     peak = sum(nbytes for name, nbytes in trace.facts.items() if name.startswith(KIND_FACT))
     return [saved.table(int(peak))]
@@ -90,31 +135,38 @@ def saving(features: Sequence[Feature]) -> list[str]:
     return [feature.name for feature in features if feature.name.startswith("memory.") and is_predicted(feature)]
 
 
-def predict_savings(run: Run, ranks: int) -> SavedMemory:
+def predict_savings(run: Run, ranks: int, apply: Callable[..., Iterable[int]] = map) -> SavedMemory:
     """Predict the peak of one rank, with all features of the run and without each of its memory features.
 
     Args:
         ranks: number of ranks; the prediction assumes that they are on one host.
+        apply: function like `map`, which makes the predictions.
 
     Raises:
         Exception: any error of a feature or operator that does not work on fake tensors.
     """
-    without = {
-        name: _peak(replace(run, features=tuple(feature for feature in run.features if feature.name != name)), ranks)
-        for name in saving(run.features)
-    }
-    return SavedMemory(_peak(run, ranks), without)
+    names = saving(run.features)
+    without = (
+        replace(run, features=tuple(feature for feature in run.features if feature.name != name)) for name in names
+    )
+    peak, *others = apply(partial(_peak, ranks=ranks), [run, *without])
+    return SavedMemory(peak, dict(zip(names, others, strict=True)))
 
 
 def _peak(run: Run, ranks: int) -> int:
     world = arrange_mesh(World(size=ranks, local_size=ranks), run.features)
     settings, features = run.settings, resolve_all(run.completed(world).features, world)
     loss = import_user_code(run, skip=("run.evaluate", "run.sinks")).loss
-    with torch.device("meta"):
-        arguments, trust = model_arguments(run), run.trust("run.model")
-        model = build_model(settings.model, run.model, arguments, settings.seed, weights=False, trust=trust)
+    model = _outline(run)
     shape = settings.batch // ranks // settings.accumulate, run.data.sequence
     return predict(model, features, loss, shape, ranks=ranks, accumulate=settings.accumulate).peak
+
+
+def _outline(run: Run) -> nn.Module:
+    """The model of a run, without weights."""
+    with torch.device("meta"):
+        arguments, trust = model_arguments(run), run.trust("run.model")
+        return build_model(run.settings.model, run.model, arguments, run.settings.seed, weights=False, trust=trust)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -122,7 +174,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
     chosen = parser.parse_args(arguments)
-    saved = predict_savings(parse(tomllib.loads(sys.stdin.read())), chosen.ranks)
+    run = parse(tomllib.loads(sys.stdin.read()))
+    _outline(run)  # imports what all of the processes need
+    with ProcessPoolExecutor(len(saving(run.features)) + 1, multiprocessing.get_context("fork")) as pool:
+        saved = predict_savings(run, chosen.ranks, pool.map)
     document: dict[str, Any] = {"peak": saved.peak, "without": dict(saved.without)}
     print(json.dumps(document))
 

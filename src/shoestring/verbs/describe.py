@@ -66,7 +66,11 @@ def behaviour_of(built: nn.Module | None) -> Mapping[str, str]:
     For a model of transformers it is observed on a small random copy, unless that was done before.
     """
     if isinstance(built, GPT):
-        return {"cache": "shoestring's, of many texts at once", "packed texts": "do not see each other"}
+        return {
+            "cache": "shoestring's, of many texts at once",
+            "packed texts": "do not see each other",
+            "answers to a prompt": "share it in a sample",
+        }
     if built is None or not hf.is_pretrained(built):
         return {}
     observed = observe(built)
@@ -80,6 +84,7 @@ def behaviour_of(built: nn.Module | None) -> Mapping[str, str]:
         "cache": caches[observed.cache] + (f" ({observed.why})" if observed.cache == "none" else ""),
         "texts of a batch": "are independent" if observed.rows_independent else "depend on each other: read one by one",
         "packed texts": apart if observed.packing_isolates else f"{apart}: each sample holds one",
+        "answers to a prompt": "are read with it one by one" if observed.sharing_why else "share it in a sample",
         "windows": ", ".join(map(_count, observed.windows)) or "none",
     }
 
