@@ -103,7 +103,9 @@ def test_what_cannot_be_parsed_is_text_and_so_is_a_call_that_is_cut_off(hermes, 
         (ONLY, {"stop": "Köln"}, "stop"),
     ):
         server.model.answers = [text]
-        answer = client.chat.completions.create(model="small", tools=TOOLS, messages=QUESTION, stream=stream, **further)
+        answer = client.chat.completions.create(  # no function is strict
+            model="small", tools=TOOLS[:1], messages=QUESTION, stream=stream, **further
+        )
         if stream:
             content, calls, ending = gathered(answer)
         else:

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring.decode.settings import AnswerFormat
+from shoestring.decode.settings import FLEXIBLE_SPACE, AnswerFormat
 
-SPACES = 64
-"""Largest number of characters of white space between two tokens of JSON."""
 CACHED = 64
 """Number of compiled grammars that are kept."""
 
@@ -175,10 +173,9 @@ def grammar_of(answer_format: AnswerFormat) -> str:
         texts = json.loads(answer_format.source)  # own file: written by `read_format`
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return LLMatcher.grammar_from_lark(f"start: {choices}")
-    # Between the tokens of JSON any white space may stand, but not without end, for a model at a high temperature may
-    # write nothing else.
-    options = {"whitespace_flexible": True, "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{SPACES}}}"}
-    return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=options)
+    if answer_format.kind == "grammar":
+        return LLMatcher.grammar_from_lark(answer_format.source)
+    return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=FLEXIBLE_SPACE)
 
 
 def _in_a_line(message: str) -> str:

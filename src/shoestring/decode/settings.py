@@ -127,7 +127,10 @@ class LogitChanges:
             _refuse("the bias of a token", dict(self.bias), f"give numbers from -{BIAS:g} to {BIAS:g}")
 
 
-FormatKind = Literal["json_schema", "regex", "choice"]
+FormatKind = Literal["json_schema", "regex", "choice", "grammar"]
+FLEXIBLE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+"""Options of llguidance: between the tokens of JSON any white space may stand, but not without end, for a model at a
+high temperature may write nothing else."""
 
 
 class AnswerFormat(NamedTuple):
@@ -135,9 +138,10 @@ class AnswerFormat(NamedTuple):
 
     kind: FormatKind
     """`json_schema`: a JSON document; `regex`: a text that a regular expression matches as a whole; `choice`: one of
-    several texts."""
+    several texts; `grammar`: a text of a grammar."""
     source: str
-    """The schema as `schema_forms.written` has it, the regular expression, or a JSON list of texts."""
+    """The schema as `schema_forms.written` has it, the regular expression, a JSON list of texts, or the grammar in
+    llguidance's variant of Lark's syntax."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,10 +260,11 @@ class _RowProduct:
         y = self.base(x).contiguous()
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
             raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
-        by_row, out = x.reshape(self.batch, -1, self.inputs), y.view(self.batch, -1, self.outputs)
-        if self.native and by_row.shape[0] * by_row.shape[1] <= FEW_TOKENS:
-            self._add_natively(by_row.contiguous(), out)
+        tokens = x.numel() // (self.batch * self.inputs)
+        if self.native and self.batch * tokens <= FEW_TOKENS:
+            self._add_natively(x.contiguous(), y, tokens)
         else:
+            by_row, out = x.reshape(self.batch, -1, self.inputs), y.view(self.batch, -1, self.outputs)
             for rows, a, b in self._by_rank:
                 low = (by_row[rows] @ a.mT) @ b.mT
                 out[rows] += low
@@ -289,8 +290,9 @@ class _RowProduct:
         return stacked
 
     @cached_property
-    def _table(self) -> tuple[Tensor, Tensor, int]:
-        """For the native kernel: the table of groups, the rows of all groups, and the floats of workspace a token."""
+    def _table(self) -> tuple[Tensor, Tensor, int, tuple[int, int, int]]:
+        """For the native kernel: the table of groups, the rows of all groups, the floats of workspace a token, and the
+        number of groups with the addresses of both tables."""
         table, rows, room = [], list[int](), 0
         for factors, own in self.groups:
             tiles, spans = factors.tiles
@@ -298,24 +300,15 @@ class _RowProduct:
             table.append((*pointers, len(factors.a), len(rows), len(own)))
             rows += own
             room += len(factors.a) * len(own)
-        return torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64), room
+        groups, numbers = torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+        return groups, numbers, room, (len(table), groups.data_ptr(), numbers.data_ptr())
 
-    def _add_natively(self, x: Tensor, y: Tensor) -> None:
-        table, rows, room = self._table
-        workspace = torch.empty(room * x.shape[1], dtype=torch.float32)
-        _kernel()(
-            int(x.dtype is torch.bfloat16),
-            len(table),
-            table.data_ptr(),
-            rows.data_ptr(),
-            x.shape[1],
-            self.inputs,
-            self.outputs,
-            x.data_ptr(),
-            y.data_ptr(),
-            workspace.data_ptr(),
-            torch.get_num_threads(),
-        )
+    def _add_natively(self, x: Tensor, y: Tensor, tokens: int) -> None:
+        _, _, room, tables = self._table
+        workspace = x.new_empty(room * tokens, dtype=torch.float32)
+        half, threads = int(x.dtype is torch.bfloat16), torch.get_num_threads()
+        pointers = (x.data_ptr(), y.data_ptr(), workspace.data_ptr())
+        _kernel()(half, *tables, tokens, self.inputs, self.outputs, *pointers, threads)
 
 
 def _is_native(factor: Tensor) -> bool:

@@ -19,8 +19,15 @@
 #else
 #define LANES 8
 #endif
+#define FLOATS LANES
+#include "fused.h"
+
 #define TILE 64 /* outputs whose rows of B are stored together; as in adapters_by_row.py */
-#define TOGETHER 4 /* rows of A whose products with a row of x are summed at the same time */
+#define TOGETHER 4 /* rows of A whose products with rows of x are summed at the same time */
+#define TOKENS (LANES / 4) /* rows of x that are summed at the same time: their sums and those rows fill the registers */
+/* Products of fewer multiplications are not shared between threads: starting them, and waiting for one that others keep
+   from its core, takes longer. */
+#define SMALLEST 4000000
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
@@ -54,21 +61,36 @@ INLINED uint16_t rounded(float value) { /* to bf16, to nearest even */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Products of `count` rows of A from row `j` on with the row of x at `from`; inlined with `count` and `bf16` constant. */
-INLINED void dots(const Group *g, int64_t j, int count, const void *x, int64_t from, int64_t inputs, float *low, int bf16) {
-    floats sums[TOGETHER];
-    for (int r = 0; r < count; r++) sums[r] = (floats){0};
+INLINED float total(floats v) {
+    float parts[LANES];
+    memcpy(parts, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return parts[0];
+}
+
+/* Products of `count` rows of A from row `j` on with `tokens` rows of x, which begin at `from`; inlined with `count`,
+   `tokens` and `bf16` constant. The order of a sum does not depend on `count` and `tokens`. */
+INLINED void dots(const Group *g, int64_t j, int count, int tokens, const void *x, const int64_t *from, int64_t inputs,
+                  float *low, int bf16) {
+    floats sums[TOGETHER * TOKENS];
+    for (int i = 0; i < count * tokens; i++) sums[i] = (floats){0};
     int64_t k = 0;
     for (; k + LANES <= inputs; k += LANES) {
-        const floats input = several(x, from + k, bf16);
-        for (int r = 0; r < count; r++) sums[r] += input * several(g->a, (j + r) * inputs + k, bf16);
+        floats weights[TOGETHER];
+        for (int r = 0; r < count; r++) weights[r] = several(g->a, (j + r) * inputs + k, bf16);
+        for (int t = 0; t < tokens; t++) {
+            const floats input = several(x, from[t] + k, bf16);
+            for (int r = 0; r < count; r++) sums[t * count + r] = fused(weights[r], input, sums[t * count + r]);
+        }
     }
-    for (int r = 0; r < count; r++) {
-        float total = 0;
-        for (int i = 0; i < LANES; i++) total += sums[r][i];
-        for (int64_t rest = k; rest < inputs; rest++) total += one(x, from + rest, bf16) * one(g->a, (j + r) * inputs + rest, bf16);
-        low[j + r] = total;
-    }
+    for (int t = 0; t < tokens; t++)
+        for (int r = 0; r < count; r++) {
+            float sum = total(sums[t * count + r]);
+            for (int64_t rest = k; rest < inputs; rest++)
+                sum += one(x, from[t] + rest, bf16) * one(g->a, (j + r) * inputs + rest, bf16);
+            low[t * g->rank + j + r] = sum;
+        }
 }
 
 /* Add the product of B with `low` (one number for each rank) to the tile `tile` of the row of y at `to`. */
@@ -79,7 +101,8 @@ INLINED void spread(const Group *g, int64_t tile, const float *low, void *y, int
     for (int i = 0; i < TILE / LANES; i++) sums[i] = (floats){0};
     int64_t at = span[0];
     for (int64_t j = span[1]; j < span[2]; j++, at += TILE) {
-        for (int i = 0; i < TILE / LANES; i++) sums[i] += low[j] * several(g->b, at + i * LANES, bf16);
+        const floats factor = (floats){0} + low[j];
+        for (int i = 0; i < TILE / LANES; i++) sums[i] = fused(factor, several(g->b, at + i * LANES, bf16), sums[i]);
     }
     float out[TILE];
     memcpy(out, sums, sizeof out);
@@ -93,12 +116,31 @@ INLINED void spread(const Group *g, int64_t tile, const float *low, void *y, int
     }
 }
 
+/* Products of the ranks [j, end) of a group with all rows that have it; `own` has a row of ranks for each. */
+INLINED void ranks(const Group *g, int64_t j, int count, const int64_t *rows, int64_t tokens, const void *x, int64_t inputs,
+                   float *own, int bf16) {
+    int64_t from[TOKENS], i = 0;
+    const int64_t texts = g->count * tokens;
+#define FROM(i) ((rows[g->first + (i) / tokens] * tokens + (i) % tokens) * inputs)
+    for (; i + TOKENS <= texts; i += TOKENS) {
+        for (int t = 0; t < TOKENS; t++) from[t] = FROM(i + t);
+        dots(g, j, count, TOKENS, x, from, inputs, own + i * g->rank, bf16);
+    }
+    for (; i < texts; i++) {
+        from[0] = FROM(i);
+        dots(g, j, count, 1, x, from, inputs, own + i * g->rank, bf16);
+    }
+}
+
 INLINED void product(int64_t groups, const Group *group, const int64_t *rows, int64_t tokens, int64_t inputs, int64_t outputs,
                      const void *x, void *y, float *low, int threads, int bf16) {
-    int64_t blocks = 0;
-    for (int64_t g = 0; g < groups; g++) blocks += (group[g].rank + TOGETHER - 1) / TOGETHER;
+    int64_t blocks = 0, products = 0;
+    for (int64_t g = 0; g < groups; g++) {
+        blocks += (group[g].rank + TOGETHER - 1) / TOGETHER;
+        products += group[g].rank * group[g].count * tokens * (inputs + outputs);
+    }
     const int64_t tiles = (outputs + TILE - 1) / TILE;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (products >= SMALLEST)
     {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) {
@@ -109,13 +151,10 @@ INLINED void product(int64_t groups, const Group *group, const int64_t *rows, in
                 j -= skipped;
                 own += g->count * tokens * g->rank;
             }
-            for (int64_t i = 0; i < g->count * tokens; i++) {
-                const int64_t from = (rows[g->first + i / tokens] * tokens + i % tokens) * inputs;
-                if (j + TOGETHER <= g->rank)
-                    dots(g, j, TOGETHER, x, from, inputs, own + i * g->rank, bf16);
-                else
-                    for (int64_t r = j; r < g->rank; r++) dots(g, r, 1, x, from, inputs, own + i * g->rank, bf16);
-            }
+            if (j + TOGETHER <= g->rank)
+                ranks(g, j, TOGETHER, rows, tokens, x, inputs, own, bf16);
+            else
+                for (; j < g->rank; j++) ranks(g, j, 1, rows, tokens, x, inputs, own, bf16);
         }
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiles; tile++) {

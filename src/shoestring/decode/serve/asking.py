@@ -12,6 +12,7 @@ from typing import Any
 
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.decode.serve.answer_format import read_format
+from shoestring.decode.serve.call_grammars import call_grammar
 from shoestring.decode.serve.conversation import Message, check_length, encode, read_items, read_messages
 from shoestring.decode.serve.errors import invalid, too_long
 from shoestring.decode.serve.fields import RequestFields, is_text
@@ -141,14 +142,15 @@ def chat(content: Any, served: Served) -> Asked:
     if top and not listed:
         raise fields.wrong("top_logprobs", "needs `logprobs` to be true")
     limits = [fields.integer(name, -1, 1, served.max_tokens) for name in ("max_completion_tokens", "max_tokens")]
-    prompt, calling = _conversation(fields, "messages", read_messages(fields, served), read_tools(fields), served)
+    tools = read_tools(fields)
+    prompt, calling = _conversation(fields, "messages", read_messages(fields, served), tools, served)
     asked = Asked(
         prompts=[prompt],
         count=fields.integer("n", 1, 1, TEXTS),
         max_new=next((limit for limit in limits if limit > 0), None),
         sampling=_sampling(fields, served.defaults.rule),
         changes=_changes(fields, served),
-        **read_format(fields),
+        **_format(fields, "response_format", tools, calling, served),
         logprobs=top if listed else None,
         calling=calling,
         **_shown(fields, served),
@@ -156,8 +158,6 @@ def chat(content: Any, served: Served) -> Asked:
     )
     if calling is not None and asked.drafts:  # characters of drafts are counted in the text, without calls
         raise fields.wrong("draft_tokens", "needs a request without `tools`")
-    if calling is not None and asked.answer_format is not None:
-        raise fields.wrong("response_format", "needs a request without `tools`, for a call has another format")
     fields.finish()
     return _fitting(asked, served, "messages")
 
@@ -193,7 +193,7 @@ def response(content: Any, served: Served) -> Asked:
         max_new=limit if limit > 0 else None,
         sampling=sampling,
         changes=_changes(fields, served),
-        **read_format(fields, "text"),
+        **_format(fields, "text", tools, calling, served),
         logprobs=None,
         calling=calling,
         stream=stream,
@@ -210,8 +210,6 @@ def response(content: Any, served: Served) -> Asked:
         },
         **_shown(fields, served),
     )
-    if calling is not None and asked.answer_format is not None:
-        raise fields.wrong("text", "has a format, which needs a request without `tools`")
     fields.finish()
     return _fitting(asked, served, "input")
 
@@ -357,6 +355,19 @@ def _conversation(
     calling = tools.calling(served.template_source) if tools.offered else None
     opening = "" if calling is None else calling.opening
     return Prompt(tokens=encode(messages, arguments, opening, fields, name, served)), calling
+
+
+def _format(fields: RequestFields, name: str, tools: Tools, calling: Calling | None, served: Served) -> dict[str, Any]:
+    """Parse the format of the answer, or write the grammar of its calls; returns arguments of `Asked`."""
+    wanted = read_format(fields, name)
+    if calling is None:
+        return wanted
+    if wanted:
+        raise fields.wrong(name, "has a format, and calls of `tools` have another; give one of the two")
+    if not tools.constrained:
+        return {}
+    grammar = call_grammar(calling, served.template_source, tools.schemas, served.tokenizer)
+    return {"answer_format": AnswerFormat("grammar", grammar), "format_field": "tools"}
 
 
 def _template_arguments(fields: RequestFields) -> dict[str, Any]:

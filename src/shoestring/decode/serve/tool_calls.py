@@ -51,8 +51,7 @@ class Calling:
     names: Sequence[str]
     """Names of the functions that may be called. A call of another function is text."""
     opening: str = ""
-    """Text at the end of the prompt that begins a call, so that the answer has one. A grammar that constrains the
-    tokens of the answer would take its place."""
+    """Text at the end of the prompt that begins a call, so that the answer has one."""
     single: bool = False
     """Whether the answer ends after its first call."""
 

@@ -4,15 +4,19 @@ of torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_forms import written
 from shoestring.decode.serve.fields import RequestFields, is_text
 from shoestring.decode.serve.tool_calls import FORMS, Calling, find_form
 
 TOOLS = 128
 """Largest number of tools in a request."""
+SCHEMA = 65_536
+"""Largest number of characters of the schemas of all strict functions."""
 DEPTH = 64
 """Largest depth of nested lists and objects in a schema, or in the arguments of a call."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -29,6 +33,14 @@ class Tools:
     """`none`, `auto`, `required`, or the name of the function to be called, preceded by a colon."""
     parallel: bool
     """Whether an answer may have several calls."""
+    schemas: Mapping[str, str | None]
+    """JSON of the schema of the arguments of each function, rewritten for a grammar; None if the function is not
+    strict."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar constrains the answer: a function is strict, or there must be a call."""
+        return any(schema is not None for schema in self.schemas.values()) or self.choice not in ("auto", "none")
 
     def calling(self, template: str) -> Calling:
         """How the answer may call the tools that are offered.
@@ -38,7 +50,7 @@ class Tools:
         """
         form, names = find_form(template), [tool["function"]["name"] for tool in self.offered]
         opening = ""
-        if self.choice != "auto":  # here a grammar could constrain the whole call instead of its beginning
+        if self.choice != "auto":
             only = names[0] if len(names) == 1 else None
             opening = FORMS[form].opening(template, self.choice[1:] if self.choice[0] == ":" else only)
         single = not self.parallel or self.choice[0] == ":"
@@ -60,12 +72,19 @@ def read_tools(fields: RequestFields, *, flat: bool = False) -> Tools:
         raise fields.wrong("tools", "is not a list")
     if value is not None and len(value) > TOOLS:
         raise fields.wrong("tools", f"has more than {TOOLS} tools")
-    tools = [_tool(tool, f"tools[{number}]", flat) for number, tool in enumerate(value or [])]
+    tools, schemas = list[dict[str, Any]](), dict[str, str | None]()
+    for number, tool in enumerate(value or []):
+        definition, schema = _tool(tool, f"tools[{number}]", flat)
+        tools.append(definition)
+        schemas[definition["function"]["name"]] = schema
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise fields.wrong("tools", "has two functions of the same name")
     choice = _choice(fields, names, flat)
-    return Tools([] if choice == "none" else tools, choice, fields.flag("parallel_tool_calls", default=True))
+    if sum(len(schema or "") for schema in schemas.values()) > SCHEMA:
+        raise fields.wrong("tools", f"has strict functions whose schemas have more than {SCHEMA} characters together")
+    offered = [] if choice == "none" else tools
+    return Tools(offered, choice, fields.flag("parallel_tool_calls", default=True), schemas if offered else {})
 
 
 def find_problem(value: Any) -> str | None:
@@ -86,8 +105,8 @@ def find_problem(value: Any) -> str | None:
     return f"is nested more than {DEPTH} levels deep"
 
 
-def _tool(content: Any, where: str, flat: bool) -> dict[str, Any]:
-    """Parse one tool, and return it in the form of OpenAI's chats."""
+def _tool(content: Any, where: str, flat: bool) -> tuple[dict[str, Any], str | None]:
+    """Parse one tool; returns it in the form of OpenAI's chats, and the schema of its arguments if it is strict."""
     tool = RequestFields(content, where)
     if tool.get("type") != "function":
         raise tool.wrong("type", "is not `function`, the only type of tools that is supported")
@@ -101,10 +120,15 @@ def _tool(content: Any, where: str, flat: bool) -> dict[str, Any]:
         if (problem := find_problem(parameters)) is not None:
             raise function.wrong("parameters", problem)
         definition["parameters"] = parameters
-    function.flag("strict")
+    schema = None
+    if function.flag("strict"):
+        try:
+            schema = written({"type": "object"} | (parameters or {}))
+        except ConfigError as error:
+            raise function.wrong("parameters", f"is not supported with `strict`: {error}") from error
     function.finish()
     tool.finish()
-    return {"type": "function", "function": definition}
+    return {"type": "function", "function": definition}, schema
 
 
 def _name(fields: RequestFields) -> str:
