@@ -63,10 +63,11 @@ site: .venv/site.stamp
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-.venv/dev.stamp: .venv/run.stamp requirements-dev.txt requirements-evaluate.txt
+.venv/dev.stamp: .venv/run.stamp requirements-dev.txt requirements-evaluate.txt tests/clients/package.json
 	@echo "shoestring: installing what the tests and checks need"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-evaluate.txt
+	if command -v npm >/dev/null; then npm install --prefix tests/clients --no-package-lock --no-audit --no-fund --silent; fi
 	@touch $@
 
 .venv/site.stamp: .venv/run.stamp requirements-site.txt

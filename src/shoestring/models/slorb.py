@@ -80,11 +80,18 @@ def names_in(weights: Mapping[str, Any]) -> list[str]:
     return [name.removesuffix(f".{NAME}") for name in weights if name.endswith(f".{NAME}")]
 
 
-def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def fill(model: nn.Module, weights: Mapping[str, Tensor], *, assign: bool = False) -> None:
     """Load weights into a plain model, adding the adapters that they contain.
+
+    Args:
+        assign: whether the model gets the tensors themselves, where their data type is that of the model, and no copy.
 
     Raises:
         RuntimeError: the weights do not fit the model.
     """
     make_room(model, {name: weights[f"{name}.{NAME}"].shape[1] for name in names_in(weights)})
-    model.load_state_dict(weights)
+    if not assign:
+        model.load_state_dict(weights)
+        return
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: value.to(dtypes.get(name)) for name, value in weights.items()}, assign=True)

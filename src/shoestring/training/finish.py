@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from shoestring.data.chat_ends import ends_learnt
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.engine import generate
 from shoestring.decode.settings import Sampling
-from shoestring.models import slorb
+from shoestring.models import hf, slorb
 from shoestring.models.beside import Beside
 from shoestring.models.description import describe_model
 from shoestring.models.gpt import GPT
@@ -303,8 +303,24 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
     origin = about.origin
     whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
-    slorb.fill(whole, export_weights(changing, weights, states))
+    known = isinstance(whole, GPT) or hf.is_pretrained(whole)  # other modules may keep a parameter in another place too
+    if known:
+        _drop_weights(whole)
+    slorb.fill(whole, export_weights(changing, weights, states), assign=known)
+    if hf.is_pretrained(whole):
+        cast(Any, whole).tie_weights()
     return whole
+
+
+def _drop_weights(model: nn.Module) -> None:
+    """Free the memory of a model's parameters, whose values are loaded later; buffers keep theirs."""
+    dropped: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in dropped:
+                    dropped[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = dropped[parameter]
 
 
 def _samples(model: nn.Module, prompts: Sequence[str], data: DataSets, folder: Path) -> list[dict[str, str]]:
