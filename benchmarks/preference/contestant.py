@@ -29,7 +29,7 @@ ALPHA, BETA, CLIP = 2.0, 0.1, 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """A training: DPO by adapters in float32, with blocks recomputed and the reference computed once."""
+    """A training: DPO by adapters in float32, with the reference computed once."""
 
     library: Literal["shoestring", "trl"]
     base: str
@@ -54,6 +54,8 @@ class Task:
     held_out: float = 1e-9
     """Share of the prompts that ours holds out: one of them at least."""
     evaluate_every: int = 0
+    recompute: bool = True
+    """Whether blocks run forward again in the backward pass, as is TRL's default."""
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -89,7 +91,10 @@ def document(task: Task) -> dict[str, Any]:
         },
         "data": {"form": "preference", "tokenizer": "model", "sequence": task.sequence, "held_out": task.held_out},
         "preference": {"dpo": {"beta": BETA}},
-        "memory": {"lora": {"rank": task.rank, "alpha": ALPHA * task.rank}, "recompute": {}},
+        "memory": {
+            "lora": {"rank": task.rank, "alpha": ALPHA * task.rank},
+            **({"recompute": {}} if task.recompute else {}),
+        },
         "optim": {
             "adamw": {"lr": task.rate, "betas": [0.9, 0.99], "weight_decay": 0.0},
             "clip": {"max_norm": CLIP},
@@ -132,7 +137,8 @@ def _trl(task: Task) -> dict[str, Any]:
     )
     trainer = peer.trainer(
         "DPO", model, tokenizer, without_held_out(task), task.folder, adapters=lora, beta=BETA, max_length=None,
-        precompute_ref_log_probs=True, gradient_checkpointing=True, num_train_epochs=task.epochs, seed=task.seed,
+        precompute_ref_log_probs=True, gradient_checkpointing=task.recompute, num_train_epochs=task.epochs,
+        seed=task.seed,
         per_device_train_batch_size=task.micro, gradient_accumulation_steps=task.batch // task.micro,
         learning_rate=task.rate, lr_scheduler_type="cosine", warmup_steps=0, max_grad_norm=CLIP, weight_decay=0.0,
         adam_beta1=0.9, adam_beta2=0.99, logging_steps=10,

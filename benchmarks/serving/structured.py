@@ -7,16 +7,20 @@ of its tokens and then the end.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tarfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation, localcontext
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +30,7 @@ import torch
 
 from benchmarks.decode.weights import PROMPT, model
 from benchmarks.harness import Deadline
-from benchmarks.rows import Bar, Measured
+from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.timing import paired
 from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import Tokenizer, byte_tokenizer
@@ -147,6 +151,90 @@ def unreachable(_: Deadline) -> Measured:
     return Measured(len(out), f"of {len(cases)} documents: {listed}")
 
 
+# -- beside xgrammar ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judged:
+    """How a library judged the suite's documents."""
+
+    taken: int = 0
+    """Schemas that it compiled."""
+    right: int = 0
+    """Schemas that it compiled and whose documents it all judged right."""
+    let_through: int = 0
+    """Invalid documents that could be written."""
+    kept_out: int = 0
+    """Valid documents that could not be written."""
+    microseconds: list[float] = field(default_factory=list)
+    """Times of masks."""
+
+    def add(self, group: Group, reaches: Callable[[Any], bool]) -> None:
+        through = sum(reaches(document) for document in group.invalid)
+        out = sum(not reaches(document) for document in group.valid)
+        self.taken, self.right = self.taken + 1, self.right + (through == out == 0)
+        self.let_through, self.kept_out = self.let_through + through, self.kept_out + out
+
+    def __str__(self) -> str:
+        return (
+            f"{self.taken} schemas taken, {self.right} of them judged right, {self.let_through} invalid documents let "
+            f"through, {self.kept_out} valid ones kept out, {statistics.median(self.microseconds):.0f} us a mask"
+        )
+
+
+def _ours() -> Judged:
+    built, judged = suite(), Judged()
+    for group in built.accepted:
+        judged.add(group, lambda document, group=group: built.reaches(group.answer_format, document))
+        constraint, text = built.grammars.compile(group.answer_format).start(), list[int]()
+        for token in built.tokenizer.encode(json.dumps(group.valid[0]) if group.valid else ""):
+            began = time.perf_counter()
+            allowed = constraint.allowed(text, [], built.tokenizer.vocab_size)
+            judged.microseconds.append(1e6 * (time.perf_counter() - began))
+            if not allowed[0, token]:
+                break
+            text.append(token)
+    return judged
+
+
+def _theirs() -> Judged:
+    """xgrammar on the schemas as they are in the suite; any white space, and additional properties as in the schema."""
+    xgrammar, built, judged = importlib.import_module("xgrammar"), suite(), Judged()
+    count, (end,) = built.tokenizer.vocab_size, sorted(built.tokenizer.ends)[:1]
+    vocabulary = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(count)]
+    tokens = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=count, stop_token_ids=[end])
+    compiler = xgrammar.GrammarCompiler(tokens)
+    mask = xgrammar.allocate_token_bitmask(1, count)
+    for group in built.groups:
+        try:
+            grammar = compiler.compile_json_schema(json.dumps(group.schema), any_whitespace=True, strict_mode=False)
+        except Exception:  # whatever its parser raises
+            continue
+
+        def reaches(document: Any, grammar: Any = grammar) -> bool:
+            matcher = xgrammar.GrammarMatcher(grammar)
+            text = built.tokenizer.encode(json.dumps(document, ensure_ascii=False))
+            return all(matcher.accept_token(token) for token in [*text, end])
+
+        judged.add(group, reaches)
+        matcher = xgrammar.GrammarMatcher(grammar)
+        for token in built.tokenizer.encode(json.dumps(group.valid[0]) if group.valid else ""):
+            began = time.perf_counter()
+            matcher.fill_next_token_bitmask(mask)
+            judged.microseconds.append(1e6 * (time.perf_counter() - began))
+            if not matcher.accept_token(token):
+                break
+    return judged
+
+
+def beside(_: Deadline) -> Measured | NotRun:
+    """Share of the schemas that are judged right, with llguidance and the rewriting, less that with xgrammar."""
+    if find_spec("xgrammar") is None:
+        return NotRun("xgrammar is not installed: pip install --target FOLDER xgrammar, and FOLDER in PYTHONPATH")
+    ours, theirs, count = _ours(), _theirs(), len(suite().groups)
+    return Measured((ours.right - theirs.right) / count, f"of {count}: ours {ours}; xgrammar {theirs}")
+
+
 def _number(text: str) -> Decimal | float:
     """A number without rounding, unless its exponent is beyond all bounds."""
     try:
@@ -261,6 +349,8 @@ def rows() -> Iterator[Bar]:
     yield bar("invalid", what, "<=", 0, invalid, kind="drawn", seeds=(SEED,))
     what = f"share of {TEXTS} answers drawn at temperature 1 that were cut off"
     yield bar("truncated", what, "<=", 0.01, truncated, kind="drawn", seeds=(SEED,))
+    what = "share of the suite's schemas whose documents are all judged right, less that with xgrammar"
+    yield bar("xgrammar", what, ">=", 0, beside, kind="exact", baseline="xgrammar")
     for batch, limit in ((8, 1.05), (1, 1.10)):
         what = f"time of a token under a schema over that without, batch of {batch}, 188 M weights"
         yield bar(f"cost-{batch}", what, "<=", limit, partial(cost, batch))

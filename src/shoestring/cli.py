@@ -104,6 +104,10 @@ VERBS: dict[str, Verb] = {
         "verbs.probe:probe", "runs:Probe",
         "Measure this cluster: arithmetic and memory of each device, disks, and the links between ranks.",
     ),
+    "build": Verb(
+        "verbs.build:build", "runs:Build",
+        "Compile the native kernels for this machine now, so that no run and no first request waits for them.",
+    ),
     "compare": Verb(
         "verbs.report:compare", "runs:CompareRuns",
         "Show how runs differ in settings and results, with their curves in the same charts.",

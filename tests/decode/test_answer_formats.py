@@ -283,3 +283,23 @@ def test_any_tokenizer_writes_the_format_or_is_refused_in_one_line(kind, begins,
         assert answer.status_code == 200, answer.text
         ended = [each["text"] for each in answer.json()["choices"] if each["finish_reason"] == "stop"]
     assert ended and all(0 <= json.loads(text)["legs"] <= 8 for text in ended)
+
+
+def test_masks_that_were_begun_are_those_that_are_asked_for():
+    """Also where a pass failed in between, where nobody asked, and where the drafts are others than were begun."""
+    tokenizer = small_server.tokenizer()
+    grammar = Grammars(tokenizer.engine.to_str(), tokenizer.vocab_size, tokenizer.ends).compile(
+        AnswerFormat("regex", "ab*c")
+    )
+    one, other, width = grammar.start(), grammar.start(), tokenizer.vocab_size
+    a, b, c = map(ord, "abc")
+    begun = [([], [a, b]), ([a], [b, b]), ([a], [c]), ([a, b], []), ([a, b, c], [])]
+    asked = [([], [a, b]), ([a], [b]), ([a], [b]), ([a, b], []), ([a, b, c], [tokenizer.end_of_text])]
+    for first, then in zip(begun, asked, strict=True):
+        one.begin(*first, width)
+        one.begin(*first, width)
+        assert torch.equal(one.allowed(*then, width), other.allowed(*then, width))
+        assert torch.equal(one.allowed(*then, width), other.allowed(*then, width))
+    one.begin([a, b, c, c], [], width)
+    with pytest.raises(ConstraintError, match="does not follow"):
+        one.allowed([a, b, c, c], [], width)

@@ -1,4 +1,5 @@
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoestring import native
+from shoestring.core.errors import DataError
+from shoestring.verbs.build import build
 
 
 @pytest.fixture
@@ -92,3 +95,25 @@ def test_threads_are_those_of_torchs_own_pool():
     assert isinstance(library, ctypes.CDLL)
     after = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert after == pools or not pools
+
+
+def test_build_says_what_cannot_be_compiled(home, monkeypatch):
+    monkeypatch.setenv("PATH", str(home))  # without a compiler
+    count, lines, said = len(native.names()), build(), []
+    with pytest.raises(DataError, match=f"{count} of {count} kernels"):
+        while True:
+            said.append(next(lines))
+    assert len(said) == count + 1 and all("compiler" in line for line in said[:-1])
+
+
+@pytest.mark.slow
+def test_build_compiles_every_kernel_once(tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "shoestring", "build"]
+    said = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=500).stdout
+        for _ in range(2)
+    ]
+    count = len(native.names())
+    assert [said[0].count("built in"), said[1].count("built before")] == [count, count]
+    assert len(list((tmp_path / ".cache/shoestring/native").glob("*.so"))) >= count

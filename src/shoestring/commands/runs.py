@@ -229,6 +229,18 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Build:
+    """Arguments of `shoestring build`: none."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.build import build
+
+        for line in build():
+            say(line)
+        return 0
+
+
+@dataclass(frozen=True)
 class CompareRuns:
     """Arguments of `shoestring compare`."""
 

@@ -10,6 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from shoestring.decode.settings import FLEXIBLE_SPACE, AnswerFormat
 
 CACHED = 64
 """Number of compiled grammars that are kept."""
+
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")
 
 
 class ConstraintError(ShoestringError):
@@ -38,6 +42,13 @@ class Constraint:
     def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
         self._matcher, self._ends = matcher, ends
         self._consumed: list[int] = []
+        self._begun: tuple[Any, Future[Tensor]] | None = None
+
+    def begin(self, text: Sequence[int], drafted: Sequence[int], width: int) -> None:
+        """Begin to compute what `allowed` will be asked for, in a thread beside the model's pass."""
+        self._finish()
+        asked = list(text), list(drafted), width
+        self._begun = asked, _THREAD.submit(self._allowed, *asked)
 
     def allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
         """The tokens that may follow the text, and the text with each of the drafted tokens, as booleans (T, `width`).
@@ -51,6 +62,20 @@ class Constraint:
         Raises:
             ConstraintError: no token may follow, or a limit is exceeded.
         """
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] == (list(text), list(drafted), width):
+            return begun[1].result()
+        self._begun = begun
+        self._finish()
+        return self._allowed(text, drafted, width)
+
+    def _finish(self) -> None:
+        """Wait for masks that nobody has asked for."""
+        if self._begun is not None:
+            self._begun[1].exception()
+            self._begun = None
+
+    def _allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
         self._follow(text)
         masks, tried = [self._mask(width)], 0
         try:

@@ -75,20 +75,37 @@ def load(name: str) -> ctypes.CDLL:
     Raises:
         CompileError: the library cannot be compiled or loaded on this machine.
     """
-    source = next(path for path in Path(__file__).parent.glob(f"{name}.c*"))
-    language = _language(source.suffix)
-    compiler = next((path for name in language.compilers if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise CompileError(
-            f"`{source.name}` needs a {language.name} compiler, but none is on the PATH", hint="install g++"
-        )
+    source, language, compiler = _found(name)
     try:
-        path = _cache() / f"{name}-{_key(source, compiler, language)}.so"
+        path = _path(source, language, compiler)
         if not path.is_file():
             _compile(compiler, language, source, path)
         return _open(path, compiler, language, source)
     except OSError as error:  # such as a full disk
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
+
+
+def names() -> list[str]:
+    """The names of all libraries."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.c*") if path.suffix in (".c", ".cpp"))
+
+
+def is_built(name: str) -> bool:
+    """Whether a library is in the cache, so that `load` need not compile it."""
+    try:
+        source, language, compiler = _found(name)
+        return _path(source, language, compiler).is_file()
+    except (CompileError, OSError):
+        return False
+
+
+def folder() -> Path:
+    """The folder of compiled libraries; only this user can write to it, because its libraries are executed."""
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
+    with suppress(OSError, ShoestringError):
+        if home.is_absolute():  # a relative path would start at the current folder, which may belong to another user
+            return private_folder(home / ".cache", "shoestring", "native")
+    return private_folder(Path(tempfile.gettempdir()), f"shoestring-native-{os.geteuid()}")
 
 
 def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = "") -> Any:
@@ -111,13 +128,20 @@ def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = ""
     return loaded
 
 
-def _cache() -> Path:
-    """Return the folder of compiled libraries; only this user can write to it, because its libraries are executed."""
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
-    with suppress(OSError, ShoestringError):
-        if home.is_absolute():  # a relative path would start at the current folder, which may belong to another user
-            return private_folder(home / ".cache", "shoestring", "native")
-    return private_folder(Path(tempfile.gettempdir()), f"shoestring-native-{os.geteuid()}")
+def _found(name: str) -> tuple[Path, _Language, str]:
+    """The source of a library, its language, and the path of a compiler."""
+    source = next(path for path in Path(__file__).parent.glob(f"{name}.c*"))
+    language = _language(source.suffix)
+    compiler = next((path for name in language.compilers if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise CompileError(
+            f"`{source.name}` needs a {language.name} compiler, but none is on the PATH", hint="install g++"
+        )
+    return source, language, compiler
+
+
+def _path(source: Path, language: _Language, compiler: str) -> Path:
+    return folder() / f"{source.stem}-{_key(source, compiler, language)}.so"
 
 
 def _key(source: Path, compiler: str, language: _Language) -> str:
