@@ -176,7 +176,7 @@ class Contest:
                     )  # fmt: skip
                     answer = contestant.run(task)
                 if was_calm():
-                    return answer
+                    return {name: value for name, value in answer.items() if name != "adapter"}
 
         how = "recomputing" if recompute else "holding"
         return stored(self.runs / f"timed-{self.digest}-{kind}-{library}-{how}-{round_}.json", self.check, make)
