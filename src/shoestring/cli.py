@@ -409,7 +409,10 @@ def _show_group(group: str, arguments: list[str]) -> int:
         helps = {name.partition(" ")[0]: GROUPS.get(name.partition(" ")[0], line) for name, line in helps.items()}
     if arguments and not arguments[0].startswith("-"):
         words = f"{group} {arguments[0]}".strip()
-        raise ConfigError(f"there is no verb `{words}`", hint=nearest(arguments[0], helps))
+        from shoestring.run import recipes
+
+        recipe = f"`{words}` is a recipe: shoestring train {words}" if words in recipes() else ""
+        raise ConfigError(f"there is no verb `{words}`", hint=recipe or nearest(arguments[0], helps))
     tyro.cli(
         reduce(or_, (Annotated[_Listed, subcommand(name, description=line)] for name, line in helps.items())),
         prog=f"shoestring {group}".strip(),

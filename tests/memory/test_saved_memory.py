@@ -92,6 +92,21 @@ def test_a_run_that_fails_ends_its_prediction(tmp_path):
     assert children() == before
 
 
+def test_what_the_prediction_forks_ends_with_it(tmp_path, monkeypatch):
+    script, forked = tmp_path / "python", tmp_path / "forked"
+    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {forked}.part\nmv {forked}.part {forked}\nwait\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(saved_memory.sys, "executable", str(script))
+    features = (memory.Recompute(), optim.AdamW())
+    with pytest.raises(KeyError), saved_memory.predicted_savings(Run(name="a", features=features), World()):
+        while not forked.exists():
+            os.sched_yield()
+        raise KeyError
+    state = Path(f"/proc/{int(forked.read_text())}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        os.sched_yield()  # until the kernel has ended it; the limit of a test ends this if it does not
+
+
 def children():
     """Process numbers of this process's children."""
     return {int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}

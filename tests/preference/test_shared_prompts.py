@@ -97,7 +97,7 @@ def loss_and_gradients(data, feature):
         return total.detach() / count, {name: parameter.grad for name, parameter in network.named_parameters()}
 
 
-@pytest.mark.parametrize("feature", [DPO(), SimPO(), ORPO()], ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", [DPO(cache_folder=""), SimPO(), ORPO()], ids=lambda feature: feature.name)
 def test_losses_and_gradients_are_those_of_packed_answers(tmp_path, feature):
     draw = torch.Generator().manual_seed(3)
 

@@ -295,7 +295,7 @@ class PreferenceDataset(ChatDataset):
     @property
     def notes(self) -> Iterator[str]:
         """Sentences for the user about how records were packed and left out."""
-        full = figures.percent(self.tokens / self.room)
+        full = figures.percent(self.tokens / max(self.room, 1))
         shape = f"{self.sequence} tokens" if self.packed else f"one row of {self._row} tokens for each answer"
         yield f"{self.documents:,} preferences in {len(self):,} samples of {shape}, which are {full} full"
         if self.shared:

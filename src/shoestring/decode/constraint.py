@@ -22,9 +22,7 @@ from shoestring.decode.settings import FLEXIBLE_SPACE, AnswerFormat
 
 CACHED = 64
 """Number of compiled grammars that are kept."""
-
-
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")  # the thread starts with the first mask
 
 
 class ConstraintError(ShoestringError):
@@ -46,7 +44,8 @@ class Constraint:
 
     def begin(self, text: Sequence[int], drafted: Sequence[int], width: int) -> None:
         """Begin to compute what `allowed` will be asked for, in a thread beside the model's pass."""
-        self._finish()
+        if self._begun is not None:
+            self._begun[1].exception()  # waits for masks that nobody has asked for
         asked = list(text), list(drafted), width
         self._begun = asked, _THREAD.submit(self._allowed, *asked)
 
@@ -63,17 +62,12 @@ class Constraint:
             ConstraintError: no token may follow, or a limit is exceeded.
         """
         begun, self._begun = self._begun, None
-        if begun is not None and begun[0] == (list(text), list(drafted), width):
-            return begun[1].result()
-        self._begun = begun
-        self._finish()
+        if begun is not None:
+            asked, masks = begun
+            if asked == (list(text), list(drafted), width):
+                return masks.result()
+            masks.exception()  # waits
         return self._allowed(text, drafted, width)
-
-    def _finish(self) -> None:
-        """Wait for masks that nobody has asked for."""
-        if self._begun is not None:
-            self._begun[1].exception()
-            self._begun = None
 
     def _allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
         self._follow(text)

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -97,7 +98,8 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
     alone = replace(run, features=tuple(feature for feature in run.features if not isinstance(feature, Budget)))
     command = [sys.executable, "-P", "-m", __spec__.name, "--ranks", str(world.size)]
     try:
-        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        # A group of its own, so that the processes that it forks end with it.
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, process_group=0)
     except OSError as error:
         log.info(_FAILED, error)
         yield lambda trace: []
@@ -106,20 +108,22 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
     with process:
         try:
             with suppress(OSError):  # it may have ended
-                os.setpriority(os.PRIO_PROCESS, process.pid, _PRIORITY)
+                os.setpriority(os.PRIO_PGRP, process.pid, _PRIORITY)
                 process.stdin.write(alone.dump())
                 process.stdin.close()
             process.stdin = None
             yield partial(_tables, process)
         finally:
-            process.kill()
+            if process.poll() != 0:  # it runs, or has left the processes that it forked
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tables(process: subprocess.Popen[str], trace: Trace) -> list[Table]:
     errors = ""
     try:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, 0)  # nothing else is left to do
+            os.setpriority(os.PRIO_PGRP, process.pid, 0)  # nothing else is left to do
         output, errors = process.communicate(timeout=_SECONDS)
         saved = SavedMemory(**json.loads(output.splitlines()[-1]))
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
