@@ -301,6 +301,7 @@ def test_former_names_of_verbs_and_flags_work_and_say_the_new_ones(trained, tmp_
     for words in (["checkpoint", "purge"], ["memory", "vieww"]):
         assert main(words) == 2
         assert f"there is no verb `{' '.join(words)}`" in capsys.readouterr().err
+    assert main(["finetune"]) == 2 and "shoestring train finetune" in capsys.readouterr().err
 
 
 def test_help_of_verbs_and_groups_is_that_of_the_table(capsys):
