@@ -1,5 +1,8 @@
 """How busy a machine is: planted accounts of /proc, and a real neighbour."""
 
+import os
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -49,12 +52,11 @@ def test_proc_is_read_as_it_is(tmp_path):
 
 @pytest.fixture
 def neighbour():
-    """Another program that keeps a processor busy, and is no descendant of this one's watch."""
-    process = subprocess.Popen([sys.executable, "-S", "-uc", "print()\nwhile True: pass"], stdout=subprocess.PIPE)
-    process.stdout.readline()  # it runs
+    """Another program that keeps a processor busy: the shell that starts it ends, so it is no descendant of the tests."""
+    busy = f"{shlex.quote(sys.executable)} -S -c 'while True: pass' >/dev/null & echo $!"
+    process = int(subprocess.run(["sh", "-c", busy], stdout=subprocess.PIPE, text=True, check=True).stdout)
     yield process
-    process.kill()
-    process.communicate()
+    os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -70,14 +72,13 @@ def alone(monkeypatch):
 
 
 def test_a_busy_neighbour_ends_a_measurement_with_a_word(neighbour, alone):
-    watch = Watch(patience=0.5, own=-1)  # nothing is this watch's own, so what the neighbour uses is another's
+    watch = Watch(patience=0.5)
     with pytest.raises(BusyMachineError, match="processors used by others"), watched(watch):
         raise AssertionError
     assert was_calm()
 
 
 def test_a_timed_bar_on_a_busy_machine_is_not_run_and_an_exact_one_is(neighbour, alone, monkeypatch):
-    monkeypatch.setattr(calm.os, "getpid", lambda: -1)
     monkeypatch.setattr("benchmarks.harness.PATIENCE", 0.5)
     bar = Bar("area.one", "what", "<=", 2.0, measure=lambda _: Measured(1.0, interval=(0.9, 1.1)), kind="timed")
     row, well = measure(bar, HERE, Deadline(60))
