@@ -25,6 +25,7 @@ from tyro.conf import OmitArgPrefixes, subcommand
 
 from shoestring.commands.printing import PrintableFormatter, say
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
+from shoestring.processors import share_processors
 from shoestring.storage.foreign import printable
 from shoestring.storage.whole import DISK_ERRORS
 
@@ -279,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_working_folder()
         for argument in arguments:
             _check_utf8(argument)
+        share_processors()
         return _run(line)
     except BrokenPipeError:
         return 1
