@@ -448,7 +448,7 @@ def _short(name: str) -> str:
 
 def _as_flags(hint: str) -> str:
     """A hint, with the flags that do what it says of keys in a run file: `set data.form = "chat"`."""
-    flag = lambda found: f"{found[0]} (here: --{found[1].removeprefix('run.')} {found[3]})"  # noqa: E731
+    flag = lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})"  # noqa: E731
     return re.sub(r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2', flag, hint)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 
 from shoestring.cli import main
 from shoestring.data.tokenizer import Tokenizer, train_bpe
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.llama import save_pretrained
+from shoestring.run import read
 from tests.decode.calling_templates import SPECIAL, TEMPLATES
 
 CITIES = ("Köln", "Rome", "Oslo", "Lima", "Paris", "Cairo", "Delhi", "Tokyo", "Quito", "Sofia")
@@ -85,22 +87,24 @@ def base(folder: Path) -> Path:
     folder.mkdir()
     tokenizer.save_pretrained(folder, CONTEXT)
     torch.manual_seed(0)
-    shape = {"dim": 128, "hidden": 352, "layers": 4, "heads": 4, "kv_heads": 4, "context": CONTEXT}
+    shape = {"dim": 128, "hidden": 352, "layers": 3, "heads": 4, "kv_heads": 4, "context": CONTEXT}
     save_pretrained(GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **shape)), folder)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     return folder
 
 
-def taught(folder: Path, steps: int = 300) -> Path:
-    """Train the model of `base` on conversations; returns the run folder."""
-    data = folder / "calls.jsonl"
-    data.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in conversations(2000)))
+def taught(folder: Path, steps: int = 600) -> Path:
+    """Train all weights of the model of `base` on conversations, by the recipe without adapters; the run folder."""
+    data, file = folder / "calls.jsonl", folder / "run.toml"
+    data.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in conversations(3000)))
+    document = read("finetune")[1] | {"precision": {}, "memory": {}}
+    document["optim"]["adamw"]["lr"] = 3e-3
+    document["data"]["sequence"] = 256
+    file.write_text(tomli_w.dumps(document))
     flags = {
         "model": base(folder / "base"), "data": data, "folder": folder / "run", "epochs": 0, "steps": steps,
-        "batch": 8, "accumulate": 1, "data.sequence": 512, "memory.lora.rank": 64, "memory.lora.alpha": 64,
-        "memory.lora.modules_to_train": '["embed", "head"]', "optim.adamw.lr": 3e-3, "evaluate_every": 100,
-        "precision.autocast.dtype": "fp32",
+        "batch": 8, "accumulate": 1, "evaluate_every": 100,
     }  # fmt: skip
     words = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    assert main(["train", "finetune", *words]) == 0
+    assert main(["train", str(file), *words]) == 0
     return folder / "run"
