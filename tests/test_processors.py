@@ -1,10 +1,12 @@
-"""How many processors a process may use: by its affinity, and by the quotas of its cgroups of both versions."""
+"""How many processors a process may use, by its affinity and by the quotas of its cgroups of both versions; and whether
+others run on them.
+"""
 
 import os
 
 import pytest
 
-from shoestring.processors import processors
+from shoestring.processors import are_wanted, processors, share_processors
 
 PERIOD = 100_000
 
@@ -57,3 +59,38 @@ def test_a_quota_that_cannot_be_read_is_none(tmp_path, hundred):
 
 def test_this_process_has_some():
     assert 1 <= processors() <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("running", "threads", "cores", "wanted"),
+    [
+        (1, "2", 2, False),  # only the process that looks
+        (2, "2", 2, True),
+        (2, "1", 2, False),
+        (3, "1", 2, True),
+        (1, "4", 2, False),  # too many threads of one's own keep nobody else from work
+        (20, "4", 64, False),
+        (70, "4", 64, True),
+        (0, "2", 2, False),
+    ],
+)
+def test_processors_are_wanted_by_others_if_all_threads_together_are_more(
+    tmp_path, monkeypatch, running, threads, cores, wanted
+):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/loadavg").write_text(f"0.10 0.20 0.30 {running}/512 4711\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert are_wanted(tmp_path) == wanted
+    share_processors(tmp_path)
+    assert ("GOMP_SPINCOUNT" in os.environ) == wanted
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    share_processors(tmp_path)
+    assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's word
+
+
+def test_where_nothing_is_known_of_others_nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    share_processors(tmp_path)
+    assert "GOMP_SPINCOUNT" not in os.environ

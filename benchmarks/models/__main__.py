@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.harness import Deadline, main, stored
 from benchmarks.machine import ROOT
-from benchmarks.models import timing, tuned, zoo
+from benchmarks.models import text, timing, tuned, zoo
 from benchmarks.models.columns import COLUMNS
 from benchmarks.models.matrix import from_json, release, run, table, totals
 from benchmarks.rows import RESULTS, Bar, Measured, NotRun
@@ -103,6 +103,7 @@ def rows() -> list[Bar]:
         *columns,
         *timing.rows(),
         *tuned.rows(),
+        *text.rows(),
         bar("oldest", f"cells that are no with transformers {OLDEST}", "<=", 0, partial(_of_release, OLDEST)),
         bar("newest", f"cells that are no with transformers {NEWEST}", "<=", 0, partial(_of_release, NEWEST)),
     ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import json
 import random
 import sys
@@ -24,12 +25,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
 from tokenizers.decoders import DecodeStream
 
+from benchmarks.harness import Deadline
+from benchmarks.rows import Bar, Measured
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.request import Request
 from shoestring.decode.serve.answering import Answer
@@ -43,6 +46,8 @@ from tests.rigs import foreign_tokenizers as foreign
 from tests.rigs import text_checks as checks
 
 COLUMNS = ("ids", "generate", "whole", "streamed", "stops", "alone", "DecodeStream")
+ROUNDS = 20_000
+"""Texts and token streams of each tokenizer."""
 MUST_BE_ZERO = COLUMNS[:5]
 
 
@@ -101,15 +106,24 @@ def decode_stream(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[
         return None
 
 
-async def compare(kind: str, begins: bool, rounds: int, loaded: Any) -> tuple[Counter[str], float]:
-    """Differences by column, and microseconds that a token takes to be decoded."""
+async def compare(kind: str, begins: bool, rounds: int, check: Callable[[], None]) -> tuple[Counter[str], float]:
+    """Differences by column, and microseconds that a token takes to be decoded.
+
+    Args:
+        check: called now and then; raises if the time is up.
+    """
     tokenizer, differences = foreign.tokenizer_of(kind, begins), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder) / "tokenizer.json")
+        loaded: Any = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
     server, seconds, count = Server(tokenizer), 0.0, 0
 
     def decode(ids: Sequence[int], skip: bool) -> str:
         return loaded.decode(list(ids), skip_special_tokens=skip)
 
     for number in range(rounds):
+        if number % 1000 == 0:
+            check()
         chance = random.Random(number)
         text = foreign.random_text(chance)
         ids = loaded(text)["input_ids"]
@@ -136,21 +150,45 @@ async def compare(kind: str, begins: bool, rounds: int, loaded: Any) -> tuple[Co
     return differences, 1e6 * seconds / max(count, 1)
 
 
+def rows() -> list[Bar]:
+    """A bar for each kind of tokenizer."""
+
+    def measure_kind(kind: str, deadline: Deadline) -> Measured:
+        of = {begins: asyncio.run(compare(kind, begins, ROUNDS, deadline.check))[0] for begins in (False, True)}
+        counts = {column: of[False][column] + of[True][column] for column in COLUMNS}
+        note = ", ".join(f"{column} {counts[column]}" for column in MUST_BE_ZERO)
+        note += f"; `decode` without the prompt {counts['alone']}, `DecodeStream` {counts['DecodeStream']}"
+        return Measured(sum(counts[column] for column in MUST_BE_ZERO), note)
+
+    return [
+        Bar(
+            f"models.text-{kind.lower().replace(',', '').replace(' ', '-')}",
+            f"texts that generate, serve or transformers reads or writes otherwise, of {2 * ROUNDS:,} random texts and "
+            f"token streams: {kind} tokenizers, half of them with a beginning-of-text token",
+            "<=",
+            0,
+            partial(measure_kind, kind),
+            seeds=(0,),
+            peers=("transformers", "tokenizers"),
+            kind="exact",
+        )
+        for kind in foreign.KINDS
+    ]
+
+
 def main(write: Callable[[str], object] = print) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20_000, help="texts and token streams of each tokenizer")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="texts and token streams of each tokenizer")
     parser.add_argument("--kind", choices=list(foreign.KINDS), help="only this kind of tokenizer")
     options = parser.parse_args()
-    write(f"transformers {transformers.__version__}; {options.rounds} texts and streams a row; differences:\n")
+    release = importlib.metadata.version("transformers")
+    write(f"transformers {release}; {options.rounds} texts and streams a row; differences:\n")
     write(f"| tokenizer | begins | {' | '.join(COLUMNS)} | µs a token |")
     write(f"|---|---|{'---|' * (len(COLUMNS) + 1)}")
     failed = False
     for kind in [options.kind] if options.kind else foreign.KINDS:
         for begins in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                foreign.tokenizer_of(kind, begins).save(Path(folder) / "tokenizer.json")
-                loaded = transformers.AutoTokenizer.from_pretrained(folder)
-            differences, microseconds = asyncio.run(compare(kind, begins, options.rounds, loaded))
+            differences, microseconds = asyncio.run(compare(kind, begins, options.rounds, lambda: None))
             cells = " | ".join(str(differences[column]) for column in COLUMNS)
             write(f"| {kind} | {'yes' if begins else 'no'} | {cells} | {microseconds:.1f} |")
             failed |= any(differences[column] for column in MUST_BE_ZERO)

@@ -31,6 +31,10 @@ HELD = 2
 """Rounds in which TRL holds activations, to be noted."""
 KL_BOUND = 0.5
 """Most nats a token by which the tuned model may differ from its reference on held-out answers."""
+BESIDE: dict[str, Any] = {"rate": 1e-3, "beta": 0.1}
+"""Settings of the trainings whose reward accuracy is compared with TRL's, for both."""
+KNOWN: dict[str, Any] = {"rate": 1e-3, "beta": 1.0, "epochs": 1}
+"""Settings of the trainings on a known preference."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Contest:
     def __init__(self, runs: Path, check: Callable[[], None], plan: Plan | None = None) -> None:
         self.plan = plan or Plan()
         self.runs, self.check = runs, check
-        self.digest = hashlib.sha256(json.dumps(asdict(self.plan), sort_keys=True).encode()).hexdigest()[:8]
+        self.digest = self._digest()
         self.work = Path(".cache/preference").absolute() / self.digest
 
     # -- what is trained -----------------------------------------------------------------------------------------------
@@ -92,10 +96,15 @@ class Contest:
             (folder / "done").touch()
         return str(folder)
 
-    def seeds(self) -> list[int]:
-        """Seeds that were drawn after everything else was fixed: another plan draws others."""
+    def _digest(self, *settings: Mapping[str, Any]) -> str:
+        """What trainings are stored under: another plan, or other settings, give other names."""
+        described = [asdict(self.plan), *settings] if settings else asdict(self.plan)
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
+
+    def seeds(self, settings: Mapping[str, Any]) -> list[int]:
+        """Seeds that were drawn after everything else was fixed: another plan, or other settings, draw others."""
         draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(self.plan.seeds)]}  # noqa: E731
-        return stored(self.runs / f"seeds-{self.digest}.json", self.check, draw)["seeds"]
+        return stored(self.runs / f"seeds-{self._digest(settings)}.json", self.check, draw)["seeds"]
 
     def task(self, library: Any, seed: int, folder: Path) -> Task:
         """The training of one seed with a pair in each sample."""
@@ -105,7 +114,7 @@ class Contest:
         return Task(
             library, self.base(language, self.plan.shape), write(folder / "pairs.jsonl", records), str(folder / "run"),
             batch=16, micro=8, sequence=self.sequence(records, language, 1), packed=False,
-            epochs=self.plan.epochs, seed=seed,
+            epochs=self.plan.epochs, seed=seed, **BESIDE,
         )  # fmt: skip
 
     @staticmethod
@@ -135,13 +144,15 @@ class Contest:
                 judged = judge(task.base, answer["adapter"], self.plan.language.pairs(self.plan.held_out, 2))
                 return {"accuracy": judged, "steps": answer["steps"], "seconds": answer["seconds"]}
 
-        return stored(self.runs / f"accuracy-{self.digest}-{library}-{seed}.json", self.check, make)["accuracy"]
+        path = self.runs / f"accuracy-{self._digest(BESIDE)}-{library}-{seed}.json"
+        return stored(path, self.check, make)["accuracy"]
 
     def beside(self) -> Measured:
         """The difference of the mean accuracies, without its sign, with the interval by Welch's test."""
         from scipy import stats
 
-        ours, theirs = ([self.accuracy(library, seed) for seed in self.seeds()] for library in ("shoestring", "trl"))
+        seeds = self.seeds(BESIDE)
+        ours, theirs = ([self.accuracy(library, seed) for seed in seeds] for library in ("shoestring", "trl"))
         difference = statistics.fmean(ours) - statistics.fmean(theirs)
         low = high = difference
         if statistics.pstdev(ours) or statistics.pstdev(theirs):
@@ -152,9 +163,7 @@ class Contest:
             for name, values in (("ours", ours), ("TRL", theirs))
         )
         best = self.plan.language.best_accuracy(self.plan.language.pairs(self.plan.held_out, 2))
-        note = (
-            f"{said}; difference {low:.4f} to {high:.4f}; knowing the generator gives {best:.3f}; seeds {self.seeds()}"
-        )
+        note = f"{said}; difference {low:.4f} to {high:.4f}; knowing the generator gives {best:.3f}; seeds {seeds}"
         return Measured(abs(difference), note, (max(0.0, low, -high), max(abs(low), abs(high))))
 
     # -- time and memory -----------------------------------------------------------------------------------------------
@@ -212,15 +221,15 @@ class Contest:
                     "shoestring", self.base(language, self.plan.shape), write(Path(folder) / "pairs.jsonl", records),
                     str(Path(folder) / "run"), batch=16, micro=8,
                     sequence=self.sequence(records, language, 1), packed=False, seed=seed, held_out=0.1,
-                    evaluate_every=max(1, self.plan.known // 200),
+                    evaluate_every=max(1, self.plan.known // 200), **KNOWN,
                 )  # fmt: skip
                 return {"evaluations": contestant.run(task)["evaluations"]}
 
-        return stored(self.runs / f"known-{self.digest}-{seed}.json", self.check, make)["evaluations"]
+        return stored(self.runs / f"known-{self._digest(KNOWN)}-{seed}.json", self.check, make)["evaluations"]
 
     def learned(self) -> Measured:
         """The lowest held-out accuracy over seeds, with the interval of a share of the held-out pairs."""
-        runs = [self.known(seed) for seed in self.seeds()]
+        runs = [self.known(seed) for seed in self.seeds(KNOWN)]
         firsts, lasts = ([run[place]["held_out_reward_accuracy"] for run in runs] for place in (0, -1))
         count = round(0.1 * self.plan.known)
         records = self.plan.language.pairs(self.plan.known, 4)
@@ -231,8 +240,8 @@ class Contest:
 
     def moved(self) -> Measured:
         """The largest divergence of any evaluation; the interval is over seeds."""
-        most = [max(row["held_out_kl_per_token"] for row in self.known(seed)) for seed in self.seeds()]
-        last = ", ".join(f"{self.known(seed)[-1]['held_out_kl_per_token']:.3f}" for seed in self.seeds())
+        most = [max(row["held_out_kl_per_token"] for row in self.known(seed)) for seed in self.seeds(KNOWN)]
+        last = ", ".join(f"{self.known(seed)[-1]['held_out_kl_per_token']:.3f}" for seed in self.seeds(KNOWN))
         return of_mean(
             most, f"largest of a run's evaluations {', '.join(f'{value:.3f}' for value in most)}; last {last}"
         )

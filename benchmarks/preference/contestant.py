@@ -23,8 +23,8 @@ from benchmarks.machine import ROOT
 from benchmarks.preference import peer
 from benchmarks.timing import run_command
 
-ALPHA, BETA, CLIP = 2.0, 0.1, 1.0
-"""Scale of adapters over their rank; DPO's β; bound of the gradient's norm."""
+ALPHA, CLIP = 2.0, 1.0
+"""Scale of adapters over their rank; bound of the gradient's norm."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Task:
     epochs: int = 1
     rank: int = 16
     rate: float = 1e-3
+    beta: float = 0.1
+    """DPO's β."""
     seed: int = 0
     threads: int = 2
     held_out: float = 1e-9
@@ -90,7 +92,7 @@ def document(task: Task) -> dict[str, Any]:
             "evaluate_every": task.evaluate_every,
         },
         "data": {"form": "preference", "tokenizer": "model", "sequence": task.sequence, "held_out": task.held_out},
-        "preference": {"dpo": {"beta": BETA}},
+        "preference": {"dpo": {"beta": task.beta}},
         "memory": {
             "lora": {"rank": task.rank, "alpha": ALPHA * task.rank},
             **({"recompute": {}} if task.recompute else {}),
@@ -136,7 +138,7 @@ def _trl(task: Task) -> dict[str, Any]:
         r=task.rank, lora_alpha=ALPHA * task.rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     trainer = peer.trainer(
-        "DPO", model, tokenizer, without_held_out(task), task.folder, adapters=lora, beta=BETA, max_length=None,
+        "DPO", model, tokenizer, without_held_out(task), task.folder, adapters=lora, beta=task.beta, max_length=None,
         precompute_ref_log_probs=True, gradient_checkpointing=task.recompute, num_train_epochs=task.epochs,
         seed=task.seed,
         per_device_train_batch_size=task.micro, gradient_accumulation_steps=task.batch // task.micro,

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from tyro.conf import OmitArgPrefixes, subcommand
 
 from shoestring.commands.printing import PrintableFormatter, say
 from shoestring.core.errors import ConfigError, PeerError, ShoestringError, nearest
+from shoestring.processors import share_processors
+from shoestring.storage.foreign import printable
 from shoestring.storage.whole import DISK_ERRORS
 
 
@@ -277,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_working_folder()
         for argument in arguments:
             _check_utf8(argument)
+        share_processors()
         return _run(line)
     except BrokenPipeError:
         return 1
@@ -286,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         user_error = None if line.debug else _as_user_error(error)
         if user_error is None:
             raise
-        return _report_error(user_error)
+        return _report_error(user_error, line.verb)
 
 
 class _CommandLine(NamedTuple):
@@ -321,10 +325,11 @@ def _run(line: _CommandLine) -> int:
     if name not in VERBS:
         return _show_group(name, arguments)
     verb = VERBS[name]
+    run_named = verb.rest == "overrides" and arguments and not arguments[0].startswith("-")
     try:
         parsed, rest = tyro.cli(
             verb.load(),
-            prog=f"shoestring {name}",
+            prog=f"shoestring {name} {printable(arguments[0])}" if run_named else f"shoestring {name}",
             description=f"{verb.help}\n\nIn Python: shoestring.{verb.function.replace(':', '.')}",
             args=arguments,
             return_unknown_args=True,
@@ -441,11 +446,18 @@ def _short(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:40]}…{name[-20:]}"
 
 
-def _report_error(error: ShoestringError) -> int:
+def _as_flags(hint: str) -> str:
+    """A hint, with the flags that do what it says of keys in a run file: `set data.form = "chat"`."""
+    flag = lambda found: f"{found[0]} (here: --{found[1].removeprefix('run.')} {found[3]})"  # noqa: E731
+    return re.sub(r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2', flag, hint)
+
+
+def _report_error(error: ShoestringError, verb: str = "") -> int:
     """Print an error and return the exit code; under torchrun, write it to a file, so that it is printed only once."""
     message = f"error: {error.parts()[1]}"
     if error.hint:
-        message += f"\n\nhint: {error.hint}"
+        hint = _as_flags(error.hint) if verb in VERBS and VERBS[verb].rest == "overrides" else error.hint
+        message += f"\n\nhint: {hint}"
     agent_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if agent_file:
         # torchrun prints the entry `py_callstack` of the file.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from shoestring import precedence, renames
+from shoestring import other_names, precedence, renames
 from shoestring.areas import AREAS
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, LOCAL, Feature, Seam, area_of, arrange_mesh, resolve_all
@@ -325,8 +325,11 @@ def override(document: dict[str, Any], flags: Sequence[str], source: str = "the 
         name = name.replace("-", "_")
         if "." not in name and name not in (run_keys := [field.name for field in fields(Settings)]):
             name = renames.new_name(f"run.{name}").removeprefix("run.")
-            if name not in run_keys and (same := _flags_of(name, document)):
-                raise ConfigError(f"`{flag}` is no key of [run]", hint=f"did you mean {same}?")
+            if name not in run_keys:
+                if same := _flags_of(name, document):
+                    raise ConfigError(f"`{flag}` is no key of [run]", hint=f"did you mean {same}?")
+                if here := other_names.flags(name):
+                    raise ConfigError(f"`{flag}` is no key of [run]", hint=f"here it is {here}: shoestring keys {name}")
         *tables, key = renames.new_name(name if "." in name else f"run.{name}").split(".")
         table = document
         for table_name in tables:

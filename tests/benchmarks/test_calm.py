@@ -52,7 +52,7 @@ def test_proc_is_read_as_it_is(tmp_path):
 
 @pytest.fixture
 def neighbour():
-    """Another program that keeps a processor busy: the shell that starts it ends, so it is no descendant of the tests."""
+    """A program that keeps a processor busy; the shell that starts it ends, so it is no descendant of the tests."""
     busy = f"{shlex.quote(sys.executable)} -S -c 'while True: pass' >/dev/null & echo $!"
     process = int(subprocess.run(["sh", "-c", busy], stdout=subprocess.PIPE, text=True, check=True).stdout)
     yield process

@@ -123,7 +123,7 @@ CASES = {
     "zero rate": (["--optim.adamw.lr", "0"], "`optim.adamw.lr` must be a positive number", ""),
     "long warm-up": (["--optim.schedule.warmup", "9"], "`optim.schedule.warmup` of 9 steps", "set it to"),
     "negative every": (["--checkpoint.plain.every", "-1"], "`checkpoint.plain.every` must not be negative", ""),
-    "zero sequence": (["--data.sequence", "0"], "data.sequence is 0", ""),
+    "negative sequence": (["--data.sequence", "-1"], "data.sequence is -1", ""),
     "all held out": (["--data.held_out", "1.0"], "data.held_out is 1.0", ""),
     "negative loader workers": (["--data.workers", "-1"], "data.workers is -1", ""),
     "missing file": (["--run.data", "missing.txt"], "no file 'missing.txt'", ""),

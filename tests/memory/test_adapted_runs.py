@@ -24,6 +24,7 @@ from shoestring.models.loading import load_model
 from shoestring.models.nf4 import NF4Linear
 from shoestring.models.quantized import Quantized
 from shoestring.optim import AdamW
+from shoestring.run import load
 from tests.decode.small_server import tokenizer
 from tests.small_runs import write_run_file, write_texts
 
@@ -276,14 +277,14 @@ def test_a_run_writes_a_merged_model_and_its_adapter_and_another_run_goes_on_fro
 
 
 @pytest.mark.slow
-def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys):
+def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys, caplog):
     tokenizer().save_pretrained(tmp_path / "base", 64)
     save_pretrained(gpt(vocab_size=259), tmp_path / "base")
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
     lines = [{"messages": [{**talk[0], "content": f"{number}?"}, talk[1]]} for number in range(12)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
     given = {"model": tmp_path / "base", "data": tmp_path / "chats.jsonl", "folder": tmp_path / "run"}
-    given |= {"data.sequence": 64, "epochs": 2, "data.held-out": 0.2}
+    given |= {"epochs": 2, "data.held-out": 0.2}
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     assert main(["check", "finetune", *flags]) == 0
     template = tmp_path / "base" / "tokenizer_config.json"
@@ -293,7 +294,10 @@ def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys):
     assert main(["check", "finetune", *flags]) == 2
     assert "the model has no chat template" in capsys.readouterr().err
     template.write_text(whole)
-    assert main(["train", "finetune", *flags]) == 0
+    with caplog.at_level("INFO", logger="shoestring"):
+        assert main(["train", "finetune", *flags]) == 0
+    assert load(str(tmp_path / "run")).data.sequence == 64  # what the model reads
+    assert "2 steps teach little: --epochs 20 or --batch 1 --accumulate 1 makes more of them" in caplog.text
     trained = load_model(tmp_path / "run")
     assert trained[1].companions.keys() >= {"tokenizer_config.json"}
     assert (tmp_path / "run/model/adapter/adapter_config.json").is_file()
@@ -303,3 +307,4 @@ def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert main(["train", "finetune", *flags, "--folder", str(tmp_path / "second")]) == 2
     assert "chats.jsonl:13: a chat without answers" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -293,6 +295,66 @@ def test_what_cannot_be_trained_is_refused_in_one_line(change, arguments, offere
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_network(name):
     with pytest.raises(ConfigError, match="there is no such folder"):
         build_model(f"hf:{name}", {}, {})
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that has no model; without the test's server it cannot be reached. Lists the paths that are asked for."""
+    import huggingface_hub
+
+    asked = []
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.extend([self.path] * ("models" in self.path))
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Empty) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        hf._find.cache_clear()
+        yield asked, server.shutdown
+        server.shutdown()
+        thread.join()
+    hf._find.cache_clear()
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_mistyped_folder_is_said_at_once_with_the_one_that_was_meant(hub, away, tmp_path, monkeypatch):
+    asked, end = hub
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    if away:
+        end()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for target in ("hf:models/smal", "hf:models/smal"):
+        with pytest.raises(ConfigError) as caught:
+            build_model(target, {}, {})
+        assert ("the hub cannot be reached" if away else "the hub has no model of this name") in str(caught.value)
+        assert "did you mean `hf:models/small`?" in caught.value.hint
+    assert len(asked) == (0 if away else 2)
+
+
+def test_without_a_network_a_model_is_read_from_the_hubs_cache(hub, pretrained, tmp_path, monkeypatch, caplog):
+    import huggingface_hub
+
+    _, end = hub
+    end()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, cached = "0" * 40, tmp_path / "models--some--model"
+    shutil.copytree(pretrained["llama"], cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    assert hf.file_of("some/model", "config.json") == cached / "snapshots" / commit / "config.json"
+    assert "hf:some/model is read from its cache" in caplog.text
 
 
 def test_an_interrupted_export_over_a_model_is_not_a_model(pretrained, tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_what_is_cut_left_out_or_refused_is_said(model, tmp_path, capsys):
     long = [{"role": "user", "content": "q" * 60}, TALK[1]]
     rows = [{"messages": TALK}, {"messages": long}, {"messages": TALK, "weight": 0}, {"messages": TALK[:1]}]
     source = str(write(tmp_path, "a.jsonl", rows))
-    assert main(["data", "show", source, "--model", model, "--sequence", "40"]) == 1
+    assert main(["data", "show", source, "--model", model, "--sequence", "40"]) == 2
     printed = capsys.readouterr().out
     assert "left out, because the record has a weight of 0: 1" in printed
     assert "left out, because no answer begins within its first 40 tokens: 1" in printed

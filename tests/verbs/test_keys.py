@@ -11,6 +11,7 @@ import tomli_w
 from shoestring import run
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
+from shoestring.other_names import NAMES
 from shoestring.verbs.keys import all_keys, keys_of_run, search
 
 
@@ -105,8 +106,29 @@ def test_the_verb_prints_keys_and_json(capsys):
         ("--sequence", "did you mean `--data.sequence`"),
         ("--rank", "`--memory.lora.rank`"),
         ("--stpes", "did you mean `steps`"),
+        ("--learning-rate", "here it is `--optim.adamw.lr`: shoestring keys learning_rate"),
+        ("--per_device_train_batch_size", "`--batch` and `--accumulate`"),
     ],
 )
 def test_a_key_without_its_table_is_told_its_table(flag, hint, capsys):
     assert main(["check", "finetune", "--model", "m", "--data", "d", flag, "1"]) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_names_of_other_tools_are_keys_here_and_found_by_a_search(capsys):
+    keys = all_keys()
+    here = {key.flag.removeprefix("--") for key in keys} | {key.table for key in keys}
+    assert {key for named in NAMES.values() for key in named} <= here
+    assert main(["keys", "gradient_accumulation_steps"]) == 0
+    assert capsys.readouterr().out.startswith("  --accumulate (1)")
+
+
+def test_a_hint_that_sets_a_key_shows_its_flag(capsys):
+    assert main(["check", "finetune", "--model", "shoestring.models.gpt:tiny", "--data", "python-stdlib"]) == 2
+    assert 'set data.tokenizer = "bpe" (here: --data.tokenizer bpe)' in capsys.readouterr().err
+
+
+def test_the_usage_of_a_run_names_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "finetune", "--help"])
+    assert capsys.readouterr().out.startswith("usage: shoestring train finetune [-h]")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from shoestring.commands.printing import say
+from shoestring.core.errors import ConfigError
 from shoestring.storage.foreign import one_line, printable
 from shoestring.verbs.settings import DataView
 
@@ -44,7 +45,7 @@ class ShowData:
             for data in shown:
                 sys.stdout.write("\n".join(_lines(data, coloured)) + "\n")
             sys.stdout.flush()
-        return 1 if any(data.refusal for data in shown) else 0
+        return ConfigError.code if any(data.refusal for data in shown) else 0
 
 
 def _lines(data: ShownData, coloured: bool) -> Iterator[str]:

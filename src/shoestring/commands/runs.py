@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from shoestring.commands.printing import say, say_lines
 from shoestring.core.errors import STOPPED, ConfigError
@@ -58,7 +58,7 @@ def _silence_other_ranks(first: bool) -> None:
 class RunSource:
     """Arguments that name the settings of a run."""
 
-    source: Positional[str]
+    source: Positional[Annotated[str, arg(metavar="RUN")]]
     """Run file, run folder, or name of a recipe such as quickstart."""
 
 
@@ -74,8 +74,10 @@ class Train(RunSource):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
+        from shoestring.training.named_files import check_named_files
 
         resolved = run.load(self.source, overrides)
+        check_named_files(resolved)
         code = self.ranks.launch("train", self.source, *overrides, restarts=self.restarts)
         if code is not None:
             return code
@@ -93,7 +95,7 @@ class Train(RunSource):
 class Check:
     """Arguments of `shoestring check`."""
 
-    source: Positional[str] = ""
+    source: Positional[Annotated[str, arg(metavar="RUN")]] = ""
     """Run file, run folder, or name of a recipe such as quickstart; without a run, only the model of --model is
     described."""
     model: str | None = None

@@ -36,7 +36,8 @@ class Data:
     """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
     vocabulary shortens the text and enlarges the embedding."""
     sequence: int = 256
-    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step."""
+    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step. 0
+    takes what the model reads, but at most 1,024 tokens, or 2,048 for pairs of answers."""
     held_out: float = 0.05
     """Fraction of the documents held out of training for evaluation, between 0 and 1."""
     weights: tuple[float, ...] = ()
@@ -63,8 +64,9 @@ class Data:
                 f"data.vocabulary is {self.vocabulary}, below {smallest}: 256 bytes, end-of-text and one merge",
                 hint='raise it, or set data.tokenizer = "bytes"',
             )
-        if self.sequence < 1:
-            raise ConfigError(f"data.sequence is {self.sequence}", hint="give at least 1 token a sample")
+        if self.sequence < 0:
+            hint = "give the tokens of a sample, or 0 for what the model reads"
+            raise ConfigError(f"data.sequence is {self.sequence}", hint=hint)
         if not 0 < self.held_out < 1:
             raise ConfigError(f"data.held_out is {self.held_out}", hint="give a fraction between 0 and 1, such as 0.05")
         if not all(0 < weight < math.inf for weight in self.weights):
@@ -85,6 +87,11 @@ class Data:
     def record_field(self) -> str:
         """Name of the field that holds the text or the messages; empty for chats if the record's format decides."""
         return self.field or ("text" if self.form == "text" else "")
+
+    def longest(self, context: int | None) -> int:
+        """Tokens in a sample if `sequence` is 0, for a model that reads `context` tokens (None: any number)."""
+        usual = 2048 if self.form == "preference" else 1024
+        return min(context or usual, usual)
 
     def check_weights(self, sources: int) -> None:
         """Raise ConfigError unless there is one weight a source, or none."""

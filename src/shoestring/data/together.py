@@ -48,6 +48,8 @@ def prepare(
     if settings.tokenizer == "model":
         hint = "give the path of the model's tokenizer.json"
         raise ConfigError('`data.tokenizer = "model"` needs a run file, which names the model', hint=hint)
+    if not settings.sequence:
+        raise ConfigError("`data.sequence = 0` needs a run file, which names the model", hint="give a number of tokens")
 
     def prepare_here() -> Corpus:
         if isinstance(source, str):

@@ -3,8 +3,9 @@
 A layer computes x Wᵀ for all rows at once, and adds (x Aᵀ) Bᵀ s with the factors of each row. Rows without an adapter
 are exactly those of the model alone. Sources: Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
 
-On a CPU, the low-rank products of few tokens are computed by a native kernel, which reads each adapter once. Otherwise,
-rows whose adapters have equal ranks share two batched products.
+On a CPU, the low-rank products of few tokens are computed by a native kernel, which reads each adapter once, together
+with the layer's own product where that is native too. Otherwise, rows whose adapters have equal ranks share two
+batched products.
 """
 
 from __future__ import annotations
@@ -230,6 +231,7 @@ class AdaptedPass:
             names = vars(product.layer)
             before = names.get("forward")
             product.base = before or skinny.product_of(product.layer) or product.layer.forward
+            product.dense = skinny.is_product(product.base) and isinstance(product.layer, nn.Linear)
             names["forward"] = product
             self._before.append((names, before))
 
@@ -254,20 +256,27 @@ class _RowProduct:
         self.layer, self.groups, self.batch = layer, groups, batch
         self.outputs, self.inputs = shape_of(layer)
         self.base: Callable[[Tensor], Tensor] = layer.forward
+        self.dense = False
+        """Whether `base` is a product with the layer's weight that the native kernel computes as well."""
         self.native = _is_native(groups[0][0].a)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.base(x).contiguous()
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
             raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
         tokens = x.numel() // (self.batch * self.inputs)
-        if self.native and self.batch * tokens <= FEW_TOKENS:
-            self._add_natively(x.contiguous(), y, tokens)
-        else:
-            by_row, out = x.reshape(self.batch, -1, self.inputs), y.view(self.batch, -1, self.outputs)
-            for rows, a, b in self._by_rank:
-                low = (by_row[rows] @ a.mT) @ b.mT
-                out[rows] += low
+        few = self.native and self.batch * tokens <= FEW_TOKENS
+        if few and self.dense and skinny.fits(x, self.layer.weight):
+            y = x.new_empty((*x.shape[:-1], self.outputs))
+            self._natively(x.contiguous(), y, tokens, self.layer.weight)
+            return y if self.layer.bias is None else y.add_(self.layer.bias)
+        y = self.base(x).contiguous()
+        if few:
+            self._natively(x.contiguous(), y, tokens)
+            return y
+        by_row, out = x.reshape(self.batch, -1, self.inputs), y.view(self.batch, -1, self.outputs)
+        for rows, a, b in self._by_rank:
+            low = (by_row[rows] @ a.mT) @ b.mT
+            out[rows] += low
         return y
 
     @cached_property
@@ -303,12 +312,13 @@ class _RowProduct:
         groups, numbers = torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
         return groups, numbers, room, (len(table), groups.data_ptr(), numbers.data_ptr())
 
-    def _add_natively(self, x: Tensor, y: Tensor, tokens: int) -> None:
+    def _natively(self, x: Tensor, y: Tensor, tokens: int, weight: Tensor | None = None) -> None:
+        """Write the products with the adapters, and with the weight, to y; without a weight, add them to y."""
         _, _, room, tables = self._table
         workspace = x.new_empty(room * tokens, dtype=torch.float32)
         half, threads = int(x.dtype is torch.bfloat16), torch.get_num_threads()
-        pointers = (x.data_ptr(), y.data_ptr(), workspace.data_ptr())
-        _kernel()(half, *tables, tokens, self.inputs, self.outputs, *pointers, threads)
+        pointers = (weight.data_ptr() if weight is not None else None, x.data_ptr(), y.data_ptr(), workspace.data_ptr())
+        _kernel()(half, *tables, self.batch, tokens, self.inputs, self.outputs, *pointers, threads)
 
 
 def _is_native(factor: Tensor) -> bool:
@@ -321,5 +331,5 @@ def _is_native(factor: Tensor) -> bool:
 def _kernel() -> Any:
     """The C function for low-rank products by row, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
-    types = [ctypes.c_int, size, pointer, pointer, size, size, size, pointer, pointer, pointer, ctypes.c_int]
+    types = [ctypes.c_int, size, pointer, pointer, *[size] * 4, *[pointer] * 4, ctypes.c_int]
     return native.function("lowrank_rows", types, "adapters take torch's products, which are slower than native ones")

@@ -61,7 +61,7 @@ def describe_model(
         DataError: a file of the model is not a JSON object.
     """
     generation, config, folder = _files(str(source))
-    context, vocabulary = _shape(model)
+    context, vocabulary = sizes(model)
     known = vocabulary or (tokenizer.vocab_size if tokenizer is not None else None)
     notes: list[str] = []
     end = None if tokenizer is None else tokenizer.end
@@ -119,8 +119,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"`{path}` is not a JSON object: {error}", hint="correct or remove it") from error
 
 
-def _shape(model: nn.Module | None) -> tuple[int | None, int | None]:
-    """Context and vocabulary of a model by its configuration; None where it names none."""
+def sizes(model: nn.Module | None) -> tuple[int | None, int | None]:
+    """Context and vocabulary of a model in tokens, by its configuration; None where it names none."""
     config: Any = getattr(model, "config", None)
     if model is not None and hf.is_pretrained(model):
         vocabulary, context = getattr(config.get_text_config(), "vocab_size", None), hf.context_of(config)

@@ -12,8 +12,9 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,8 @@ _CONTEXTS = (
 )
 """Configuration entries that give a model's context length, under the names that different model families use."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_HUB_SECONDS = 10.0
+"""Time in seconds that the hub has to say whether it has a model."""
 _OPENED = (".json", ".safetensors", ".jinja")
 """Suffixes of the files that transformers opens in a model's folder."""
 
@@ -165,6 +168,45 @@ def remember(name: str, folder: Path) -> None:
             write_atomic(folder / file, content)
 
 
+@cache
+def _find(name: str) -> None:
+    """Ask the hub once for a model that is no folder: transformers would ask for each file, for 20 s if it is away.
+
+    Raises:
+        ConfigError: there is no such model on the hub; or the hub cannot be reached, and its cache here has no such
+            model.
+    """
+    hub = import_module("huggingface_hub")
+    if hub.constants.HF_HUB_OFFLINE:
+        return
+    try:
+        hub.HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except hub.errors.GatedRepoError:
+        return  # transformers says what to accept or which token to give
+    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError) as error:
+        message = f"`hf:{name}`: there is no such folder here, and the hub has no model of this name that you may read"
+        raise ConfigError(message, hint=_similar(name)) from error
+    except Exception as error:  # errors of the network have no common base over releases
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if not isinstance(hub.try_to_load_from_cache(name, CONFIG), str):
+            message = f"`hf:{name}`: there is no such folder here, and the hub cannot be reached ({reason})"
+            raise ConfigError(message, hint=_similar(name)) from error
+        log.warning("the hub cannot be reached (%s): hf:%s is read from its cache", reason, name)
+        hub.constants.HF_HUB_OFFLINE = True
+
+
+def _similar(name: str) -> str:
+    """Hint for the error that there is no such model: the folder here whose name is the most similar."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return f"the shell does not expand ~ here: hf:{path}"
+    with suppress(OSError):
+        folders = [there.name for there in path.parent.iterdir() if there.is_dir()]
+        if close := get_close_matches(path.name, folders, n=1):
+            return f"did you mean `hf:{path.parent / close[0]}`?"
+    return f"give the folder of a model, or its name on the hub; the working folder is {Path.cwd()}"
+
+
 def tokenizer_hint(name: str) -> str:
     """Hint for the error about a model without tokenizer.json, which may have a SentencePiece tokenizer instead."""
     write = f"AutoTokenizer.from_pretrained('{name}').save_pretrained(FOLDER)"
@@ -177,6 +219,7 @@ def file_of(name: str, file: str) -> Path | None:
     """The path of a file of the model, in its folder or in the cache of the hub; None if it is missing."""
     if Path(name).is_dir():
         return path if (path := Path(name) / file).is_file() else None
+    _find(name)
     try:
         cached = _transformers("utils.hub").cached_file(name, file)
     except OSError:  # transformers raises OSError if the file is missing
@@ -206,8 +249,10 @@ def _transformers(module: str = "") -> ModuleType:
 def _config(name: str, arguments: Mapping[str, Any]) -> Any:
     """The configuration of a model, with the entries in `arguments` changed."""
     if not name or (not Path(name).is_dir() and (name.count("/") > 1 or name[0] in "./~")):
-        raise ConfigError(f"`hf:{name}`: there is no such folder", hint=f"the working folder is {Path.cwd()}")
+        raise ConfigError(f"`hf:{name}`: there is no such folder", hint=_similar(name))
     transformers = _transformers()
+    if not Path(name).is_dir():
+        _find(name)
     _check_folder(name)
     with _quiet():
         config = _named(
@@ -364,7 +409,7 @@ def _check_fits(name: str, config: Any, from_data: Mapping[str, Any]) -> None:
     if context and from_data.get("context", 0) > context:
         raise ConfigError(
             f"`hf:{name}` reads {context} tokens, fewer than the {from_data['context']} of a sample",
-            hint=f"set data.sequence to at most {context}",
+            hint=f"set data.sequence = {context}, or less",
         )
 
 

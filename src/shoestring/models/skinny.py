@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N), of the type of x. Sums are in fp32.
     """
-    kernel = _kernel() if _fits(x, weight) else None
+    kernel = _kernel() if fits(x, weight) else None
     if kernel is None:
         return F.linear(x, weight, bias)
     x, (outputs, inputs) = x.contiguous(), weight.shape
@@ -54,7 +54,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether native kernels compute the product of these tensors."""
     return (
         x.device.type == "cpu"
         and weight.device.type == "cpu"
@@ -166,6 +167,11 @@ def product_of(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     weight: Any = layer.weight
     return partial(_product, layer) if weight.numel() >= FEWEST_WEIGHTS else None
+
+
+def is_product(forward: object) -> bool:
+    """Whether a forward pass is a result of `product_of`."""
+    return isinstance(forward, partial) and forward.func is _product
 
 
 def _product(layer: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-/* y += x Aᵀ Bᵀ with factors of its own for each row of a batch, for few rows (BGMV of Punica; Chen et al., 2023).
+/* y += x Aᵀ Bᵀ with factors of its own for each row of a batch, for few rows (BGMV of Punica; Chen et al., 2023); or
+   y = x Wᵀ + x Aᵀ Bᵀ, which takes one parallel region for both.
 
    The product is bandwidth-bound: every factor is read once, however many rows share it, and B is read only where it is
    not zero. That matters for layers that fuse several others (query, key and value), whose B is block diagonal.
@@ -8,19 +9,7 @@
 
    Vectors are those of GCC and Clang (`vector_size`), which compile for any processor. */
 
-#include <stdint.h>
-#include <string.h>
-
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
-#define INLINED static inline __attribute__((always_inline))
-
-#if defined(__AVX512F__)
-#define LANES 16
-#else
-#define LANES 8
-#endif
-#define FLOATS LANES
-#include "fused.h"
+#include "dense.h"
 
 #define TILE 64 /* outputs whose rows of B are stored together; as in adapters_by_row.py */
 #define TOGETHER 4 /* rows of A whose products with rows of x are summed at the same time */
@@ -28,10 +17,6 @@
 /* Products of fewer multiplications are not shared between threads: starting them, and waiting for one that others keep
    from its core, takes longer. */
 #define SMALLEST 4000000
-
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 typedef struct { /* the rows that share an adapter; its fields are columns of a table of int64 */
     const void *a;        /* rank x inputs */
@@ -52,21 +37,6 @@ INLINED float one(const void *p, int64_t at, int bf16) {
 INLINED floats several(const void *p, int64_t at, int bf16) {
     if (!bf16) return *(const floats *)((const float *)p + at);
     return (floats)(__builtin_convertvector(*(const halves *)((const uint16_t *)p + at), words) << 16);
-}
-
-INLINED uint16_t rounded(float value) { /* to bf16, to nearest even */
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-INLINED float total(floats v) {
-    float parts[LANES];
-    memcpy(parts, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-    return parts[0];
 }
 
 /* Products of `count` rows of A from row `j` on with `tokens` rows of x, which begin at `from`; inlined with `count`,
@@ -132,17 +102,18 @@ INLINED void ranks(const Group *g, int64_t j, int count, const int64_t *rows, in
     }
 }
 
-INLINED void product(int64_t groups, const Group *group, const int64_t *rows, int64_t tokens, int64_t inputs, int64_t outputs,
-                     const void *x, void *y, float *low, int threads, int bf16) {
+INLINED void product(int64_t groups, const Group *group, const int64_t *rows, int64_t batch, int64_t tokens,
+                     Product dense, float *low, int threads, int bf16) {
+    const int64_t inputs = dense.inputs, outputs = dense.outputs;
     int64_t blocks = 0, products = 0;
     for (int64_t g = 0; g < groups; g++) {
         blocks += (group[g].rank + TOGETHER - 1) / TOGETHER;
         products += group[g].rank * group[g].count * tokens * (inputs + outputs);
     }
-    const int64_t tiles = (outputs + TILE - 1) / TILE;
-#pragma omp parallel num_threads(threads) if (products >= SMALLEST)
+    const int64_t tiles = (outputs + TILE - 1) / TILE, parts = dense.weight ? parts_of(outputs) : 0;
+#pragma omp parallel num_threads(threads) if (dense.weight || products >= SMALLEST)
     {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t block = 0; block < blocks; block++) {
             const Group *g = group;
             int64_t j = block * TOGETHER;
@@ -152,17 +123,19 @@ INLINED void product(int64_t groups, const Group *group, const int64_t *rows, in
                 own += g->count * tokens * g->rank;
             }
             if (j + TOGETHER <= g->rank)
-                ranks(g, j, TOGETHER, rows, tokens, x, inputs, own, bf16);
+                ranks(g, j, TOGETHER, rows, tokens, dense.x, inputs, own, bf16);
             else
-                for (; j < g->rank; j++) ranks(g, j, 1, rows, tokens, x, inputs, own, bf16);
+                for (; j < g->rank; j++) ranks(g, j, 1, rows, tokens, dense.x, inputs, own, bf16);
         }
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < parts; part++) dense_part(dense, bf16, batch * tokens, part);
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const float *own = low;
             for (const Group *g = group; g < group + groups; own += g->count * tokens * g->rank, g++)
                 for (int64_t i = 0; i < g->count * tokens; i++) {
                     const int64_t to = (rows[g->first + i / tokens] * tokens + i % tokens) * outputs;
-                    spread(g, tile, own + i * g->rank, y, to, outputs, bf16);
+                    spread(g, tile, own + i * g->rank, dense.y, to, outputs, bf16);
                 }
         }
     }
@@ -170,12 +143,14 @@ INLINED void product(int64_t groups, const Group *group, const int64_t *rows, in
 
 /* Args:
      groups: their number, and `group` the table of them.
-     tokens: positions of each row in x (rows x tokens x inputs) and y (rows x tokens x outputs).
+     batch, tokens: rows of x (batch x tokens x inputs) and y (batch x tokens x outputs), and positions of each.
+     weight: W (outputs x inputs); if it is null, the product is added to y.
      low: workspace of as many floats as the sum of rank x count x tokens over all groups. */
-void lowrank_rows(int bf16, int64_t groups, const void *group, const int64_t *rows, int64_t tokens, int64_t inputs,
-                  int64_t outputs, const void *x, void *y, float *low, int threads) {
+void lowrank_rows(int bf16, int64_t groups, const void *group, const int64_t *rows, int64_t batch, int64_t tokens,
+                  int64_t inputs, int64_t outputs, const void *weight, const void *x, void *y, float *low, int threads) {
+    const Product dense = {inputs, outputs, weight, x, y};
     if (bf16)
-        product(groups, group, rows, tokens, inputs, outputs, x, y, low, threads, 1);
+        product(groups, group, rows, batch, tokens, dense, low, threads, 1);
     else
-        product(groups, group, rows, tokens, inputs, outputs, x, y, low, threads, 0);
+        product(groups, group, rows, batch, tokens, dense, low, threads, 0);
 }

@@ -24,7 +24,7 @@ _FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (  # metric and how it 
     ("samples_per_second", lambda value: f"{figures.count(value)} samples/s"),
     ("mfu", lambda value: f"mfu {figures.percent(value)}"),
     ("memory_gib", lambda value: figures.memory(value * 2**30)),
-    ("data_wait", lambda value: f"data {figures.percent(value)}"),
+    ("data_wait", lambda value: f"waits for data {figures.percent(value)}" if value >= 0.01 else ""),
 )
 _EVALUATION = ("held_out_loss", "held_out_bits_per_byte")
 
@@ -66,7 +66,7 @@ class Console:
         now, total = self._clock(), self._total()
         first = self._begun is None
         self._begun = self._begun or (step, now)
-        facts = [show(float(values[key])) for key, show in _FACTS if key in values]
+        facts = [text for key, show in _FACTS if key in values and (text := show(float(values[key])))]
         left = self._left(step, now)
         line = " | ".join([f"step {step}/{total or '?'}", *facts, *left])
         evaluated = any(key in values for key in _EVALUATION)

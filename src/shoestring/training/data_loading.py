@@ -28,6 +28,8 @@ from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.data.tokens import read_header
 from shoestring.models import hf
+from shoestring.models.description import sizes
+from shoestring.models.loading import build_model, outline
 from shoestring.models.saving import model_folder
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
@@ -151,6 +153,38 @@ def model_arguments(run: Run) -> dict[str, Any]:
         elif not source.startswith("hf:") and not is_piped(source):
             open_source(source, run.data.record_field)
     return {"vocab_size": vocabulary, "context": run.data.sequence}
+
+
+def sequence_of(run: Run) -> int:
+    """Number of tokens in a sample: `data.sequence`, or what the model's configuration allows if the setting is 0.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such model, or its folder is damaged.
+    """
+    if run.data.sequence:
+        return run.data.sequence
+    return run.data.longest(None if "run.model" in run.unread else context_of(run.settings.model, run.model))
+
+
+def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
+    """Number of tokens that `run.model` reads, by its configuration with the entries `arguments` changed.
+
+    None if it sets no limit; also if `target` is a callable, which takes its context from the data, or no model.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such `hf:` model, or its folder is damaged.
+    """
+    if not target or (":" not in target and model_folder(target) is None):
+        return None
+    if not target.startswith(hf.PREFIX):
+        return sizes(outline(target))[0]
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return sizes(build_model(target, arguments, {}, weights=False))[0]
+
+
+def with_sequence(run: Run, sequence: int) -> Run:
+    """Return the run with the number of tokens in a sample that `sequence_of` gives."""
+    return replace(run, data=replace(run.data, sequence=sequence))
 
 
 def with_steps(settings: Settings, data: DataSets) -> Settings:

@@ -46,6 +46,8 @@ from shoestring.training.throughput import Meter, memory_gib
 log = logging.getLogger("shoestring")
 
 SAMPLE_TOKENS = 160  # tokens of each sample of generated text
+FEW_STEPS = 20
+"""Number of optimizer steps below which a run of `run.epochs` is said to be short."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
     yield f"{world.size} rank{'s' * (world.size > 1)} on {world.hosts} host{'s' * (world.hosts > 1)}, {device}"
     if data.corpus is not None:
         corpus = data.corpus
+        unit = "documents" if run.data.form == "text" else "records"
+        learnt = "" if run.data.form == "text" else " of answers to learn"
         yield (
-            f"data: {' + '.join(run.sources)}, {corpus.documents:,} documents, {figures.size(corpus.bytes)}, "
+            f"data: {' + '.join(run.sources)}, {corpus.documents:,} {unit}, {figures.size(corpus.bytes)}{learnt}, "
             f"{figures.count(corpus.train.tokens)} tokens to train on, vocabulary {corpus.vocab_size}"
         )
         yield from (f"  {note}" for note in corpus.train.notes)
@@ -123,6 +127,10 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
     )
     trained = f", {_count(job.trace.parameters)} of them trained" if job.trace.parameters < total else ""
     yield f"model: {settings.model}, {_count(total)} parameters{trained}; {length} of {settings.batch} samples"
+    if settings.epochs and settings.steps < FEW_STEPS:
+        more = " or --batch 1 --accumulate 1" if settings.batch > 1 and world.size == 1 else ""
+        enough = math.ceil(settings.epochs * FEW_STEPS / settings.steps)
+        yield f"  {settings.steps} steps teach little: --epochs {enough}{more} makes more of them"
     for feature in attachments_of(job).features:
         why = feature.explain(attachments_of(job))
         yield f"  {feature.name}{': ' + why if why else ''}"

@@ -25,7 +25,7 @@ from shoestring.training import finish, run_folder
 from shoestring.training.build import build_job, build_loader
 from shoestring.training.choices import within_budget
 from shoestring.training.clock import TrainingClock
-from shoestring.training.data_loading import open_data, to_device, with_steps
+from shoestring.training.data_loading import open_data, sequence_of, to_device, with_sequence, with_steps
 from shoestring.training.evaluation import Evaluations
 from shoestring.training.failures import enough_memory, stop_on_signals, writable
 from shoestring.training.newest_rows import NewestRows
@@ -59,6 +59,7 @@ def train(
     """
     check_ranks(run, world)
     run = run.completed(world)
+    run = with_sequence(run, world.decide(lambda: sequence_of(run)))
     with ExitStack() as stack:
         path = Path(world.decide(lambda: str(run_folder.claim(run, stack))))
         # If the hosts do not share a disk, the folder on another host may hold another run.

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -28,14 +29,16 @@ IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("da
 
 
 LOCK = ".lock"
+QUICK = 60.0
+"""Time in seconds after which a run that ends before its first step leaves what it has prepared to the next run."""
 
 
 def claim(run: Run, stack: ExitStack) -> Path:
     """Create and lock the run folder, and write the resolved run file and the environment to it.
 
     The lock is released when `stack` is closed or this process ends. A run that ends before its first step removes the
-    files that it wrote, except prepared data. If a run was killed before its first step, the next run in the folder
-    replaces its files.
+    files that it wrote, except what took long to prepare. If a run was killed before its first step, the next run in
+    the folder replaces its files.
 
     Raises:
         ConfigError: the folder belongs to another run, is in use, cannot be written, or holds a run while `run.resume`
@@ -44,6 +47,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
     named = Path(run.settings.folder) if run.settings.folder else None
     while True:
         folder = named or _free(Path("runs") / run.name, run)
+        new = not folder.exists()
         _check(folder, run)
         lock = _locked(folder)
         if named or run.settings.resume or not (folder / "run.toml").exists():
@@ -51,7 +55,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
         lock.release()  # another run has claimed it since `_free` looked
     stack.callback(lock.release, remove=True)
     _check(folder, run)
-    stack.callback(_undo, folder)
+    stack.callback(_undo, folder, time.monotonic() if new else None)
     try:
         write_atomic(folder / "environment.json", json.dumps(environment(run.settings.seed), indent=2).encode())
         write_atomic(folder / "run.toml", run.dump().encode())
@@ -118,9 +122,17 @@ def _locked(folder: Path) -> Lock:
         raise _unwritable(folder, error.strerror) from error
 
 
-def _undo(folder: Path) -> None:
-    """If the run ended before its first step, remove the files of its claim, so that the folder is free again."""
+def _undo(folder: Path, made: float | None) -> None:
+    """If the run ended before its first step, remove the files of its claim, so that the folder is free again.
+
+    Args:
+        made: time at which the claim made the folder; None if it was there. A new folder is removed with all that the
+            run has prepared in it, unless that took long.
+    """
     if _has_begun(folder):
+        return
+    if made is not None and time.monotonic() - made < QUICK:
+        shutil.rmtree(folder, ignore_errors=True)
         return
     made = ("run.toml", "environment.json", "choices.json", "history.jsonl", "report.html", "trackers.json")
     with suppress(OSError):  # `rmdir` fails if prepared data is left; the disk may be read-only by now

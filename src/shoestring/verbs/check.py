@@ -26,7 +26,7 @@ from shoestring.planning.system import free_memory
 from shoestring.run import Run
 from shoestring.training.build import check_loading, progress_of
 from shoestring.training.choices import within_budget
-from shoestring.training.data_loading import check_form, sample_bytes, with_steps
+from shoestring.training.data_loading import check_form, sample_bytes, sequence_of, with_sequence, with_steps
 from shoestring.training.evaluation import check_evaluations
 from shoestring.training.preview import DataPreview, preview
 from shoestring.training.run_folder import check_claim, check_resume
@@ -49,6 +49,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     # All ranks count as ranks of one host; checking needs no process group.
     world = arrange_mesh(World(size=workers, local_size=workers), run.features)
     completed = run.completed(world)
+    completed = with_sequence(completed, sequence_of(completed))
     yield completed.dump()
     occupied = list(check_claim(completed))
     run = completed if run.unread else within_budget(completed, world)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shoestring import run as runs
-from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.errors import ConfigError, DataError, ShoestringError
 from shoestring.data import Data
 from shoestring.data.chat_formats import format_of
 from shoestring.data.chats import Chat, check_template, parsed_chats, samples_of, with_template
@@ -18,7 +18,7 @@ from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.piped import spool
 from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.training.data_loading import is_own, tokenizer_beside, tokenizer_of
+from shoestring.training.data_loading import context_of, is_own, sequence_of, tokenizer_beside, tokenizer_of
 from shoestring.verbs.settings import DataView
 
 _SHOWN = 1000
@@ -101,14 +101,21 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
         if "run.data" in run.unread or is_own(run):
             raise ConfigError(f"`{source}` has a data set that its own code builds, not text or chats")
         path = tokenizer_of(run)
-        settings = run.data if run.data.form == "chat" else replace(run.data, template="")
+        settings = replace(run.data, sequence=sequence_of(run))
+        settings = settings if run.data.form == "chat" else replace(settings, template="")
         tokenizer = None if path in ("bpe", "bytes") else load_tokenizer(Path(path))
         return [_show(name, settings, tokenizer, view) for name in run.sources]
     form = "text" if view.form == "text" else "chat"
     settings = Data(
         form=form, field=view.field, template=view.template if form == "chat" else "", sequence=view.sequence
     )
-    return [_show(source, settings, _tokenizer(view.model), view)]
+    tokenizer = _tokenizer(view.model)
+    if not settings.sequence:
+        context = None
+        with suppress(ShoestringError):  # a folder with nothing but a tokenizer is enough to show data
+            context = context_of(view.model, {})
+        settings = replace(settings, sequence=settings.longest(context))
+    return [_show(source, settings, tokenizer, view)]
 
 
 def _tokenizer(model: str) -> Tokenizer | None:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from shoestring import renames, run
+from shoestring import other_names, renames, run
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.data import Data
 from shoestring.run_code import TABLES
@@ -95,7 +95,8 @@ def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
     """Find the keys whose name or help text contains every word; the best matches come first.
 
     Keys whose name equals a word come first, then keys whose name contains the words, then keys whose help text does.
-    Among equal matches, keys of tables that every run has come first.
+    Among equal matches, keys of tables that every run has come first. A name
+    that another tool gives to a setting finds the setting.
 
     Raises:
         ConfigError: no key matches.
@@ -111,6 +112,8 @@ def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
         return 1 if all(word in path for word in wanted) else 2
 
     keys = all_keys(packages)
+    if len(wanted) == 1 and (here := other_names.NAMES.get(wanted[0])):
+        return [key for name in here for key in keys if name in (key.flag[2:], key.table)]
     ranked = [(place, key) for key in keys if (place := rank(key)) is not None]
     if not ranked:
         hint = nearest(wanted[0], {key.name for key in keys}) if len(wanted) == 1 else "try a single word"

@@ -25,7 +25,7 @@ from shoestring.parallel import DDP
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import open_data, to_device
+from shoestring.training.data_loading import open_data, sequence_of, to_device, with_sequence
 from shoestring.training.same_run import check_ranks
 from shoestring.training.user_code import import_user_code
 
@@ -60,6 +60,7 @@ def plan(run: Run, world: World, out: Path | None = None) -> PlannedRun:
             "a single rank has nothing to exchange", hint="plan for several ranks: --workers 2, or under torchrun"
         )
     check_ranks(run, world)
+    run = with_sequence(run, world.decide(lambda: sequence_of(run)))
     auto = _auto(run)
     others = tuple(feature for feature in run.features if not isinstance(feature, Auto | Exchange))
     trial = replace(run, features=(*others, auto)).completed(world)

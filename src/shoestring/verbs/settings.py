@@ -112,8 +112,8 @@ class DataView:
     as in data.field."""
     template: str = ""
     """Path of a chat template (a Jinja file), for a model that has none."""
-    sequence: int = 1024
-    """Number of tokens in a sample; longer chats are cut."""
+    sequence: int = 0
+    """Number of tokens in a sample; longer chats are cut. 0 takes what the model reads, but at most 1,024 tokens."""
     first: int = 3
     """Number of records to show in full; all other records are only counted."""
     most: int = 1000

@@ -1,0 +1,26 @@
+"""Check that the files a run names are there, before torch is imported and ranks are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoestring.core.errors import ConfigError
+from shoestring.data.piped import is_piped
+from shoestring.data.sources import open_source
+from shoestring.run import Run
+
+
+def check_named_files(run: Run) -> None:
+    """Check that the model's folder and the files of data exist; what is named in another way is checked later.
+
+    Raises:
+        ConfigError: there is no such folder. DataError: there is no such file.
+    """
+    model = run.settings.model
+    is_module = "." in model and all(part.isidentifier() for part in model.split("."))  # its callable is missing
+    if ":" not in model and not is_module and not Path(model).exists():
+        hint = "give the folder of a model, of a run, or hf:NAME"
+        raise ConfigError(f"there is no model `{model}`: it is no folder", hint=hint)
+    for source in run.sources:
+        if ":" not in source and not source.endswith(".tokens") and not is_piped(source) and not Path(source).is_dir():
+            open_source(source, run.data.record_field)
