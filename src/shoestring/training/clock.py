@@ -20,7 +20,8 @@ from shoestring.training.throughput import Meter
 log = logging.getLogger("shoestring")
 
 PACE_STEPS = 12  # steps after which the time per step is steady enough to set the number of steps
-REPLAN = 10  # steps between corrections of the plan, in the first half of the run
+REPLAN = 10  # steps between corrections of the plan
+LATE = 1.1  # time that the planned steps take over the time left, above which late plans are corrected too
 SPENT = "spent.json"
 """Name of the file in a run folder that holds the seconds of training before the newest start, lost steps included."""
 
@@ -95,11 +96,25 @@ class TrainingClock:
         """At certain steps, set the number of remaining steps by the measured time per step. A collective."""
         progress = self.job.progress
         done = progress.step - self._first
-        early = 2 * progress.position < progress.total  # late in a run, corrections would disturb schedules
-        if not self.settings.minutes or not (done == PACE_STEPS or (done % REPLAN == 0 and early)):
+        if not self.settings.minutes or done < PACE_STEPS or (done > PACE_STEPS and done % REPLAN):
             return
-        left = max(self.settings.minutes * 60 - self.before - (time.perf_counter() - self._began), 0.0)
-        plan(progress, self.job.world.decide(lambda: max(1, int(left / meter.seconds_per_step))))
+
+        def corrected() -> int:
+            left = max(self.settings.minutes * 60 - self.before - (time.perf_counter() - self._began), 0.0)
+            fitting = max(1, int(left / meter.seconds_per_step))
+            return fitting if done == PACE_STEPS or is_worth_it(progress, fitting) else 0
+
+        if steps := self.job.world.decide(corrected):
+            plan(progress, steps)
+
+
+def is_worth_it(progress: Progress, fitting: int) -> bool:
+    """Whether to correct the number of steps to those that fit into the time that is left.
+
+    In the second half of a run, corrections would disturb schedules, so only late ends are avoided.
+    """
+    early = 2 * progress.position < progress.total
+    return early or progress.total - progress.position > LATE * fitting * progress.gain
 
 
 def plan(progress: Progress, steps: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.served import describe
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Decoding, SamplingOptions, SamplingRule
+from shoestring.processors import in_own_thread
 from shoestring.verbs.generate import build_engine, open_described
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def serve(
         raise ConfigError(f"serving needs {error.name}", hint="pip install shoestring[serve]") from error
     serving = serving or Serving()
     listener = server.listen(serving)
-    app = build_app(model, serving, sampling, decoding)
+    # The engine's thread, not this one, is to have the only pool of OpenMP's threads.
+    app = in_own_thread(partial(build_app, model, serving, sampling, decoding))
     line = f"{app.served.name} at {server.url_of(listener)}: {serving.slots} slots of {app.served.context} tokens"
     line += f"; adapters: {', '.join(app.adapters.loaded)}" if app.adapters.loaded else ""
     line += f"; {defaults}" if (defaults := str(app.served.defaults)) else ""

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shoestring.figures import size
 from shoestring.models import adapter_folder, hf
 from shoestring.models.adapters_by_row import LoadedAdapter
 from shoestring.models.loading import opening
+from shoestring.processors import in_own_thread
 
 log = logging.getLogger("shoestring.serve")
 
@@ -118,7 +120,7 @@ class AdapterCatalog:
                 raise invalid(f"{len(self.loaded)} adapters are loaded, which is the limit; remove one first")
             folder = self._permitted(path)
             try:
-                served = await asyncio.to_thread(self._open, name, folder)
+                served = await asyncio.to_thread(in_own_thread, partial(self._open, name, folder))
             except ShoestringError as error:
                 raise invalid(str(error), "lora_path", "adapter_refused") from error
             self._forget(name)
