@@ -228,12 +228,10 @@ class AdaptedPass:
 
     def __enter__(self) -> None:
         for product in self._products:
-            names = vars(product.layer)
-            before = names.get("forward")
-            product.base = before or skinny.product_of(product.layer) or product.layer.forward
-            product.dense = skinny.is_product(product.base) and isinstance(product.layer, nn.Linear)
-            names["forward"] = product
-            self._before.append((names, before))
+            before = product.names.get("forward")
+            product.stand_in_for(before)
+            product.names["forward"] = product
+            self._before.append((product.names, before))
 
     def __exit__(self, *_: object) -> None:
         while self._before:
@@ -254,20 +252,29 @@ class _RowProduct:
 
     def __init__(self, layer: nn.Module, groups: Sequence[tuple[Factors, Sequence[int]]], batch: int) -> None:
         self.layer, self.groups, self.batch = layer, groups, batch
+        self.names = vars(layer)
         self.outputs, self.inputs = shape_of(layer)
-        self.base: Callable[[Tensor], Tensor] = layer.forward
-        self.dense = False
-        """Whether `base` is a product with the layer's weight that the native kernel computes as well."""
+        self.own = skinny.product_of(layer) or layer.forward
+        """The layer's forward pass where nothing else has replaced it."""
+        self.base: Callable[[Tensor], Tensor] = self.own
+        self.weight: Tensor | None = None
+        """The layer's weight if `base` is the product with it, which the native kernel computes as well."""
         self.native = _is_native(groups[0][0].a)
+        self._workspace = torch.empty(0)
+
+    def stand_in_for(self, forward: Callable[[Tensor], Tensor] | None) -> None:
+        """Compute what `forward` does, or what the layer does if it is None, from now on."""
+        self.base = forward or self.own
+        self.weight = self.layer.weight if isinstance(self.layer, nn.Linear) and skinny.is_product(self.base) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
             raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
         tokens = x.numel() // (self.batch * self.inputs)
         few = self.native and self.batch * tokens <= FEW_TOKENS
-        if few and self.dense and skinny.fits(x, self.layer.weight):
+        if few and self.weight is not None and skinny.fits(x, self.weight):
             y = x.new_empty((*x.shape[:-1], self.outputs))
-            self._natively(x.contiguous(), y, tokens, self.layer.weight)
+            self._natively(x.contiguous(), y, tokens, self.weight)
             return y if self.layer.bias is None else y.add_(self.layer.bias)
         y = self.base(x).contiguous()
         if few:
@@ -315,10 +322,21 @@ class _RowProduct:
     def _natively(self, x: Tensor, y: Tensor, tokens: int, weight: Tensor | None = None) -> None:
         """Write the products with the adapters, and with the weight, to y; without a weight, add them to y."""
         _, _, room, tables = self._table
-        workspace = x.new_empty(room * tokens, dtype=torch.float32)
-        half, threads = int(x.dtype is torch.bfloat16), torch.get_num_threads()
-        pointers = (weight.data_ptr() if weight is not None else None, x.data_ptr(), y.data_ptr(), workspace.data_ptr())
-        _kernel()(half, *tables, self.batch, tokens, self.inputs, self.outputs, *pointers, threads)
+        if len(self._workspace) < room * tokens:
+            self._workspace = x.new_empty(room * tokens, dtype=torch.float32)
+        _kernel()(
+            int(x.dtype is torch.bfloat16),
+            *tables,
+            self.batch,
+            tokens,
+            self.inputs,
+            self.outputs,
+            None if weight is None else weight.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+            self._workspace.data_ptr(),
+            torch.get_num_threads(),
+        )
 
 
 def _is_native(factor: Tensor) -> bool:
