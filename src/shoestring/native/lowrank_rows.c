@@ -14,9 +14,10 @@
 #define TILE 64 /* outputs whose rows of B are stored together; as in adapters_by_row.py */
 #define TOGETHER 4 /* rows of A whose products with rows of x are summed at the same time */
 #define TOKENS (LANES / 4) /* rows of x that are summed at the same time: their sums and those rows fill the registers */
-/* Products of fewer multiplications are not shared between threads: starting them, and waiting for one that others keep
-   from its core, takes longer. */
-#define SMALLEST 4000000
+/* Products of fewer multiplications, with factors of fewer bytes, are not shared between threads: starting them, and
+   waiting for one that others keep from its core, takes longer. */
+#define FEWEST_PRODUCTS 4000000
+#define FEWEST_BYTES (1 << 19)
 
 typedef struct { /* the rows that share an adapter; its fields are columns of a table of int64 */
     const void *a;        /* rank x inputs */
@@ -105,13 +106,15 @@ INLINED void ranks(const Group *g, int64_t j, int count, const int64_t *rows, in
 INLINED void product(int64_t groups, const Group *group, const int64_t *rows, int64_t batch, int64_t tokens,
                      Product dense, float *low, int threads, int bf16) {
     const int64_t inputs = dense.inputs, outputs = dense.outputs;
-    int64_t blocks = 0, products = 0;
+    int64_t blocks = 0, products = 0, bytes = 0;
     for (int64_t g = 0; g < groups; g++) {
         blocks += (group[g].rank + TOGETHER - 1) / TOGETHER;
-        products += group[g].rank * group[g].count * tokens * (inputs + outputs);
+        const int64_t factors = group[g].rank * (inputs + outputs);
+        products += factors * group[g].count * tokens;
+        bytes += factors * (bf16 ? 2 : 4);
     }
     const int64_t tiles = (outputs + TILE - 1) / TILE, parts = dense.weight ? parts_of(outputs) : 0;
-#pragma omp parallel num_threads(threads) if (dense.weight || products >= SMALLEST)
+#pragma omp parallel num_threads(threads) if (dense.weight || products >= FEWEST_PRODUCTS || bytes >= FEWEST_BYTES)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t block = 0; block < blocks; block++) {
