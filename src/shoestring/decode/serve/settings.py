@@ -72,7 +72,7 @@ class Serving:
     tokens_per_minute: int = 0
     """Largest number of tokens, of prompts and texts together, that each API key may use per minute; requests that need
     more are refused with status 429. 0 is no limit. Without API keys, the limit holds for all clients together."""
-    pass_seconds: float = 0.1
+    pass_seconds: float = 0.05
     """Time in seconds that a pass of the model over prompts should take at most; long prompts are read in as many
     passes as this needs. With a longer time, long prompts are read with less work, but short requests and running
     texts wait longer for each pass."""
