@@ -56,13 +56,14 @@ class Process:
         """Threads, file descriptors, MiB of memory, and what the server says of itself."""
         proc = Path(f"/proc/{self.pid}")
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        descriptors = len(list((proc / "fd").iterdir()))  # before the request below, whose connection may linger
         host, port = self.address
         with urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name.removeprefix("shoestring_"): float(value) for name, value in values} | {
             "threads": float(status["Threads"]),
-            "descriptors": float(len(list((proc / "fd").iterdir()))),
+            "descriptors": float(descriptors),
             "mib": int(status["VmRSS"].split()[0]) / 1024,
         }
 
