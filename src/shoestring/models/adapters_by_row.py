@@ -275,7 +275,8 @@ class _RowProduct:
         if few and self.weight is not None and skinny.fits(x, self.weight):
             y = x.new_empty((*x.shape[:-1], self.outputs))
             self._natively(x.contiguous(), y, tokens, self.weight)
-            return y if self.layer.bias is None else y.add_(self.layer.bias)
+            bias = self.layer.bias
+            return y.add_(bias) if isinstance(bias, Tensor) else y
         y = self.base(x).contiguous()
         if few:
             self._natively(x.contiguous(), y, tokens)

@@ -122,16 +122,16 @@ def _locked(folder: Path) -> Lock:
         raise _unwritable(folder, error.strerror) from error
 
 
-def _undo(folder: Path, made: float | None) -> None:
+def _undo(folder: Path, claimed: float | None) -> None:
     """If the run ended before its first step, remove the files of its claim, so that the folder is free again.
 
     Args:
-        made: time at which the claim made the folder; None if it was there. A new folder is removed with all that the
-            run has prepared in it, unless that took long.
+        claimed: time at which the claim made the folder; None if it was there. A new folder is removed with all that
+            the run has prepared in it, unless that took long.
     """
     if _has_begun(folder):
         return
-    if made is not None and time.monotonic() - made < QUICK:
+    if claimed is not None and time.monotonic() - claimed < QUICK:
         shutil.rmtree(folder, ignore_errors=True)
         return
     made = ("run.toml", "environment.json", "choices.json", "history.jsonl", "report.html", "trackers.json")
