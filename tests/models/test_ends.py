@@ -88,6 +88,7 @@ def test_learnt_ends_are_added_behind_those_that_are_named(generation, config, l
 
 def test_an_end_of_the_text_part_stays_there():
     config = {"text_config": {"eos_token_id": 3, "vocab_size": 9}}
+    assert with_ends({}, {}, [4, 4]) == ({"eos_token_id": 4}, {"eos_token_id": 4})
     assert with_ends({}, config, [4]) == (
         {"eos_token_id": [3, 4]},
         {"text_config": {"eos_token_id": [3, 4], "vocab_size": 9}},

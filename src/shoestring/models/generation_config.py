@@ -93,7 +93,7 @@ def with_ends(
     read only that file.
     """
     named = ends_of(generation, config)
-    every = [*named, *(end for end in ends if end not in named)]
+    every = list(dict.fromkeys([*named, *ends]))
     value: int | list[int] = every[0] if len(every) == 1 else every
     if (generation or every != named) and not set(ends) <= set(ends_of(generation, {})):
         generation = {**generation, "eos_token_id": value}
