@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar
 
 STOPPED = 130
@@ -78,3 +80,16 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """The hint for a mistyped `name`: the most similar of the `valid` names, or all of them if none is similar."""
     close = difflib.get_close_matches(name, names := sorted(valid), n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(names)}"
+
+
+def nearest_path(path: Path, *, folders: bool = False) -> str:
+    """The most similar name beside a path that does not exist, as a path; empty if there is none.
+
+    Args:
+        folders: whether only folders are meant.
+    """
+    with suppress(OSError):
+        names = [there.name for there in path.parent.iterdir() if there.is_dir() or not folders]
+        if close := difflib.get_close_matches(path.name, names, n=1):
+            return str(path.parent / close[0])
+    return ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoestring.core.errors import DataError, nearest
+from shoestring.core.errors import DataError, nearest, nearest_path
 from shoestring.data import parquet
 from shoestring.data.chat_formats import columns_of, format_of
 from shoestring.data.record_files import PlacedRecord, kind_of, read_records, readable
@@ -171,8 +171,10 @@ def _matches(pattern: str) -> list[tuple[Path, str]]:
     literal = re.split(r"[*?\[]", pattern)[0]
     if literal == pattern:
         close = nearest(pattern, [STDLIB])
-        known = close if close.startswith("did") else f'give files, a glob, "{STDLIB}" or "hf:NAME"'
-        raise DataError(f"no file {pattern!r}", hint=known)
+        hint = close if close.startswith("did") else f'give files, a glob, "{STDLIB}" or "hf:NAME"'
+        if there := nearest_path(Path(pattern)):
+            hint = f"did you mean `{there}`?"
+        raise DataError(f"no file {pattern!r}", hint=hint)
     root = Path(literal if literal.endswith("/") else Path(literal).parent)
     files = [path for path in map(Path, sorted(_glob(pattern))) if path.is_file()]
     if not files:

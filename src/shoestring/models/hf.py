@@ -12,8 +12,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from difflib import get_close_matches
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest, nearest_path
 from shoestring.data.tokenizer import COMPANIONS
 from shoestring.models import plausible
 from shoestring.naming import TrustError
@@ -200,10 +199,8 @@ def _similar(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         return f"the shell does not expand ~ here: hf:{path}"
-    with suppress(OSError):
-        folders = [there.name for there in path.parent.iterdir() if there.is_dir()]
-        if close := get_close_matches(path.name, folders, n=1):
-            return f"did you mean `hf:{path.parent / close[0]}`?"
+    if close := nearest_path(path, folders=True):
+        return f"did you mean `hf:{close}`?"
     return f"give the folder of a model, or its name on the hub; the working folder is {Path.cwd()}"
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_model as load_weights
 from torch import nn
 
-from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest
+from shoestring.core.errors import CheckpointError, ConfigError, ShoestringError, nearest, nearest_path
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.models import adapter_folder, gguf, hf, llama, packed24, plausible, quantized, slorb
 from shoestring.models.adapters import merge
@@ -396,9 +396,9 @@ def _config(folder: Path) -> dict[str, Any]:
         config = foreign.read_json_object(path, within=folder)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"`{path}`: {error}"
-        raise CheckpointError(
-            f"`{folder}` holds no model: {reason}", hint="name a run folder or a model folder"
-        ) from error
+        close = "" if folder.exists() else nearest_path(folder, folders=True)
+        hint = f"did you mean `{close}`?" if close else "name a run folder or a model folder"
+        raise CheckpointError(f"`{folder}` holds no model: {reason}", hint=hint) from error
     plausible.check_config(config, plausible.stored_in(folder), path)
     return config
 

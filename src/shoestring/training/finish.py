@@ -46,7 +46,7 @@ from shoestring.training.throughput import Meter, memory_gib
 log = logging.getLogger("shoestring")
 
 SAMPLE_TOKENS = 160  # tokens of each sample of generated text
-FEW_STEPS = 20
+FEW_STEPS = 60
 """Number of optimizer steps below which a run of `run.epochs` is said to be short."""
 
 
@@ -131,6 +131,7 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
         more = " or --batch 1 --accumulate 1" if settings.batch > 1 and world.size == 1 else ""
         enough = math.ceil(settings.epochs * FEW_STEPS / settings.steps)
         yield f"  {settings.steps} steps teach little: --epochs {enough}{more} makes more of them"
+        yield "  and a higher --optim.adamw.lr than the recipe's makes more of each, above all for a small model"
     for feature in attachments_of(job).features:
         why = feature.explain(attachments_of(job))
         yield f"  {feature.name}{': ' + why if why else ''}"
@@ -215,7 +216,8 @@ def close(
         write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
         history_file.add(folder, status, rank=0, step=job.progress.step)
         before = history_file.spent_before(history_file.read(folder))
-        for line in _closing(summary, before, report.write(folder)):
+        page = report.write(folder)
+        for line in (*_closing(summary, before, page), *_next(folder, run)):
             log.info(line)
     job.world.barrier()
     return Result(status, folder, dict(meter.latest))
@@ -395,6 +397,14 @@ def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float])
             for item in feature.report_items(job.trace)
         ],
     }
+
+
+def _next(folder: Path, run: Run) -> Iterator[str]:
+    """Lines for the log when a run of text ends: where its models are, and how to try them."""
+    if (folder / "best").is_dir():
+        yield f"the model of the lowest held-out loss: {folder / 'best'}; of the last step: {folder / 'model'}"
+    if run.data.tokenizer == "model" and run.data.form != "text":
+        yield f"to talk with it: shoestring chat {folder}"
 
 
 def _closing(summary: dict[str, Any], before: float, page: Path) -> Iterator[str]:
