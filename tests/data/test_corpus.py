@@ -209,7 +209,7 @@ def test_too_little_text_is_refused_and_leaves_no_token_files(tmp_path, texts, s
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"vocabulary": 257}, {"sequence": 0}, {"held_out": 0}, {"held_out": 1}, {"workers": -1}]
+    "wrong", [{"vocabulary": 257}, {"sequence": -1}, {"held_out": 0}, {"held_out": 1}, {"workers": -1}]
 )
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"data.{next(iter(wrong))}"):

@@ -136,12 +136,25 @@ def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(run_file):
     assert "ValueError: labels" in text and re.search(r"<dt>Rank</dt><dd>1 on ", text), done.stderr
 
 
-def test_what_fails_before_the_first_step_leaves_a_folder_that_can_be_used_again(run_file):
+@pytest.mark.parametrize("there", [False, True])
+def test_what_fails_before_the_first_step_leaves_a_folder_that_can_be_used_again(run_file, there):
+    failing.calls[0] = failing.FAILS_AT - 1
+    path = run_file("out_of_memory")
+    if there:  # by the user, who may have put something into it
+        (path.parent / "out").mkdir()
+    assert main(["train", str(path)]) == 2
+    assert (path.parent / "out").exists() == there
+    left = {entry.name for entry in (path.parent / "out").iterdir()} if there else set()
+    assert not left & {"run.toml", "history.jsonl", "report.html"}
+
+
+def test_what_took_long_to_prepare_is_left_to_the_next_start(run_file, monkeypatch):
+    monkeypatch.setattr("shoestring.training.run_folder.QUICK", 0.0)
     failing.calls[0] = failing.FAILS_AT - 1
     path = run_file("out_of_memory")
     assert main(["train", str(path)]) == 2
     left = {entry.name for entry in (path.parent / "out").iterdir()}
-    assert not left & {"run.toml", "history.jsonl", "report.html"}
+    assert "train.tokens" in left and "run.toml" not in left
 
 
 # -- the history itself ------------------------------------------------------------------------------------------------
