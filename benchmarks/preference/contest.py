@@ -31,8 +31,6 @@ HELD = 2
 """Rounds in which TRL holds activations, to be noted."""
 KL_BOUND = 0.5
 """Most nats a token by which the tuned model may differ from its reference on held-out answers."""
-BESIDE: dict[str, Any] = {"rate": 1e-3, "beta": 0.1}
-"""Settings of the trainings whose reward accuracy is compared with TRL's, for both."""
 KNOWN: dict[str, Any] = {"rate": 1e-3, "beta": 1.0, "epochs": 1}
 """Settings of the trainings on a known preference."""
 
@@ -101,10 +99,10 @@ class Contest:
         described = [asdict(self.plan), *settings] if settings else asdict(self.plan)
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
 
-    def seeds(self, settings: Mapping[str, Any]) -> list[int]:
+    def seeds(self, *settings: Mapping[str, Any]) -> list[int]:
         """Seeds that were drawn after everything else was fixed: another plan, or other settings, draw others."""
         draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(self.plan.seeds)]}  # noqa: E731
-        return stored(self.runs / f"seeds-{self._digest(settings)}.json", self.check, draw)["seeds"]
+        return stored(self.runs / f"seeds-{self._digest(*settings)}.json", self.check, draw)["seeds"]
 
     def task(self, library: Any, seed: int, folder: Path) -> Task:
         """The training of one seed with a pair in each sample."""
@@ -114,7 +112,7 @@ class Contest:
         return Task(
             library, self.base(language, self.plan.shape), write(folder / "pairs.jsonl", records), str(folder / "run"),
             batch=16, micro=8, sequence=self.sequence(records, language, 1), packed=False,
-            epochs=self.plan.epochs, seed=seed, **BESIDE,
+            epochs=self.plan.epochs, seed=seed,
         )  # fmt: skip
 
     @staticmethod
@@ -144,14 +142,14 @@ class Contest:
                 judged = judge(task.base, answer["adapter"], self.plan.language.pairs(self.plan.held_out, 2))
                 return {"accuracy": judged, "steps": answer["steps"], "seconds": answer["seconds"]}
 
-        path = self.runs / f"accuracy-{self._digest(BESIDE)}-{library}-{seed}.json"
+        path = self.runs / f"accuracy-{self.digest}-{library}-{seed}.json"
         return stored(path, self.check, make)["accuracy"]
 
     def beside(self) -> Measured:
         """The difference of the mean accuracies, without its sign, with the interval by Welch's test."""
         from scipy import stats
 
-        seeds = self.seeds(BESIDE)
+        seeds = self.seeds()
         ours, theirs = ([self.accuracy(library, seed) for seed in seeds] for library in ("shoestring", "trl"))
         difference = statistics.fmean(ours) - statistics.fmean(theirs)
         low = high = difference

@@ -82,11 +82,10 @@ def are_wanted(root: Path = ROOT, looks: int = 5) -> bool:
     with suppress(OSError, ValueError):
         for look in range(looks):
             time.sleep(0.002 * (look > 0))
-            running = (root / "proc/loadavg").read_text().split()[3]
-            others.append(int(running.partition("/")[0]) - 1)  # one of them reads the file
-    return (
-        len(others) == looks and sorted(others)[looks // 2] + threads > (os.cpu_count() or threads) and max(others) > 0
-    )
+            entities = (root / "proc/loadavg").read_text().split()[3]  # those that run, a slash, and all
+            others.append(int(entities.partition("/")[0]) - 1)  # one of them reads the file
+    running = sorted(others)[looks // 2] if len(others) == looks else 0
+    return running > 0 and running + threads > (os.cpu_count() or threads)
 
 
 def in_own_thread(work: Callable[[], T]) -> T:

@@ -33,29 +33,23 @@ def server():
         yield one
 
 
-needs_javascript = pytest.mark.skipif(
+@pytest.mark.slow
+@pytest.mark.skipif(
     shutil.which("node") is None or not (CLIENTS / "node_modules").exists(), reason="npm did not install the client"
 )
-
-
-def in_javascript(url, example):
-    """What an example of OpenAI's client for JavaScript prints."""
-    command = ["node", str(CLIENTS / "openai_client.mjs"), url, example]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-@needs_javascript
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_openais_client_for_javascript_runs_its_examples(server, example):
     server.model.answers, wanted = EXAMPLES[example]
-    assert in_javascript(server.url, example) == wanted
+    command = ["node", str(CLIENTS / "openai_client.mjs"), server.url, example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == wanted
 
 
-def by_agent(url, kind, stream):
-    """What an agent of OpenAI's library answers to a question, and the cities that it asked its tool for."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chats", "responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_library_for_agents_calls_tools(server, kind, stream):
     agents = pytest.importorskip("agents")
     openai = pytest.importorskip("openai")
     agents.set_tracing_disabled(True)
@@ -68,7 +62,7 @@ def by_agent(url, kind, stream):
         return f"30 °C in {city}"
 
     async def run():
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         model = {"chats": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}[kind]
         agent = agents.Agent(
             name="small", instructions="Be brief.", tools=[weather], model=model(model="small", openai_client=client)
@@ -81,12 +75,6 @@ def by_agent(url, kind, stream):
                 pass
             return result.final_output
 
-    return asyncio.run(run()), asked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chats", "responses"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_openais_library_for_agents_calls_tools(server, kind, stream):
     server.model.answers = [CALL, "Yes."]
-    assert by_agent(server.url, kind, stream) == ("Yes.", ["Köln"])  # `function_tool` makes strict functions
+    assert asyncio.run(run()) == "Yes."
+    assert asked == ["Köln"]  # `function_tool` makes strict functions

@@ -297,7 +297,7 @@ def test_the_recipe_fine_tunes_on_chats(tmp_path, capsys, caplog):
     with caplog.at_level("INFO", logger="shoestring"):
         assert main(["train", "finetune", *flags]) == 0
     assert load(str(tmp_path / "run")).data.sequence == 64  # what the model reads
-    assert "2 steps teach little: --epochs 60 or --batch 1 --accumulate 1 makes more of them" in caplog.text
+    assert "2 steps are few: --epochs 60 or --batch 1 --accumulate 1 makes more of them" in caplog.text
     trained = load_model(tmp_path / "run")
     assert trained[1].companions.keys() >= {"tokenizer_config.json"}
     assert (tmp_path / "run/model/adapter/adapter_config.json").is_file()

@@ -307,8 +307,8 @@ def hub(monkeypatch):
     class Empty(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.extend([self.path] * ("models" in self.path))
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_response(500 if "mirrored" in self.path else 404)
+            self.send_header("X-Error-Code", "" if "mirrored" in self.path else "RepoNotFound")
             self.end_headers()
 
         def log_message(self, *_):
@@ -340,6 +340,10 @@ def test_a_mistyped_folder_is_said_at_once_with_the_one_that_was_meant(hub, away
         assert ("the hub cannot be reached" if away else "the hub has no model of this name") in str(caught.value)
         assert "did you mean `hf:models/small`?" in caught.value.hint
     assert len(asked) == (0 if away else 2)
+
+
+def test_a_hub_that_cannot_say_what_it_has_is_no_reason_to_refuse(hub):
+    hf._find("some/mirrored")
 
 
 def test_without_a_network_a_model_is_read_from_the_hubs_cache(hub, pretrained, tmp_path, monkeypatch, caplog):

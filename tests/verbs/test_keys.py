@@ -132,3 +132,12 @@ def test_the_usage_of_a_run_names_it(capsys):
     with pytest.raises(SystemExit):
         main(["train", "finetune", "--help"])
     assert capsys.readouterr().out.startswith("usage: shoestring train finetune [-h]")
+
+
+@pytest.mark.parametrize("named", [{"model": "nosuch"}, {"data": "nosuch.jsonl"}])
+def test_what_is_not_there_is_refused_by_check_and_train_in_the_same_words(named, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("{}")
+    flags = {"model": str(tmp_path), "data": str(tmp_path / "a.jsonl")} | named
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    said = [(main([verb, "finetune", *words]), capsys.readouterr().err) for verb in ("check", "train")]
+    assert said[0] == said[1] and "nosuch" in said[0][1] and said[0][0] == 2

@@ -7,13 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from shoestring.commands.printing import say, say_lines
 from shoestring.core.errors import STOPPED, ConfigError
 from shoestring.processors import processors
+
+if TYPE_CHECKING:
+    from shoestring.run import Run
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,15 @@ class RunSource:
     source: Positional[Annotated[str, arg(metavar="RUN")]]
     """Run file, run folder, or name of a recipe such as quickstart."""
 
+    def load(self, overrides: Sequence[str], *, trusted: bool = True) -> Run:
+        """Read the run in order to start it; the files that it names must be there."""
+        from shoestring import run
+        from shoestring.training.named_files import check_named_files
+
+        loaded = run.load(self.source, overrides, trusted=trusted)
+        check_named_files(loaded)
+        return loaded
+
 
 @dataclass(frozen=True)
 class Train(RunSource):
@@ -73,11 +85,7 @@ class Train(RunSource):
     Errors that only the user can correct, such as a wrong run file, end the run at once."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring import run
-        from shoestring.training.named_files import check_named_files
-
-        resolved = run.load(self.source, overrides)
-        check_named_files(resolved)
+        resolved = self.load(overrides)
         code = self.ranks.launch("train", self.source, *overrides, restarts=self.restarts)
         if code is not None:
             return code
@@ -136,9 +144,7 @@ class Plan(RunSource):
     """Path of the run file to write; defaults to plan.toml beside the run file."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring import run
-
-        resolved = run.load(self.source, overrides, trusted=False)
+        resolved = self.load(overrides, trusted=False)
         out = ["--out", str(self.out)] if self.out else []
         code = self.ranks.launch("plan", self.source, *out, *overrides)
         if code is not None:
@@ -189,9 +195,7 @@ class DistillDrafter(RunSource):
     """Number of ranks to start."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        from shoestring import run
-
-        resolved = run.load(self.source, overrides)
+        resolved = self.load(overrides)
         code = self.ranks.launch("distill", self.source, *overrides)
         if code is not None:
             return code

@@ -185,6 +185,8 @@ def _find(name: str) -> None:
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError) as error:
         message = f"`hf:{name}`: there is no such folder here, and the hub has no model of this name that you may read"
         raise ConfigError(message, hint=_similar(name)) from error
+    except hub.errors.HfHubHTTPError:
+        return  # a mirror may have files and not this interface
     except Exception as error:  # errors of the network have no common base over releases
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if not isinstance(hub.try_to_load_from_cache(name, CONFIG), str):

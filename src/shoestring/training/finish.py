@@ -130,8 +130,9 @@ def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
     if settings.epochs and settings.steps < FEW_STEPS:
         more = " or --batch 1 --accumulate 1" if settings.batch > 1 and world.size == 1 else ""
         enough = math.ceil(settings.epochs * FEW_STEPS / settings.steps)
-        yield f"  {settings.steps} steps teach little: --epochs {enough}{more} makes more of them"
-        yield "  and a higher --optim.adamw.lr than the recipe's makes more of each, above all for a small model"
+        yield f"  {settings.steps} steps are few: --epochs {enough}{more} makes more of them"
+        if rate := next((f"--{feature.name}.lr" for feature in run.features if hasattr(feature, "lr")), ""):
+            yield f"  a small model also learns more from each at a higher {rate}"
     for feature in attachments_of(job).features:
         why = feature.explain(attachments_of(job))
         yield f"  {feature.name}{': ' + why if why else ''}"

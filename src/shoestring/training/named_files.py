@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import has_magic
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError
@@ -22,5 +23,6 @@ def check_named_files(run: Run) -> None:
         hint = "give the folder of a model, of a run, or hf:NAME"
         raise ConfigError(f"there is no model `{model}`: it is no folder", hint=hint)
     for source in run.sources:
-        if ":" not in source and not source.endswith(".tokens") and not is_piped(source) and not Path(source).is_dir():
+        named = ":" in source or source.endswith(".tokens") or is_piped(source) or Path(source).is_dir()
+        if not named and not has_magic(source):  # a pattern may match many files, which are listed once, later
             open_source(source, run.data.record_field)

@@ -28,6 +28,7 @@ from shoestring.training.build import check_loading, progress_of
 from shoestring.training.choices import within_budget
 from shoestring.training.data_loading import check_form, sample_bytes, sequence_of, with_sequence, with_steps
 from shoestring.training.evaluation import check_evaluations
+from shoestring.training.named_files import check_named_files
 from shoestring.training.preview import DataPreview, preview
 from shoestring.training.run_folder import check_claim, check_resume
 from shoestring.training.user_code import UserCode, import_user_code
@@ -48,6 +49,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     """
     # All ranks count as ranks of one host; checking needs no process group.
     world = arrange_mesh(World(size=workers, local_size=workers), run.features)
+    check_named_files(run)
     completed = run.completed(world)
     completed = with_sequence(completed, sequence_of(completed))
     yield completed.dump()

@@ -95,8 +95,8 @@ def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
     """Find the keys whose name or help text contains every word; the best matches come first.
 
     Keys whose name equals a word come first, then keys whose name contains the words, then keys whose help text does.
-    Among equal matches, keys of tables that every run has come first. A name
-    that another tool gives to a setting finds the setting.
+    Among equal matches, keys of tables that every run has come first. A name that another tool gives to a setting finds
+    that setting.
 
     Raises:
         ConfigError: no key matches.
