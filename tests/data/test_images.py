@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shoestring.core.errors import DataError
-from shoestring.data.images import Images, is_mnist, mnist, read_idx, read_mnist
+from shoestring.data.images import Images, mnist, read_idx, read_mnist
 from shoestring.data.loader import Loader
+from shoestring.data.sources import is_mnist
 
 
 def idx(tensor, kind=8):

@@ -136,11 +136,12 @@ def prepare(source: str, tokenizer: str, field: str, form: str) -> object:
     from shoestring.core.errors import ShoestringError
     from shoestring.core.world import World
     from shoestring.data import Data, images
+    from shoestring.data.sources import is_mnist
     from shoestring.data.together import prepare as prepare_corpus
     from shoestring.storage.foreign import printable
 
     try:
-        if images.is_mnist(source):
+        if is_mnist(source):
             images.mnist(Path(source))
         else:
             settings = Data(tokenizer=tokenizer, sequence=16, field=field, form=form, held_out=0.3)

@@ -109,11 +109,6 @@ def read_mnist(folder: Path, part: str) -> Images:
         raise DataError(f"`{folder}`: the {part} files do not fit each other: {error}") from error
 
 
-def is_mnist(source: str) -> bool:
-    """Whether a source is a folder that contains one of MNIST's files."""
-    return any(Path(source).glob("*-idx?-ubyte*")) if ":" not in source else False
-
-
 def mnist(folder: Path) -> tuple[Images, Images]:
     """Training and test images of a folder with MNIST's four files.
 

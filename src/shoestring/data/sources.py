@@ -75,6 +75,11 @@ def open_source(source: str, field: str) -> Source:
     return TextFiles(source, field)
 
 
+def is_mnist(source: str) -> bool:
+    """Whether a source is a folder that contains one of MNIST's files."""
+    return any(Path(source).glob("*-idx?-ubyte*")) if ":" not in source else False
+
+
 def key_of(name: str) -> int:
     """64-bit hash of `name`, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

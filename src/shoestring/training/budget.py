@@ -35,7 +35,8 @@ from shoestring.models.loading import build_model
 from shoestring.optim import AdamW, AdamW8bit
 from shoestring.parallel import DDP, FSDP
 from shoestring.run import Run, parse
-from shoestring.training.data_loading import is_own, model_arguments
+from shoestring.training.data_loading import model_arguments
+from shoestring.training.named_files import is_own
 from shoestring.training.user_code import import_user_code
 
 log = logging.getLogger("shoestring")

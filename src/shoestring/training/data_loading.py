@@ -21,9 +21,9 @@ from shoestring.core.world import World
 from shoestring.data import BYTES, Data, chats
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
-from shoestring.data.images import is_mnist, mnist
+from shoestring.data.images import mnist
 from shoestring.data.piped import is_piped
-from shoestring.data.sources import open_source
+from shoestring.data.sources import is_mnist, open_source
 from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
 from shoestring.data.tokens import read_header
@@ -33,6 +33,7 @@ from shoestring.models.loading import build_model, outline
 from shoestring.models.saving import model_folder
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
+from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
 
 log = logging.getLogger("shoestring.data")
@@ -202,20 +203,6 @@ def sample_bytes(sample: Any) -> int:
     if isinstance(sample, list | tuple):
         return sum(map(sample_bytes, sample))
     return int(getattr(sample, "nbytes", 8))
-
-
-def is_own(run: Run) -> bool:
-    """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder with MNIST files.
-
-    Raises:
-        ConfigError: `run.data` is a list that contains such a data set, or an empty list.
-    """
-    named = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
-    own = named + [source for source in run.sources if is_mnist(source)]
-    if not isinstance(run.settings.data, str) and (own or not run.sources):
-        listed = f"`{own[0]}`" if own else "nothing"
-        raise ConfigError(f"`run.data` lists {listed}", hint="list one or more sources of text")
-    return bool(own)
 
 
 def tokenizer_of(run: Run) -> str:

@@ -17,11 +17,11 @@ from shoestring.training.data_loading import (
     DataSets,
     check_form,
     check_teachers,
-    is_own,
     model_arguments,
     own_data,
     tokenizer_of,
 )
+from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
 
 QUICK = 1 << 20

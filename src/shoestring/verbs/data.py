@@ -18,7 +18,8 @@ from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.piped import spool
 from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.training.data_loading import context_of, is_own, sequence_of, tokenizer_beside, tokenizer_of
+from shoestring.training.data_loading import context_of, sequence_of, tokenizer_beside, tokenizer_of
+from shoestring.training.named_files import is_own
 from shoestring.verbs.settings import DataView
 
 _SHOWN = 1000
