@@ -28,7 +28,7 @@ from benchmarks.rows import RESULTS, Bar, Measured, NotRun
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
 
 RUNS = RESULTS / "runs" / "models"
-OLDEST, NEWEST = "5.2.0", "5.24.0"
+OLDEST, NEWEST = "5.13.0", "5.24.0"
 """Releases of transformers that the matrix is run with beside the installed one: the ends of the range in
 pyproject.toml."""
 

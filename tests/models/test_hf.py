@@ -110,6 +110,19 @@ def reloaded(folder):
     return model
 
 
+def test_a_switch_that_a_model_turns_off_in_its_first_call_is_on_in_its_export(pretrained, tmp_path):
+    source = shutil.copytree(pretrained["llama"], tmp_path / "source")
+    written = json.loads((source / "config.json").read_text()) | {"use_kernels_of_a_gpu": True}
+    (source / "config.json").write_text(json.dumps(written))
+    model = hf.build(str(source), {}, {})
+    model.register_forward_hook(lambda module, *_: setattr(module.config, "use_kernels_of_a_gpu", False))
+    logits(model)
+    (tmp_path / "saved").mkdir()
+    hf.save(model, tmp_path / "saved", {})
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["use_kernels_of_a_gpu"] is True and saved["use_cache"] is True
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_is_trained_exported_and_generates(kind, pretrained, corpus, tmp_path, capsys):
     source, run = shutil.copytree(pretrained[kind], tmp_path / "source"), tmp_path / "run"

@@ -37,8 +37,10 @@ T = TypeVar("T")
 PREFIX = "hf:"
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
-_CACHING = "_shoestring_use_cache"
-"""Attribute of a model that keeps the original `use_cache` of its configuration."""
+_SWITCHES = "_shoestring_switches"
+"""Attribute of a model that keeps its original switches, the entries `use_cache` and the like of config.json: training
+needs no cache, and some models switch off what this machine lacks (Jamba's `use_mamba_kernels`), in their first call.
+"""
 _CONTEXTS = (
     "max_position_embeddings",
     "n_positions",
@@ -75,7 +77,7 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
     if dtype not in _DTYPES:
         raise ConfigError(f"`model.dtype` is {dtype!r}", hint=f"give one of {', '.join(_DTYPES)}")
     on_meta = torch.get_default_device().type == "meta"
-    caching = getattr(config, "use_cache", None)
+    switches = {key: value for key, value in config.to_dict().items() if key[:4] == "use_" and isinstance(value, bool)}
     # A cache is useless in training: recomputation would append to it, and packed chats would not be isolated.
     config.use_cache = False
     attention = {name: value for name, value in arguments.items() if name == "attn_implementation"}
@@ -88,7 +90,7 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
         elif weights and Path(name).is_dir():  # checks only local folders, so that no weights are downloaded
             _check_weights(name, config, dtype)
         model = _named(name, lambda: make(config, dtype=getattr(torch, dtype), **attention))
-    setattr(model, _CACHING, caching)
+    setattr(model, _SWITCHES, switches)
     _read_as_text(model)
     _check_fits(name, config.get_text_config(), from_data)
     return model
@@ -147,10 +149,8 @@ def save_config(model: nn.Module, folder: Path, marker: Mapping[str, Any]) -> No
 def config_of(model: nn.Module, marker: Mapping[str, Any]) -> dict[str, Any]:
     """The content of config.json, with `marker` added to it."""
     config: Any = model.config
-    content = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]} | dict(marker)
-    if (caching := getattr(model, _CACHING, None)) is not None:
-        content["use_cache"] = caching
-    return content
+    content = json.loads(config.to_json_string()) | getattr(model, _SWITCHES, {})
+    return content | {"architectures": [type(model).__name__]} | dict(marker)
 
 
 def remember(name: str, folder: Path) -> None:
