@@ -70,7 +70,7 @@ def _collate(fetched: Any) -> Any:
     return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
 
 
-_MOST_REPEATS = 64
+_MOST_REPEATS = 1024
 """Largest number of times that a batch may contain each sample; more is a mistake in a size."""
 
 
