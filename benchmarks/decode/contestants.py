@@ -12,6 +12,7 @@ itself runs in float32.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from urllib.request import Request, urlopen
 
 Generate = Callable[[list[list[int]], int], None]
 KINDS = {32: "f32", 8: "q8_0", 4: "q4_0"}
-CONTEXT = 640
+CONTEXT, VOCABULARY = 640, 16384
 
 
 def ours(folder: Path, width: int, threads: int) -> Generate:
@@ -166,7 +167,7 @@ def write_models(folder: Path, layers: int, width: int, hidden: int, heads: int)
     library = import_module("transformers")
     tokenizer = byte_tokenizer()
     config = library.LlamaConfig(
-        vocab_size=16384, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=CONTEXT,
         eos_token_id=tokenizer.end_of_text, bos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
@@ -174,18 +175,15 @@ def write_models(folder: Path, layers: int, width: int, hidden: int, heads: int)
     model = library.LlamaForCausalLM(config).eval()
     model.save_pretrained(folder / "hf")
     tokenizer.save_pretrained(folder / "hf", CONTEXT)
-    for kind in KINDS.values():
+    for kind in gguf.KINDS.values():
         gguf.save(model, tokenizer, folder / f"{kind}.gguf", kind)
-    try:
+    if importlib.util.find_spec("ctranslate2"):
         converter = import_module("ctranslate2.converters").TransformersConverter(str(folder / "hf"))
-    except ImportError:
-        converter = None
-    for kind in ("float32", "int8") if converter else ():
-        converter.convert(str(folder / kind), quantization=kind, force=True)
-        file, end = folder / kind / "config.json", "<|endoftext|>"  # names of tokens that the tokenizer lacks are null
-        file.write_text(
-            json.dumps({name: end if value is None else value for name, value in json.loads(file.read_text()).items()})
-        )
+        for kind in ("float32", "int8"):
+            converter.convert(str(folder / kind), quantization=kind, force=True)
+            file = folder / kind / "config.json"  # in which tokens that the tokenizer lacks are null
+            config = {name: value or "<|endoftext|>" for name, value in json.loads(file.read_text()).items()}
+            file.write_text(json.dumps(config))
     (folder / "done").write_text("")
 
 

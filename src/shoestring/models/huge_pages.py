@@ -39,7 +39,7 @@ def settle(model: nn.Module) -> int:
     if total < HUGE or not _are_offered():
         return 0
     try:
-        memory = mmap.mmap(-1, total + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, total + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # own file: memory
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a limit of memory
         return 0
