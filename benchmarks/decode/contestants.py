@@ -182,7 +182,8 @@ def write_models(folder: Path, layers: int, width: int, hidden: int, heads: int)
         for kind in ("float32", "int8"):
             converter.convert(str(folder / kind), quantization=kind, force=True)
             file = folder / kind / "config.json"  # in which tokens that the tokenizer lacks are null
-            config = {name: value or "<|endoftext|>" for name, value in json.loads(file.read_text()).items()}
+            config = json.loads(file.read_text())
+            config = {name: "<|endoftext|>" if value is None else value for name, value in config.items()}
             file.write_text(json.dumps(config))
     (folder / "done").write_text("")
 
