@@ -27,6 +27,15 @@ from shoestring.models.quantized import QuantizedLinear
 
 MOST_TOKENS = 64
 """Maximum number of tokens in a pass of one native call, over all rows; the passes of prompts are longer."""
+LIBRARIES = (
+    "decoder_layers",
+    "skinny_dense",
+    "skinny_quantized",
+    "blocked_quantized",
+    "skinny_attention",
+    "lowrank_rows",
+)
+"""Native libraries that decoding uses."""
 _OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
 _DTYPES = (torch.float32, torch.bfloat16)
 
