@@ -52,6 +52,12 @@ class Settings:
     loss: str = ""
     """Your own loss function: `package.module:callable`, from (output, batch) to (sum of losses, number of targets).
     Defaults to the cross-entropy of the next token."""
+    forward: str = ""
+    """Your own forward pass: `package.module:callable`, from (model, batch) to what the loss gets. It is used wherever
+    the model is called on samples. By default the model is called with the batch's `inputs`, or its `input_ids`."""
+    collate: str = ""
+    """Your own way to make a batch of samples: `package.module:callable`, from a list of samples to a batch. By default
+    the tensors of the samples, which need equal shapes, are stacked."""
     steps: int = 400
     """Number of optimizer steps to train for, unless `epochs` or `minutes` is set."""
     epochs: float = 0.0

@@ -22,7 +22,7 @@ from shoestring._torch import foreach_mul_
 from shoestring.auxiliary import with_auxiliary
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import Phase
-from shoestring.core.task import Batch, Output, cross_entropy, sum_and_count
+from shoestring.core.task import Batch, Output, Repeated, cross_entropy, sum_and_count
 from shoestring.core.trace import span
 
 if TYPE_CHECKING:
@@ -182,18 +182,24 @@ def run_in_order(micro: MicroBatches) -> None:
                 loss.backward()
 
 
-def evaluate(attachments: Attachments, batches: Iterable[Batch]) -> tuple[float, int]:
+def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> tuple[float, int]:
     """Sum the user's loss over the batches of all ranks, without training; see `Job.evaluate`."""
     sums = torch.zeros(2, dtype=torch.float64, device=attachments.world.device)
     with attachments.evaluating(), span("evaluate", "compute"):
-        for batch in batches:
+        for item in batches:
+            repeated, batch = isinstance(item, Repeated), item.batch if isinstance(item, Repeated) else item
+            before = dict(attachments.evaluated)
             micro = MicroBatches(attachments, [batch], training=False)
             if attachments.run_micro_batches is not None:
                 attachments.run_micro_batches(micro)
             else:
                 with micro.computing():
                     micro.loss(micro.forward(batch), batch)
-            sums += micro.sums[:2]
+            if repeated:  # further metrics keep their names, because all ranks sum the same ones
+                zero = torch.zeros_like(sums)
+                attachments.evaluated = {name: before.get(name, zero) for name in attachments.evaluated}
+            else:
+                sums += micro.sums[:2]
     if attachments.world.size > 1:
         dist.all_reduce(sums)
     return float(sums[0]), int(sums[1])

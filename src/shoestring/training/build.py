@@ -12,7 +12,6 @@ from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
-from shoestring.core.task import call_model
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.loader import Loader, check_batch
@@ -31,7 +30,7 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
     if not any(feature.places_model for feature in run.features):
         model = model.to(world.device)
-    job = Job(model, call_model, code.loss, progress=progress_of(settings), world=world, trace=trace)
+    job = Job(model, code.forward, code.loss, progress=progress_of(settings), world=world, trace=trace)
     attachments_of(job).exits.callback(torch.use_deterministic_algorithms, deterministic)
     compose(job, run.features)
     # All ranks initialised the weights from the same seed. From here on, ranks that read different samples use
@@ -68,6 +67,7 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
         accumulate=settings.accumulate,
         seed=settings.seed,
         workers=workers,
+        collate=data.collate,
     )
 
 

@@ -16,12 +16,13 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import Priority
-from shoestring.core.task import Batch
+from shoestring.core.task import Batch, Collate, Repeated
 from shoestring.core.world import World
 from shoestring.data import BYTES, Data, chats
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import mnist
+from shoestring.data.loader import stacked
 from shoestring.data.piped import is_piped
 from shoestring.data.sources import is_mnist, open_source
 from shoestring.data.together import prepare
@@ -49,11 +50,18 @@ class DataSets:
     train: Dataset[Any]
     held_out: Dataset[Any] | None
     corpus: Corpus | None
+    collate: Collate | None = None
+    """Makes a batch of a list of samples; None stacks them."""
 
     def close(self) -> None:
         """Free the memory of the sample cache."""
         if isinstance(self.train, Cached):
             self.train.close()
+
+    def first_batch(self, samples: int) -> Batch:
+        """A batch of the first samples of the training data, to learn its shapes."""
+        length = len(cast(Sized, self.train))  # torch leaves `__len__` out of Dataset
+        return (self.collate or stacked)([self.train[index % length] for index in range(samples)])
 
     def answer_calls(self, job: Job) -> None:
         """After each step, free the sample cache if uses of a higher `Priority` on this host need its memory."""
@@ -83,20 +91,23 @@ class DataSets:
         return part.targets_per_byte / math.log(2)
 
 
-def open_data(run: Run, world: World, folder: Path) -> DataSets:
+def open_data(run: Run, world: World, folder: Path, collate: Collate | None = None) -> DataSets:
     """Open the data, prepared in `folder` the first time, and check that all hosts have the same. A collective.
+
+    Args:
+        collate: what `run.collate` names.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
     check_form(run)
     if is_own(run):
-        return _own(run, world)
+        return replace(_own(run, world), collate=collate)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
     world.agree(lambda: check_teachers(run, corpus.tokenizer))
     corpus = laid_out(corpus, world.decide(lambda: faults_of_layouts(run, corpus)))
-    return DataSets(corpus.train, corpus.held_out, corpus)
+    return DataSets(corpus.train, corpus.held_out, corpus, collate)
 
 
 def check_form(run: Run) -> None:
@@ -300,8 +311,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the device; copies from pinned memory are asynchronous."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if isinstance(batch, Repeated):
+        return Repeated(to_device(batch.batch, device))
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        items = [to_device(value, device) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a NamedTuple takes fields
     return batch

@@ -47,7 +47,8 @@ def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[
     sums: dict[str, tuple[float, int]] = {}
     attachments_of(job).evaluated.clear()
     for name, samples in held_out.items():
-        batches = sweep(samples, batch=micro, rank=rank, size=size, limit=-(-limit // len(held_out)))
+        share = -(-limit // len(held_out))
+        batches = sweep(samples, batch=micro, rank=rank, size=size, limit=share, collate=data.collate)
         sums[name] = job.evaluate(to_device(batch, job.world.device) for batch in batches)
     total, count = (sum(column) for column in zip(*sums.values(), strict=True))
     loss = total / max(count, 1)

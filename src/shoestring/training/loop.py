@@ -67,7 +67,7 @@ def train(
         stack.enter_context(writable(path))
         run = within_budget(run, world, path).placed(path)
         code = world.agree(lambda: import_user_code(run, skip=() if world.first else ("run.sinks",)))
-        data = open_data(run, world, path)
+        data = open_data(run, world, path, code.collate)
         stack.callback(data.close)
         settings = with_steps(run.settings, data)
         run = replace(run, settings=settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoestring.core.task import Loss, cross_entropy
+from shoestring.core.task import Collate, Forward, Loss, call_model, cross_entropy
 from shoestring.decode.harness.tasks import Tasks
 from shoestring.naming import Trust, harness_tasks, resolve
 from shoestring.report.trackers import TRACKERS, Opener
@@ -19,6 +19,10 @@ class UserCode:
 
     model: Trust
     """Who vouches for the code that `run.model` names."""
+    forward: Forward
+    """The function that `run.forward` names; by default the model is called on the inputs of a batch."""
+    collate: Collate | None
+    """The function that `run.collate` names; by default samples are stacked."""
     loss: Loss
     """The function that `run.loss` names; by default the cross-entropy."""
     evaluate: Callable[..., Any] | Tasks | None
@@ -28,7 +32,7 @@ class UserCode:
 
 
 def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
-    """Import the functions that `run.loss`, `run.evaluate` and `run.sinks` name.
+    """Import the functions that `run.forward`, `run.collate`, `run.loss`, `run.evaluate` and `run.sinks` name.
 
     Args:
         skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the packages.
@@ -48,6 +52,8 @@ def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
     names = settings.sinks if "run.sinks" not in skip else ()
     return UserCode(
         model=run.trust("run.model"),
+        forward=import_one("run.forward", settings.forward) or call_model,
+        collate=import_one("run.collate", settings.collate),
         loss=import_one("run.loss", settings.loss) or cross_entropy,
         evaluate=import_one("run.evaluate", settings.evaluate),
         sinks={name: TRACKERS.get(name) or import_one("run.sinks", name) for name in names},

@@ -1,0 +1,125 @@
+"""`run.forward` and `run.collate`: batches of any form, wherever the model is called on samples."""
+
+import json
+
+import pytest
+import tomli_w
+import torch
+
+from shoestring.cli import main
+from shoestring.core.errors import DataError
+from shoestring.core.world import World
+from shoestring.models.loading import load_model
+from shoestring.run import parse
+from shoestring.testing import Pool
+from shoestring.training.loop import train
+from tests.training import two_towers
+from tests.training.two_towers import RUN
+
+TABLES = {"optim": {"sgd": {"lr": 0.1, "momentum": 0.0, "nesterov": False}}, "checkpoint": {"plain": {"every": 2}}}
+
+
+def run(folder, tables=TABLES, **settings):
+    return parse({"run": RUN | settings | {"folder": str(folder)}} | tables, name="forms")
+
+
+def plain(steps):
+    """The losses of a loop by hand, on the same batches."""
+    from shoestring.data.loader import Loader
+
+    torch.manual_seed(0)
+    model, losses = two_towers.towers(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,), _ in zip(
+        Loader(two_towers.pairs()[0], batch=8, collate=two_towers.padded), range(steps), strict=False
+    ):
+        total, count = two_towers.distance(two_towers.forward(model, batch), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    held_out = two_towers.padded(list(two_towers.pairs()[1]))
+    with torch.no_grad():
+        total, count = two_towers.distance(two_towers.forward(model, held_out), held_out)
+    return losses, float(total) / count
+
+
+def rows(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in lines if key in row]
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["", "accumulate"])
+def test_a_run_is_the_loop_by_hand_and_counts_each_held_out_sample_once(tmp_path, settings):
+    """11 held-out samples do not divide by 8, and the samples have no targets that could be ignored."""
+    result = train(run(tmp_path, **settings), World())
+    losses, held_out = plain(4)
+    assert rows(tmp_path, "loss") == pytest.approx(losses, rel=1e-5)
+    assert result.metrics["held_out_loss"] == pytest.approx(held_out, rel=1e-5)
+
+
+def on_ranks(folder, tables):
+    return train(run(folder, tables), World.current()).metrics["held_out_loss"]
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_several_ranks_compute_what_one_does(tmp_path, shard):
+    """4 ranks of 2 samples: in the second round one of 3 samples is left for 4 ranks, so one counts nothing."""
+    with Pool(4, timeout=200) as pool:
+        found = pool.call(on_ranks, folder=str(tmp_path), tables=TABLES | {"parallel": {shard: {}}})
+    losses, held_out = plain(4)
+    assert rows(tmp_path, "loss") == pytest.approx(losses, rel=1e-5) and found == pytest.approx(
+        [held_out] * 4, rel=1e-5
+    )
+
+
+def test_a_run_resumes_bitwise(tmp_path):
+    asked = iter([False, False, True])
+    train(run(tmp_path / "parts", TABLES, steps=6), World(), stop=lambda: next(asked))
+    train(run(tmp_path / "parts", TABLES, steps=6, resume=True), World())
+    train(run(tmp_path / "whole", TABLES, steps=6), World())
+    one, other = (load_model(tmp_path / name / "model")[0].state_dict() for name in ("parts", "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_samples_of_two_lengths_without_a_function_are_refused_in_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"samples cannot be stacked to a batch: one is \{text: ") as caught:
+        train(run(tmp_path, collate=""), World())
+    assert "run.collate" in caught.value.hint
+
+
+def test_check_predicts_the_memory_of_such_batches(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps({"run": RUN | {"folder": str(tmp_path / "run")}} | TABLES))
+    assert main(["trust", str(path)]) == 0
+    assert main(["check", str(path)]) == 0
+    assert "predicted from its operators" in capsys.readouterr().out
+    path.write_text(path.read_text() + "\n[memory.budget]\ngib = 1.0\n")
+    main(["trust", str(path)])
+    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--memory.budget.gib", "0.00001"]) == 2
+    assert "cannot be met" in capsys.readouterr().err
+    assert main(["check", str(path), "--forward", f"{two_towers.__name__}:no_such"]) == 2
+    assert "has no callable `no_such`" in " ".join(capsys.readouterr().err.split())
+
+
+def test_somebody_elses_functions_are_not_imported(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps({"run": {"forward": "no.such:one", "collate": "no.such:other"}}))
+    assert main(["check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "run.forward: no.such:one" in shown and "run.collate: no.such:other" in shown
+
+
+def test_a_finished_run_is_pruned_by_the_inputs_of_its_own_samples(tmp_path):
+    train(run(tmp_path / "run"), World())
+    arguments = ["--method", "wanda", "--samples", "16", "--layers", "layers.*"]
+    assert main(["prune", str(tmp_path / "run"), "--out", str(tmp_path / "pruned"), *arguments]) == 0
+    pruned, _ = load_model(tmp_path / "pruned")
+    weight = pruned.layers[0].weight
+    assert (weight.view(32, 8, 4) != 0).sum(-1).eq(2).all()
+    dense, _ = load_model(tmp_path / "run")
+    batch = two_towers.padded(list(two_towers.pairs()[0])[:64:4])
+    norms = dense.bags[0](batch["text"]).square().sum(0).sqrt()
+    kept = (dense.layers[0].weight.abs() * norms).view(32, 8, 4).topk(2).indices.sort(-1).values
+    assert torch.equal(kept, weight.view(32, 8, 4).ne(0).float().topk(2).indices.sort(-1).values)
