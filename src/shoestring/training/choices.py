@@ -94,9 +94,8 @@ def _conditions(run: Run, world: World) -> dict[str, Any]:
         "ranks": world.size,
         "ranks of a host": world.local_size,
     }
-    if is_own(run):
-        conditions["data"] = settings.data
-    return json.loads(json.dumps(conditions))
+    own = {"data": settings.data} if is_own(run) else {}
+    return json.loads(json.dumps(conditions | own))
 
 
 def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:

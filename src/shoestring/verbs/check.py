@@ -67,8 +67,8 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
         seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder))
         code = import_user_code(run, skip=run.unread)
         if seen.data:
-            seen = replace(seen, data=replace(seen.data, collate=code.collate))
-            run = replace(run, settings=with_steps(run.settings, seen.data))
+            data = replace(seen.data, collate=code.collate)
+            seen, run = replace(seen, data=data), replace(run, settings=with_steps(run.settings, data))
         job = _job(run, code, world, seen)
         sample = sample_bytes(seen.data.train[0]) if seen.data else 2 * 8 * run.data.sequence
         check_loading(job, run.settings, sample)
