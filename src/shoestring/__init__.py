@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shoestring.data.together import prepare
     from shoestring.distributed.join import join
     from shoestring.models.loading import load_model, open_model
+    from shoestring.report.findings import Picture
     from shoestring.training.failures import stop_on_signals
 
 _HOME = {
@@ -57,6 +58,7 @@ _HOME = {
     "Data": "data",
     "Loader": "data.loader",
     "prepare": "data.together",
+    "Picture": "report.findings",
     "join": "distributed.join",
     "stop_on_signals": "training.failures",
     "load_model": "models.loading",
@@ -71,6 +73,7 @@ __all__ = [
     "Job",
     "Loader",
     "Phase",
+    "Picture",
     "Seam",
     "Table",
     "World",

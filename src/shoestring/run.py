@@ -15,7 +15,7 @@ from importlib import import_module, resources
 from inspect import isabstract
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 
@@ -74,15 +74,24 @@ class Settings:
     """Number of steps between evaluations on part of the held-out data. 0 evaluates only at the end."""
     evaluate: str = ""
     """Further metrics of each evaluation. `lm-eval:TASK,TASK` runs tasks of lm-evaluation-harness, named as there or by
-    the YAML file of a task: the first 64 documents of each during training, all of them at the end.
-    `package.module:callable` is your own function, from the model to a dict of metrics: all ranks call it, with the
-    model in evaluation mode and without gradients, and the metrics of the first rank are recorded."""
+    the YAML file of a task: the first documents of each during training, all of them at the end.
+    `package.module:callable` is your own function, from the model, or the model and the held-out data, to a dict of
+    numbers, tables and pictures: all ranks call it, with the model in evaluation mode and without gradients, and what
+    the first rank returns is recorded."""
+    evaluate_samples: int = 64
+    """Number of held-out samples, and of documents of each task, that an evaluation during the run uses. More of them
+    take longer and are less noisy. 0 uses all, as the evaluation at the end does."""
     patience: int = 0
-    """Early stopping: number of evaluations in a row without a lower held-out loss after which training ends. 0 turns
-    early stopping off."""
+    """Early stopping: number of evaluations in a row without a better value of `best_metric` after which training ends.
+    0 turns early stopping off."""
     save_best: bool = False
-    """Whether to save the model to the folder `best` of the run whenever an evaluation finds a new lowest held-out
-    loss."""
+    """Whether to save the model to the folder `best` of the run whenever an evaluation finds a new best value of
+    `best_metric`."""
+    best_metric: str = "held_out_loss"
+    """Metric by which `patience` and `save_best` compare evaluations: the held-out loss, or a number that `evaluate`
+    returns."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the lowest (`min`) or the highest (`max`) value of `best_metric` is the best."""
     seed: int = 0
     """Seed of all random numbers, which decide on initial weights, order of the data and dropout."""
     timeout: float = 600.0
@@ -134,7 +143,7 @@ class Run:
             raise ConfigError(f"`run.timeout` must be positive, got {self.settings.timeout}")
         if self.settings.epochs and self.settings.minutes:
             raise ConfigError("`run.epochs` and `run.minutes` both say how long to train", hint="remove one of them")
-        for name in ("minutes", "epochs", "evaluate_every", "patience", "seed"):
+        for name in ("minutes", "epochs", "evaluate_every", "evaluate_samples", "patience", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
         for name in ("patience", "save_best"):

@@ -72,7 +72,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
         job = _job(run, code, world, seen)
         sample = sample_bytes(seen.data.train[0]) if seen.data else 2 * 8 * run.data.sequence
         check_loading(job, run.settings, sample)
-        check_evaluations(run.settings, seen.data)
+        check_evaluations(run.settings, seen.data, code.evaluate)
         check_resume(run)
         known = "run.model" not in run.unread
         yield "order of application:"
