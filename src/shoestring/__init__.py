@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job
     from shoestring.core.trace import span
+    from shoestring.core.whole_batch import whole_batch
     from shoestring.core.world import World
     from shoestring.data import Data
     from shoestring.data.loader import Loader
@@ -54,6 +55,7 @@ _HOME = {
     "attach": "core.compose",
     "compose": "core.compose",
     "span": "core.trace",
+    "whole_batch": "core.whole_batch",
     "World": "core.world",
     "Data": "data",
     "Loader": "data.loader",
@@ -96,6 +98,7 @@ __all__ = [
     "span",
     "sparse",
     "stop_on_signals",
+    "whole_batch",
 ]
 
 

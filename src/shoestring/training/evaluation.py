@@ -14,6 +14,7 @@ from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import Table
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import span
+from shoestring.core.whole_batch import is_over_whole_batch
 from shoestring.data.chat_ends import ends_learnt
 from shoestring.decode.harness.tasks import Tasks
 from shoestring.models.description import describe_model
@@ -74,9 +75,13 @@ def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[
 
 
 def _micro(job: Job, settings: Settings) -> int:
-    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory."""
+    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory.
+
+    A loss over the whole batch gets as many samples as in training, however many micro-batches a step has.
+    """
     ranks = job.world.ranks_over(attachments_of(job).data_axes)
-    return max(1, settings.batch // (ranks * settings.accumulate))
+    passes = 1 if is_over_whole_batch(attachments_of(job)) else settings.accumulate
+    return max(1, settings.batch // (ranks * passes))
 
 
 def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, limit: int) -> dict[str, float]:

@@ -13,8 +13,8 @@ from shoestring.models.loading import load_model
 from shoestring.run import parse
 from shoestring.testing import Pool
 from shoestring.training.loop import train
-from tests.training import two_towers
-from tests.training.two_towers import RUN
+from tests.forms import two_towers
+from tests.forms.two_towers import RUN
 
 TABLES = {"optim": {"sgd": {"lr": 0.1, "momentum": 0.0, "nesterov": False}}, "checkpoint": {"plain": {"every": 2}}}
 
@@ -23,7 +23,7 @@ def run(folder, tables=TABLES, **settings):
     return parse({"run": RUN | settings | {"folder": str(folder)}} | tables, name="forms")
 
 
-def plain(steps):
+def plain(steps, loss="distance"):
     """The losses of a loop by hand, on the same batches."""
     from shoestring.data.loader import Loader
 
@@ -33,15 +33,25 @@ def plain(steps):
     for (batch,), _ in zip(
         Loader(two_towers.pairs()[0], batch=8, collate=two_towers.padded), range(steps), strict=False
     ):
-        total, count = two_towers.distance(two_towers.forward(model, batch), batch)
+        total, count = getattr(two_towers, loss)(two_towers.forward(model, batch), batch)
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
         losses.append(float(total.detach()) / count)
     held_out = two_towers.padded(list(two_towers.pairs()[1]))
     with torch.no_grad():
-        total, count = two_towers.distance(two_towers.forward(model, held_out), held_out)
+        total, count = getattr(two_towers, loss)(two_towers.forward(model, held_out), held_out)
     return losses, float(total) / count
+
+
+def in_batches(folder, size):
+    """The held-out loss of `matched`, in batches of `size` pairs."""
+    model, held_out, total = load_model(folder / "model")[0], list(two_towers.pairs()[1]), 0.0
+    with torch.no_grad():
+        for start in range(0, len(held_out), size):
+            batch = two_towers.padded(held_out[start : start + size])
+            total += float(two_towers.matched(two_towers.forward(model, batch), batch)[0])
+    return total / len(held_out)
 
 
 def rows(folder, key):
@@ -49,20 +59,43 @@ def rows(folder, key):
     return [row[key] for row in lines if key in row]
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["", "accumulate"])
-def test_a_run_is_the_loop_by_hand_and_counts_each_held_out_sample_once(tmp_path, settings):
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["one batch", "accumulate"])
+@pytest.mark.parametrize("loss", ["distance", "matched"])
+def test_a_run_is_the_loop_by_hand_and_counts_each_held_out_sample_once(tmp_path, settings, loss):
     """11 held-out samples do not divide by 8, and the samples have no targets that could be ignored."""
-    result = train(run(tmp_path, **settings), World())
-    losses, held_out = plain(4)
+    own = f"{two_towers.__name__}:{loss}"
+    result = train(run(tmp_path, loss=own, evaluate_samples=0, **settings), World())
+    losses, held_out = plain(4, loss)
     assert rows(tmp_path, "loss") == pytest.approx(losses, rel=1e-5)
+    if loss == "matched":  # whose negatives are those of the batches of an evaluation
+        held_out = in_batches(tmp_path, 8)
     assert result.metrics["held_out_loss"] == pytest.approx(held_out, rel=1e-5)
 
 
-def on_ranks(folder, tables):
-    return train(run(folder, tables), World.current()).metrics["held_out_loss"]
+def on_ranks(folder, tables, **settings):
+    return train(run(folder, tables, **settings), World.current()).metrics["held_out_loss"]
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"parallel": {"fsdp": {}}},
+        pytest.param({"memory": {"zero": {}}}, marks=pytest.mark.slow),
+        pytest.param({"comm": {"dense": {}}}, marks=pytest.mark.slow),
+        pytest.param({"memory": {"zero": {"stage": 2}}}, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp", "zero", "dense", "zero 2"],
+)
+def test_negatives_are_those_of_all_ranks_and_micro_batches(tmp_path, features):
+    settings = {"loss": f"{two_towers.__name__}:matched", "accumulate": 2, "evaluate_samples": 0}
+    with Pool(2, timeout=200) as pool:
+        found = pool.call(on_ranks, folder=str(tmp_path), tables=TABLES | features, **settings)
+    losses, _ = plain(4, "matched")
+    assert rows(tmp_path, "loss") == pytest.approx(losses, rel=1e-5)
+    assert found == pytest.approx([in_batches(tmp_path, 8)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_ranks_compute_what_one_does(tmp_path, shard):
     """4 ranks of 2 samples: in the second round one of 3 samples is left for 4 ranks, so one counts nothing."""
     with Pool(4, timeout=200) as pool:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+import shoestring as ss
+
 WORDS = 50
 
 
@@ -64,6 +66,14 @@ def distance(output: tuple[Tensor, Tensor, Tensor], batch: dict[str, Tensor]) ->
     """A loss of each pair alone."""
     text, clip, temperature = output
     return ((text - clip).square().sum(-1) / temperature).sum(), len(text)
+
+
+@ss.whole_batch
+def matched(output: tuple[Tensor, Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """A loss in which the other pairs of the whole batch are negatives."""
+    text, clip, temperature = output
+    own = torch.arange(len(text))
+    return F.cross_entropy(text @ clip.T / temperature, own, reduction="sum"), len(text)
 
 
 RUN = {

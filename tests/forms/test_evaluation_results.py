@@ -20,7 +20,7 @@ from shoestring.training.data_loading import DataSets
 from shoestring.training.evaluation import Best, takes_held_out
 from shoestring.training.held_out import HeldOut
 from shoestring.training.loop import train
-from tests.training.two_towers import RUN, pairs
+from tests.forms.two_towers import RUN, pairs
 
 HERE = __name__
 OPTIM = {"optim": {"sgd": {"lr": 0.1}}, "checkpoint": {"plain": {"every": 1}}}
