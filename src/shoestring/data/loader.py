@@ -300,19 +300,29 @@ class Share(NamedTuple):
     """Whether the only sample is one that counts on another rank."""
 
 
-def shares(samples: int, batch: int, rank: int, size: int) -> Iterator[Share]:
+def shares(samples: int, batch: int, rank: int, size: int, rounds: int = 0) -> Iterator[Share]:
     """The samples of each batch of a rank: every sample belongs to one rank, and all ranks have as many batches.
 
     The samples of the last round are divided evenly. A rank that would get none has the last sample once more.
+
+    Args:
+        rounds: least number of batches.
     """
-    for first in range(0, samples, batch * size):
-        left = min(samples - first, batch * size)
+    for first in range(0, max(samples, rounds * batch * size), batch * size):
+        left = max(min(samples - first, batch * size), 0)
         ids = list(range(first + left * rank // size, first + left * (rank + 1) // size))
         yield Share(ids, repeated=False) if ids else Share([samples - 1], repeated=True)
 
 
 def sweep(
-    dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, limit: int = 0, collate: Collate | None = None
+    dataset: Dataset[Any],
+    *,
+    batch: int,
+    rank: int = 0,
+    size: int = 1,
+    limit: int = 0,
+    collate: Collate | None = None,
+    rounds: int = 0,
 ) -> Iterator[Batch | Repeated]:
     """Iterate once over this rank's share of the first `limit` samples (0: all samples), in order, for evaluation.
 
@@ -324,10 +334,11 @@ def sweep(
 
     Args:
         collate: list of samples -> batch, in place of stacking.
+        rounds: least number of batches; those without samples are `Repeated`.
     """
     check_batch(batch, rank, size, 1, whole=False)
     batches, samples = _Batches(collate, _Identified(dataset).__getitems__), _length(dataset)
-    for ids, repeated in shares(min(limit, samples) if limit else samples, batch, rank, size):
+    for ids, repeated in shares(min(limit, samples) if limit else samples, batch, rank, size, rounds):
         part = batches(_Places(ids, ids, ("evaluation",)))
         if isinstance(part, dict):
             part["valid"] = torch.full((len(ids),), not repeated)

@@ -47,6 +47,10 @@ class Data:
     """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of
     your own (torch's CPU generator, NumPy's, Python's) depend on the seed and the sample's position alone, not on the
     number of workers."""
+    per_rank: bool = False
+    """Whether each rank has data of its own, such as that of a client. `run.data` names a function of (rank, number of
+    ranks) then, and the order, the position and the length of its data belong to the rank; an epoch is one of the rank
+    with most samples."""
     cache_memory: float = 0.0
     """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
     cache_disk: float = 0.0
@@ -80,6 +84,9 @@ class Data:
             raise ConfigError(
                 "data.cache_memory and data.cache_disk are sizes in GiB", hint="give 0 or a positive number"
             )
+        if self.per_rank and (self.cache_memory or self.cache_disk):
+            hint = "remove data.cache_memory and data.cache_disk"
+            raise ConfigError("data.per_rank and a cache that the ranks of a host share", hint=hint)
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -52,15 +53,30 @@ class DataSets:
     corpus: Corpus | None
     collate: Collate | None = None
     """Makes a batch of a list of samples; None stacks them."""
+    of_ranks: tuple[tuple[int, int], ...] = ()
+    """Number of training and of held-out samples of each rank; empty if all ranks have the same data."""
 
     def close(self) -> None:
         """Free the memory of the sample cache."""
         if isinstance(self.train, Cached):
             self.train.close()
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Number of training and of held-out samples."""
+        train, held_out = (0 if part is None else len(cast(Sized, part)) for part in (self.train, self.held_out))
+        return train, held_out  # torch leaves `__len__` out of Dataset
+
+    @property
+    def epoch(self) -> int:
+        """Number of samples that all ranks take in an epoch."""
+        if self.of_ranks:
+            return len(self.of_ranks) * max(samples for samples, _ in self.of_ranks)
+        return self.lengths[0]
+
     def first_batch(self, samples: int) -> Batch:
         """A batch of the first samples of the training data, to learn its shapes."""
-        length = len(cast(Sized, self.train))  # torch leaves `__len__` out of Dataset
+        length, _ = self.lengths
         return (self.collate or stacked)([self.train[index % length] for index in range(samples)])
 
     def answer_calls(self, job: Job) -> None:
@@ -131,6 +147,9 @@ def check_form(run: Run) -> None:
     if not own and not forms and run.data.form in ("preference", "rated"):
         hint = "add [preference.dpo]" if run.data.form == "preference" else "add [preference.kto]"
         raise ConfigError(f'data.form is "{run.data.form}", and no feature learns from it', hint=hint)
+    if run.data.per_rank and (not own or is_mnist(run.sources[0])):
+        hint = "let run.data name a function of (rank, number of ranks)"
+        raise ConfigError("data.per_rank is only for data sets of your own", hint=hint)
     if not own and (run.data.cache_memory or run.data.cache_disk):
         raise ConfigError(
             "data.cache_memory and data.cache_disk are only for data sets of your own; prepared text needs no cache"
@@ -203,8 +222,7 @@ def with_steps(settings: Settings, data: DataSets) -> Settings:
     """Return the settings with `steps` computed from `run.epochs` and the number of samples, if `run.epochs` is set."""
     if not settings.epochs:
         return settings
-    samples = settings.epochs * len(cast(Sized, data.train))  # torch leaves `__len__` out of Dataset
-    return replace(settings, steps=max(1, math.ceil(samples / settings.batch - 1e-6)))
+    return replace(settings, steps=max(1, math.ceil(settings.epochs * data.epoch / settings.batch - 1e-6)))
 
 
 def sample_bytes(sample: Any) -> int:
@@ -263,30 +281,54 @@ def _own(run: Run, world: World) -> DataSets:
     """Open the user's own data sets on all ranks, with the sample cache, and check that all ranks have the same."""
 
     def make() -> DataSets:
-        data = own_data(run)
+        data = own_data(run, world.rank, world.size)
         return replace(data, train=_cached(data.train, run.data, world))
 
     data, source = world.agree(make), run.sources[0]
+    if run.data.per_rank:
+        return _of_ranks(data, world)
     parts = {"training": data.train, "held-out": data.held_out}
     facts = {
         name: {"samples": len(cast(Sized, part)), "fingerprint": str(getattr(part, "fingerprint", ""))}
         for name, part in parts.items()
         if part is not None
     }
-    world.alike({f"data of {source}": facts}, "give all ranks the same data")
+    hint = "give all ranks the same data, or set data.per_rank if each has data of its own"
+    world.alike({f"data of {source}": facts}, hint)
     return data
 
 
-def own_data(run: Run) -> DataSets:
+def _of_ranks(data: DataSets, world: World) -> DataSets:
+    """Let each rank know the lengths of all ranks' data."""
+    return with_lengths(data, [json.loads(message) for message in world.gather(json.dumps(data.lengths).encode())])
+
+
+def with_lengths(data: DataSets, lengths: Sequence[Sequence[int]]) -> DataSets:
+    """Return the data sets with the lengths of all ranks' data.
+
+    Raises:
+        DataError: only some ranks have held-out data.
+    """
+    if len({held_out > 0 for _, held_out in lengths}) > 1:
+        lacking = next(rank for rank, (_, held_out) in enumerate(lengths) if not held_out)
+        raise DataError(f"rank {lacking} has no held-out data, and other ranks have some", hint="hold out some on all")
+    return replace(data, of_ranks=tuple((train, held_out) for train, held_out in lengths))
+
+
+def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     """Call the `package.module:callable` of `run.data`, which returns a data set or a pair (training, held-out).
 
-    Data sets are map-style: they have a length and are indexed.
+    Data sets are map-style: they have a length and are indexed. With `data.per_rank`, the callable gets `rank` and
+    `ranks`.
 
     Raises:
         ConfigError, DataError: there is no such callable, or it returns something else.
     """
     source = run.sources[0]
-    made = mnist(Path(source)) if is_mnist(source) else resolve(source, "run.data", run.trust("run.data"))()
+    if is_mnist(source):
+        made: Any = mnist(Path(source))
+    else:
+        made = resolve(source, "run.data", run.trust("run.data"))(*((rank, ranks) if run.data.per_rank else ()))
     train, held_out = made if isinstance(made, tuple) else (made, None)
     for part in (train, held_out):
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__") and len(part)):

@@ -33,14 +33,18 @@ class HeldOut:
     def __init__(self, job: Job, data: DataSets, samples: Dataset[Any], batch: int, limit: int = 0) -> None:
         axes = attachments_of(job).data_axes
         self.dataset = samples
-        """The whole data set."""
-        self._job, self._data, self._batch, self._limit = job, data, batch, limit
+        """The whole data set of this rank."""
+        self._job, self._data, self._batch = job, data, batch
         self._rank, self._size = job.world.index_over(axes), job.world.ranks_over(axes)
+        length = len(cast(Sized, samples))  # torch leaves `__len__` out of Dataset
+        lengths = [held_out for _, held_out in data.of_ranks] or [length]
+        self._limit = -(-limit // len(lengths))
+        self._lengths = [min(self._limit, length) if self._limit else length for length in lengths]
+        self._rounds = -(-max(self._lengths) // batch) if data.of_ranks else 0
 
     def __len__(self) -> int:
         """Number of samples of this evaluation, over all ranks."""
-        length = len(cast(Sized, self.dataset))  # torch leaves `__len__` out of Dataset
-        return min(length, self._limit) if self._limit else length
+        return sum(self._lengths)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.parts():
@@ -48,8 +52,16 @@ class HeldOut:
 
     def parts(self) -> Iterator[Batch | Repeated]:
         """This rank's batches, those that count on another rank as `Repeated`; for `Job.evaluate`."""
-        share = {"batch": self._batch, "rank": self._rank, "size": self._size, "limit": self._limit}
-        for batch in sweep(self.dataset, collate=self._data.collate, **share):
+        rank, size = (0, 1) if self._data.of_ranks else (self._rank, self._size)
+        for batch in sweep(
+            self.dataset,
+            batch=self._batch,
+            rank=rank,
+            size=size,
+            limit=self._limit,
+            collate=self._data.collate,
+            rounds=self._rounds,
+        ):
             yield to_device(batch, self._job.world.device)
 
     def forward(self, model: nn.Module, batch: Batch) -> Output:
@@ -58,6 +70,8 @@ class HeldOut:
 
     def gather(self, rows: Any) -> Any:
         """Gather rows of all ranks, in the order of the data set and each sample once. A collective.
+
+        If ranks have data of their own, the rows are those of the first rank, of the second, and so on.
 
         Args:
             rows: a tensor (n, ...), or a tuple, list or dict of such tensors, with a row for each sample of this rank's
@@ -95,6 +109,8 @@ class HeldOut:
         return together[ids >= 0][ids[ids >= 0].argsort()].to(rows.device)
 
     def _ids(self, rank: int) -> list[int]:
-        """The sample of each of a rank's rows, -1 for one that counts on another rank."""
-        parts = shares(len(self), self._batch, rank, self._size)
-        return [-1 if part.repeated else sample for part in parts for sample in part.ids]
+        """The number of the sample of each of a rank's rows, -1 for one that counts on another rank."""
+        first, parts = 0, shares(len(self), self._batch, rank, self._size)
+        if self._data.of_ranks:  # samples are numbered through over ranks
+            first, parts = sum(self._lengths[:rank]), shares(self._lengths[rank], self._batch, 0, 1, self._rounds)
+        return [-1 if part.repeated else first + sample for part in parts for sample in part.ids]

@@ -64,7 +64,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     run = completed if run.unread else within_budget(completed, world)
     check_form(run)
     with TemporaryDirectory(prefix="shoestring-check-") as folder:
-        seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder))
+        seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder), workers)
         code = import_user_code(run, skip=run.unread)
         if seen.data:
             data = replace(seen.data, collate=code.collate)
