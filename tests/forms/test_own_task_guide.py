@@ -1,6 +1,7 @@
 """The tasks of the guide "A task of your own", as they stand there."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,17 +10,20 @@ import torch
 
 from shoestring.cli import main
 from shoestring.models.loading import load_model
-from tests.foundation.test_documents import blocks, page
 
-GUIDE = page("your-own-task.md")
+GUIDE = (Path(__file__).parents[2] / "docs/guides/your-own-task.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder with the files of the guide, which is the current one."""
-    for module, code in zip(("task", "gan"), blocks(GUIDE, "python"), strict=False):
+    for module, code in zip(("task", "gan"), blocks("python"), strict=False):
         (tmp_path / f"{module}.py").write_text(code)
-    for name, text in zip(("task", "gan"), blocks(GUIDE, "toml"), strict=False):
+    for name, text in zip(("task", "gan"), blocks("toml"), strict=False):
         (tmp_path / f"{name}.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
