@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import import_module, resources
+from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 
-from shoestring import other_names, precedence, renames
+from shoestring import naming, other_names, precedence, recipes, renames
 from shoestring.areas import AREAS
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, LOCAL, Feature, Seam, area_of, arrange_mesh, resolve_all
@@ -108,6 +108,9 @@ class Settings:
     """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio` or `mlflow`
     (install the extra of that name), or `package.module:callable`, which is called with the run's folder, name and
     settings."""
+    project: str = ""
+    """Folder that holds code which the run names, searched after installed packages and the current folder. Defaults to
+    the folder of the run file if such code lies there, so that the run can be started and resumed from any folder."""
     packages: tuple[str, ...] = ()
     """Your own Python packages of features: `["mypkg"]` allows a table `[mypkg.technique]` for each feature of
     mypkg."""
@@ -174,7 +177,7 @@ class Run:
 
     def trust(self, key: str) -> Trust:
         """Return the trust in the code that a key of [run] names."""
-        return self.origin if key in self.unread else USER
+        return self.origin if key in self.unread else Trust(project=self.settings.project)
 
     def dump(self) -> str:
         """Return the text of a run file in TOML that describes this run."""
@@ -218,12 +221,12 @@ class Run:
 def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) -> Run:
     """Read a run file or a recipe in order to run it, with overrides from the command line.
 
-    By running a run file, the user declares that the code in it is trusted. A run folder must have been declared
-    trusted before: the user's own runs do this for the folders that they write, and the user has to do it for other
-    folders.
+    By running a run file, or a folder with a run file that no run has written (a project), the user declares that the
+    code in it is trusted. A run folder must have been declared trusted before: the user's own runs do this for the
+    folders that they write, and the user has to do it for other folders.
 
     Args:
-        source: path of a run file or run folder, or name of a recipe.
+        source: path of a run file, project or run folder, or name of a recipe.
         trusted: whether running a run file declares that the code in it is trusted.
 
     Raises:
@@ -231,12 +234,16 @@ def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) ->
         TrustError: the file names code that has not been declared trusted.
     """
     path, document = read(source)
+    _name_project(path, document, overrides)
     origin = trust_of(path, document)
-    if trusted and not Path(source).is_dir():
+    written_by_a_run = Path(source).is_dir() and (path.parent / "environment.json").exists()
+    if trusted and not written_by_a_run:
         if os.environ.get("RANK", "0") == "0":
             origin.remember()
     elif _unknown(document, overrides):
         origin.require()
+    else:
+        _forget_project(document, origin)
     override(document, overrides, source)
     return parse(document, name=_name(path), source=source)
 
@@ -248,12 +255,30 @@ def look(source: str, overrides: Sequence[str] = ()) -> Run:
         ConfigError: as for `load`.
     """
     path, document = read(source)
+    _name_project(path, document, overrides)
     origin = trust_of(path, document)
     unread = _unknown(document, overrides)
     if unread and origin.holds:
         unread = ()
+    _forget_project(document, origin)
     override(document, overrides, source)
     return parse(document, name=_name(path), source=source, unread=unread, origin=origin)
+
+
+def _name_project(path: Path, document: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set `run.project` to the folder of a run file if code that the run names lies there."""
+    changed = copy.deepcopy(document)
+    override(changed, overrides)
+    names = [name for names in code_of(changed).values() for name in names]
+    table = document.setdefault("run", {})
+    if isinstance(table, dict) and "project" not in table and any(naming.lies_in(name, path.parent) for name in names):
+        table["project"] = str(path.parent.resolve())
+
+
+def _forget_project(document: dict[str, Any], origin: Trust) -> None:
+    """Remove `run.project` unless the user trusts the file that names it, so that nothing is imported from there."""
+    if origin.place is not None and not (origin.names and origin.holds):
+        document["run"].pop("project", None)
 
 
 def vouch(folder: Path) -> None:
@@ -306,21 +331,16 @@ def locate(source: str) -> Path:
         return path / "run.toml"
     if path.exists() or path.suffix or path.name != source:
         if path.is_dir():
-            raise ConfigError(f"the folder `{source}` holds no run.toml", hint=f"recipes: {', '.join(recipes())}")
+            raise ConfigError(f"the folder `{source}` holds no run.toml", hint=f"recipes: {', '.join(recipes.find())}")
         if path.exists() and not path.is_file():
             raise ConfigError(f"`{source}` is a pipe or a device, not a file", hint="save it as a file first")
         if not path.is_file():
-            raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes())}")
+            raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes.find())}")
         return path
-    if source not in recipes():
-        raise ConfigError(f"there is no run file or recipe `{source}`", hint=nearest(source, recipes()))
-    return Path(str(resources.files("shoestring_recipes") / source / "run.toml"))
-
-
-def recipes() -> list[str]:
-    """List the names of the recipes that are installed with shoestring."""
-    root = Path(str(resources.files("shoestring_recipes")))
-    return sorted(path.parent.name for path in root.glob("*/run.toml"))
+    installed = recipes.find()
+    if source not in installed:
+        raise ConfigError(f"there is no run file or recipe `{source}`", hint=nearest(source, installed))
+    return installed[source].file
 
 
 def override(document: dict[str, Any], flags: Sequence[str], source: str = "the run file") -> None:
@@ -414,6 +434,8 @@ def parse(
             raise ConfigError(f"{source}: unknown table [{key}]", hint=hint)
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: `{key}` must be a table, got {table!r}", hint=f"write [{key}]")
+    if settings.project and not unread:
+        naming.search(settings.project)
     for package in settings.packages:  # packages are imported here, so that errors are raised at once
         if package in (*TABLES, *AREAS, "shoestring"):
             raise ConfigError(

@@ -266,7 +266,7 @@ def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> Exp
         folder: the folder of the run.
     """
     target, tokenizer = run.settings.model, data.corpus.tokenizer if data.corpus else None
-    origin = origin_of(target, run.model, data.model_arguments)
+    origin = origin_of(target, run.model, data.model_arguments, run.settings.project)
     learnt = ends_learnt(data.corpus.train, data.corpus.tokenizer) if data.corpus else []
     beside = Beside(pretrained if (pretrained := folder / PRETRAINED).is_dir() else None, learnt)
     return ExportedModel(origin, origin_trust(target, trust), base_name(target), tokenizer, beside)
