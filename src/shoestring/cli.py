@@ -86,6 +86,10 @@ VERBS: dict[str, Verb] = {
         "Talk with a trained model in the terminal, by its chat template; /help lists what can be said besides "
         "questions.",
     ),
+    "predict": Verb(
+        "verbs.predict:predict", "models:Predict",
+        "Run the model of a run on your own files, and write what it says to a table and a page.",
+    ),
     "evaluate": Verb(
         "verbs.evaluate:evaluate", "models:EvaluateModel",
         "Evaluate a trained model on tasks of lm-evaluation-harness, such as hellaswag, or on tasks of your own.",

@@ -43,6 +43,8 @@ OURS = frozenset(
         "shoestring.models.images:smoothed",
         "shoestring.testing.jobs:tiny",
         "shoestring_recipes.images.accuracy:accuracy",
+        "shoestring_recipes.images.files:name",
+        "shoestring_recipes.images.files:read",
     }
 )
 """Callables of shoestring that untrusted data may name, because they only make models, data or numbers from plain

@@ -92,6 +92,13 @@ class Settings:
     returns."""
     best_mode: Literal["min", "max"] = "min"
     """Whether the lowest (`min`) or the highest (`max`) value of `best_metric` is the best."""
+    read_file: str = ""
+    """Your own function for `shoestring predict`: `package.module:callable`, from the path of a file to a sample as the
+    data set has them; targets may be missing."""
+    predict: str = ""
+    """Your own function for `shoestring predict`: `package.module:callable`, from (output, batch) to a list with a dict
+    of numbers, texts and pictures for each sample, or a list of dicts. By default the likeliest class and its
+    probability."""
     seed: int = 0
     """Seed of all random numbers, which decide on initial weights, order of the data and dropout."""
     timeout: float = 600.0

@@ -12,7 +12,7 @@ from shoestring.naming import USER, Trust, foreign, names_in, task_files
 
 TABLES = ("run", "model", "data")
 """Tables of a run file that are not those of features."""
-_KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "sinks")
+_KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "read_file", "predict", "sinks")
 """Keys of [run] that may contain the name of a callable; the key `packages`, with names of packages, is not among
 them."""
 

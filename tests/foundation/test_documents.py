@@ -56,6 +56,7 @@ OTHERS = {  # that are no whole scripts
     ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
     ("your-own-task.md", 0),  # tests/forms/test_own_task_guide.py
     ("your-own-task.md", 1),
+    ("your-own-task.md", 2),  # tests/projects/test_predict.py
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py
     ("write-a-feature.md", 1),
 }
