@@ -38,7 +38,8 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata, and of sizes, which are compared here
-            picture = Image.open(BytesIO(foreign.read_bytes(path, _BYTES)), formats=_FORMATS)
+            content = BytesIO(foreign.read_bytes(path, _BYTES))
+            picture = Image.open(content, formats=_FORMATS)  # own file: bytes that foreign.py has read
             if picture.width * picture.height > _PIXELS:
                 raise ValueError(f"it has {picture.width:,} × {picture.height:,} pixels")
             picture = ImageOps.exif_transpose(picture)
