@@ -227,9 +227,11 @@ def search(project: str) -> None:
 
 
 def lies_in(name: str, folder: Path) -> bool:
-    """Whether a folder holds the top-level module or package of a name."""
+    """Whether a folder holds the top-level module or package of a name; a folder without modules is no package."""
     package = _package(name)
-    return not name.startswith(HARNESS) and ((folder / f"{package}.py").is_file() or (folder / package).is_dir())
+    if name.startswith(HARNESS):
+        return False
+    return (folder / f"{package}.py").is_file() or any((folder / package).glob("*.py"))
 
 
 def _last(project: str) -> list[str]:
@@ -256,7 +258,7 @@ def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
     if name.startswith(HARNESS):
         folder = Path(name.removeprefix(HARNESS)).parent
         return [(path, path.name) for path in sorted(folder.glob("*")) if path.suffix in (".yaml", ".yml", ".py")]
-    spec = _find(_package(name), project)
+    spec = _find(_package(name), project if project and lies_in(name, Path(project)) else "")
     if spec is None:
         return []
     if spec.submodule_search_locations is None:

@@ -284,8 +284,9 @@ def _name_project(path: Path, document: dict[str, Any], overrides: Sequence[str]
 
 def _forget_project(document: dict[str, Any], origin: Trust) -> None:
     """Remove `run.project` unless the user trusts the file that names it, so that nothing is imported from there."""
-    if origin.place is not None and not (origin.names and origin.holds):
-        document["run"].pop("project", None)
+    table = document.get("run")
+    if isinstance(table, dict) and origin.place is not None and not (origin.names and origin.holds):
+        table.pop("project", None)
 
 
 def vouch(folder: Path) -> None:

@@ -46,6 +46,9 @@ def trust_of(path: Path, document: Mapping[str, Any]) -> Trust:
     content = {key: entry(document, key) for key in code}
     if "run.model" in code:
         content["model"] = document.get("model")
+    data = document.get("data")
+    if "run.data" in code and isinstance(data, dict) and "arguments" in data:
+        content["data.arguments"] = data["arguments"]
     names = sorted({name for names in code.values() for name in names})
     settings = document.get("run")
     project = settings.get("project", "") if isinstance(settings, dict) else ""

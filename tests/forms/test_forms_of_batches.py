@@ -7,12 +7,13 @@ import tomli_w
 import torch
 
 from shoestring.cli import main
-from shoestring.core.errors import DataError
+from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.world import World
 from shoestring.models.loading import load_model
 from shoestring.run import parse
 from shoestring.testing import Pool
 from shoestring.training.loop import train
+from shoestring.verbs.plan import plan
 from tests.forms import two_towers
 from tests.forms.two_towers import RUN
 
@@ -156,3 +157,44 @@ def test_a_finished_run_is_pruned_by_the_inputs_of_its_own_samples(tmp_path):
     norms = dense.bags[0](batch["text"]).square().sum(0).sqrt()
     kept = (dense.layers[0].weight.abs() * norms).view(32, 8, 4).topk(2).indices.sort(-1).values
     assert torch.equal(kept, weight.view(32, 8, 4).ne(0).float().topk(2).indices.sort(-1).values)
+
+
+def planned(folder, tables, **settings):
+    return plan(run(folder, tables, **settings), World.current()).chooser.decision.choice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["distance", "matched"])
+def test_a_plan_and_a_choice_in_training_measure_such_batches(tmp_path, loss):
+    """The choice is made in the first pass with gradients, which is the second one of a loss over the whole batch."""
+    own = {"loss": f"{two_towers.__name__}:{loss}", "accumulate": 2}
+    auto = {"comm": {"auto": {"allow": ["bf16"], "trials": 1}}}
+    with Pool(2, timeout=200) as pool:
+        first, second = pool.call(planned, folder=str(tmp_path / "plan"), tables=auto, **own)
+        assert first == second and first
+        found = pool.call(on_ranks, folder=str(tmp_path / "run"), tables=TABLES | auto, **own)
+    assert found[0] == found[1] and len(rows(tmp_path / "run", "loss")) == 4
+
+
+def some(samples: int = 64, seed: int = 0, *, held_out: bool = True):
+    train = two_towers.Pairs(samples, seed)
+    return (train, two_towers.Pairs(11, 1)) if held_out else train
+
+
+def test_the_function_of_the_data_gets_its_arguments(tmp_path, capsys):
+    tables = TABLES | {"data": {"arguments": {"samples": 24, "held_out": False}}}
+    result = train(run(tmp_path / "run", tables, data=f"{__name__}:some"), World())
+    assert "held_out_loss" not in result.metrics
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps({"run": RUN | {"data": f"{__name__}:some"}} | tables))
+    assert main(["trust", str(path)]) == 0
+    for arguments in ([], ["--data.arguments.samples", "30"]):
+        assert main(["check", str(path), *arguments]) == 0
+    capsys.readouterr()
+    assert main(["check", str(path), "--data.arguments.size", "3"]) == 2
+    assert "cannot be called with {'samples': 24, 'held_out': False, 'size': 3}" in capsys.readouterr().err
+    changed = tomli_w.dumps({"run": RUN | {"data": f"{__name__}:some"}} | TABLES | {"data": {"arguments": {"seed": 1}}})
+    path.write_text(changed)
+    assert main(["check", str(path)]) == 0 and "nobody has vouched" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"\[data.arguments\] is for a function of your own"):
+        train(parse({"data": {"arguments": {"seed": 1}}}), World())

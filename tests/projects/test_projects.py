@@ -143,6 +143,24 @@ def test_a_file_that_names_no_code_adds_no_folder(elsewhere):
     assert str(source) not in sys.path
 
 
+def test_a_project_that_is_no_place_of_code_is_not_searched(elsewhere, monkeypatch):
+    """Somebody else's file could name any folder, whose files would be read for the digest."""
+    walked = []
+    monkeypatch.setattr("os.walk", lambda root: walked.append(root) or iter(()))
+    (elsewhere / "project").mkdir()
+    for project, name in (("/", "usr:x"), ("/usr", "lib:x"), (str(elsewhere), "project:x")):
+        (elsewhere / "project/run.toml").write_text(f'[run]\nproject = "{project}"\nloss = "{name}"\n')
+        assert "run.loss" in run.look(str(elsewhere / "project")).unread
+    (elsewhere / "project/run.toml").write_text('[run]\nproject = 3\nloss = "a:b"')
+    assert run.look(str(elsewhere / "project")).settings.project == ""
+    with pytest.raises(ConfigError, match="must be a string"):
+        run.load(str(elsewhere / "project"))
+    (elsewhere / "project/run.toml").write_text("run = 3")
+    with pytest.raises(ConfigError, match="must be a table"):
+        run.look(str(elsewhere / "project"))
+    assert not walked
+
+
 def test_installed_packages_and_the_current_folder_come_first(elsewhere):
     source = project(elsewhere / "project", "task_first")
     Path("task_first.py").write_text(TASK.replace("1.0", "2.0"))

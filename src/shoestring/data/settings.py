@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from dataclasses import field as dataclass_field
+from typing import Any, Literal
 
 from shoestring.core.errors import ConfigError
 
@@ -47,6 +49,8 @@ class Data:
     """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of
     your own (torch's CPU generator, NumPy's, Python's) depend on the seed and the sample's position alone, not on the
     number of workers."""
+    arguments: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    """Arguments of the function that `run.data` names: `[data.arguments]` with `fold = 2` calls it with `fold=2`."""
     per_rank: bool = False
     """Whether each rank has data of its own, such as that of a client. `run.data` names a function of (rank, number of
     ranks) then, and the order, the position and the length of its data belong to the rank; an epoch is one of the rank

@@ -150,6 +150,8 @@ def check_form(run: Run) -> None:
     if run.data.per_rank and (not own or is_mnist(run.sources[0])):
         hint = "let run.data name a function of (rank, number of ranks)"
         raise ConfigError("data.per_rank is only for data sets of your own", hint=hint)
+    if run.data.arguments and (not own or is_mnist(run.sources[0])):
+        raise ConfigError("[data.arguments] is for a function of your own", hint="let run.data name a function")
     if not own and (run.data.cache_memory or run.data.cache_disk):
         raise ConfigError(
             "data.cache_memory and data.cache_disk are only for data sets of your own; prepared text needs no cache"
@@ -328,7 +330,12 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     if is_mnist(source):
         made: Any = mnist(Path(source))
     else:
-        made = resolve(source, "run.data", run.trust("run.data"))(*((rank, ranks) if run.data.per_rank else ()))
+        open_own = resolve(source, "run.data", run.trust("run.data"))
+        try:
+            made = open_own(*((rank, ranks) if run.data.per_rank else ()), **run.data.arguments)
+        except TypeError as error:
+            with_arguments = f" with {dict(run.data.arguments)}" if run.data.arguments else ""
+            raise ConfigError(f"`{source}` cannot be called{with_arguments}: {error}") from error
     train, held_out = made if isinstance(made, tuple) else (made, None)
     for part in (train, held_out):
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__") and len(part)):
