@@ -1,6 +1,7 @@
 """`run.forward` and `run.collate`: batches of any form, wherever the model is called on samples."""
 
 import json
+import tomllib
 
 import pytest
 import tomli_w
@@ -114,6 +115,19 @@ def test_a_run_resumes_bitwise(tmp_path):
     train(run(tmp_path / "whole", TABLES, steps=6), World())
     one, other = (load_model(tmp_path / name / "model")[0].state_dict() for name in ("parts", "whole"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_of_a_version_with_fewer_keys_resumes(tmp_path):
+    train(run(tmp_path, steps=2), World())
+    file = tmp_path / "run.toml"
+    document = tomllib.loads(file.read_text())
+    for key in ("arguments", "per_rank"):
+        del document["data"][key]
+    file.write_text(tomli_w.dumps(document))
+    train(run(tmp_path, steps=4, resume=True), World())
+    assert len(rows(tmp_path, "loss")) == 4
+    with pytest.raises(ConfigError, match=r"its `data\.per_rank` is False, this one's is True"):
+        train(run(tmp_path, TABLES | {"data": {"per_rank": True}}, steps=6, resume=True), World())
 
 
 def test_samples_of_two_lengths_without_a_function_are_refused_in_one_line(tmp_path):
