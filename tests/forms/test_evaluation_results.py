@@ -90,7 +90,7 @@ def on_ranks(folder):
     return train(run(folder, evaluate=f"{HERE}:recall"), World.current()).metrics
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_work_and_gather_what_one_process_computes(tmp_path, ranks):
     alone = train(run(tmp_path / "alone", evaluate=f"{HERE}:recall"), World()).metrics
     with Pool(ranks, timeout=200) as pool:

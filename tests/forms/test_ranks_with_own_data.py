@@ -54,7 +54,10 @@ def test_each_rank_takes_its_own_samples_once_an_epoch(tmp_path):
     assert first["metrics"]["held_out_loss"] == pytest.approx(float(wanted), rel=1e-5)
 
 
-@pytest.mark.parametrize("features", [{}, {"comm": {"localsgd": {"every": 2}}}], ids=["ddp", "local steps"])
+LOCAL_STEPS = pytest.param({"comm": {"localsgd": {"every": 2}}}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("features", [{}, LOCAL_STEPS], ids=["ddp", "local steps"])
 def test_a_run_resumes_bitwise_on_as_many_ranks_and_no_others(tmp_path, features):
     tables = TABLES | features
     with Pool(2, timeout=100) as pool:
