@@ -87,6 +87,10 @@ VERBS: dict[str, Verb] = {
         "Talk with a trained model in the terminal, by its chat template; /help lists what can be said besides "
         "questions.",
     ),
+    "predict": Verb(
+        "verbs.predict:predict", "models:Predict",
+        "Run the model of a run on your own files, and write what it says to a table and a page.",
+    ),
     "evaluate": Verb(
         "verbs.evaluate:evaluate", "models:EvaluateModel",
         "Evaluate a trained model on tasks of lm-evaluation-harness, such as hellaswag, or on tasks of your own.",
@@ -226,6 +230,14 @@ VERBS: dict[str, Verb] = {
         "Delete older checkpoints, and those that the run went back from, once those that are kept have been "
         "verified.",
     ),
+    "recipes list": Verb(
+        "verbs.recipes:list_recipes", "runs:ListRecipes",
+        "List the recipes that are installed: what each is for, which areas it uses, and how long it takes.",
+    ),
+    "recipes copy": Verb(
+        "verbs.recipes:copy", "runs:CopyRecipe",
+        "Copy a recipe with its code to a new folder, as a project of your own to change.",
+    ),
     "keys": Verb(
         "verbs.keys:search", "runs:SearchKeys",
         "Search the keys of run files by name and help text: `shoestring keys lr`. `shoestring train finetune --help` "
@@ -246,12 +258,15 @@ GROUPS = {
     "holds the memory of this host.",
     "tune": "Search for the settings of a run, on workers that may join, leave or vanish at any time: `shoestring tune "
     "tune.toml`.",
+    "recipes": "Ready tasks to run, to copy and to change: `shoestring train NAME` runs one.",
     "lab": "Virtual hosts with slow links on this machine, to try several hosts by hand; needs root.",
     "checkpoint": "List, verify, show, explain, export, import and delete the checkpoints of a run.",
 }
 """Maps the first word of verbs with two words to the help text of the group."""
 RUN_IS_IMPLIED = ("profile", "tune")
 """Groups whose verb `run` is meant if no verb is given: `shoestring tune FILE` is `shoestring tune run FILE`."""
+ALONE = {"recipes": "list"}
+"""Maps a group to the verb that is meant if nothing follows the group."""
 RENAMED = {"checkpoint prune": "checkpoint trim"}
 """Maps the former name of a verb to its present one; former names still work."""
 RENAMED_FLAGS = {"generate": {"--tokens": "--max-tokens"}}
@@ -376,15 +391,15 @@ def _flags_of(verb: type) -> Iterator[str]:
 
 def _show_keys(arguments: list[str]) -> None:
     """Print the keys of the run file or recipe in the arguments; without one, say how to list them."""
-    from shoestring import run
+    from shoestring import recipes
     from shoestring.commands.printing import say_lines
     from shoestring.verbs.keys import keys_of_run
 
     for argument in arguments:
-        if argument in run.recipes() or (not argument.startswith("-") and Path(argument).exists()):
+        if argument in recipes.find() or (not argument.startswith("-") and Path(argument).exists()):
             say_lines(keys_of_run(argument))
             return
-    say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(run.recipes())}")
+    say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(recipes.find())}")
 
 
 def _as_user_error(error: Exception) -> ShoestringError | None:
@@ -410,6 +425,8 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if group not in GROUPS:
         return (group, following) if group in VERBS else ("", list(arguments))
     words = " ".join(arguments[:2])
+    if group in ALONE and not following:
+        return f"{group} {ALONE[group]}", []
     if words in VERBS or words in RENAMED:
         return words, following[1:]
     if group in RUN_IS_IMPLIED and following[:1] not in (["--help"], ["-h"]) and (following or group == "tune"):
@@ -444,9 +461,9 @@ def _show_group(group: str, arguments: list[str]) -> int:
         helps = {name.partition(" ")[0]: GROUPS.get(name.partition(" ")[0], line) for name, line in helps.items()}
     if arguments and not arguments[0].startswith("-"):
         words = f"{group} {arguments[0]}".strip()
-        from shoestring.run import recipes
+        from shoestring import recipes
 
-        recipe = f"`{words}` is a recipe: shoestring train {words}" if words in recipes() else ""
+        recipe = f"`{words}` is a recipe: shoestring train {words}" if words in recipes.find() else ""
         raise ConfigError(f"there is no verb `{words}`", hint=recipe or nearest(arguments[0], helps))
     tyro.cli(
         reduce(or_, (Annotated[_Listed, subcommand(name, description=line)] for name, line in helps.items())),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoestring.core.errors import ConfigError
-from shoestring.report import history_file
+from shoestring.report import findings, history_file
 from shoestring.storage import foreign
 
 Columns = dict[str, dict[int, float]]
@@ -36,6 +36,8 @@ class RunFolder:
     summary: dict[str, Any] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """The newest tables and pictures of evaluations; see `findings.read`."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -64,6 +66,7 @@ def read(folder: Path) -> RunFolder:
         summary=summary,
         traces=[trace for trace in traces if trace],
         history=events,
+        findings=list(findings.read(folder, problems)),
         problems=problems,
     )
 

@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
+from shoestring.core.feature import Table
 from shoestring.report.reading import flat
 from shoestring.report.sinks import Sink
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
+
+if TYPE_CHECKING:
+    from shoestring.report.findings import Finding
 
 log = logging.getLogger("shoestring")
 
@@ -38,6 +42,21 @@ class TensorBoard:
         """Write one scalar for each value."""
         for key, value in values.items():
             self._writer.add_scalar(key, float(value), step)
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Write pictures as images and tables as texts in Markdown."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
+
+        from shoestring.report.findings import png
+
+        for name, item in findings.items():
+            if isinstance(item, Table):
+                self._writer.add_text(name, _markdown(item), step)
+                continue
+            pixels = item.bytes_of_pixels()
+            height, width = pixels.shape[:2]
+            image = Summary.Image(height=height, width=width, encoded_image_string=png(pixels))
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def truncate_after(self, step: int) -> None:
         """Begin a new event file with a purge step, which makes TensorBoard hide later steps in earlier files."""
@@ -78,6 +97,18 @@ class Wandb:
         """Log the values of one step."""
         self._run.log({"step": step} | dict(values))
 
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log pictures and tables in wandb's own forms."""
+        import wandb
+
+        shown = {
+            name: wandb.Table(columns=list(item.head), data=[[str(cell) for cell in row] for row in item.rows])
+            if isinstance(item, Table)
+            else wandb.Image(item.bytes_of_pixels(), caption=item.caption or None)
+            for name, item in findings.items()
+        }
+        self._run.log({"step": step} | shown)
+
     def close(self) -> None:
         """Finish the run; unless offline, wandb uploads the remaining data."""
         self._run.finish()
@@ -95,6 +126,19 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one step."""
         self._run.log(dict(values), step=step)
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log pictures and tables in trackio's own forms."""
+        import trackio
+        from pandas import DataFrame
+
+        shown = {
+            name: trackio.Table(dataframe=DataFrame(item.rows, columns=item.head))
+            if isinstance(item, Table)
+            else trackio.Image(item.bytes_of_pixels(), caption=item.caption or None)
+            for name, item in findings.items()
+        }
+        self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Flush buffered values and finish the run."""
@@ -181,15 +225,24 @@ class Tracker:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one step."""
-        if self._sink is None:
-            return
+        if (sink := self._sink) is not None:
+            self._guarded(step, lambda: sink.write(step, values))
+
+    def _guarded(self, step: int, work: Callable[[], object]) -> None:
+        """Do something with the sink; if that fails, log a warning and stop using the sink."""
         try:
-            self._sink.write(step, values)
+            work()
         except Exception as error:
             log.warning("sink `%s` failed at step %d and gets no more metrics: %s", self.name, step, _reason(error))
             sink, self._sink = self._sink, None
             with suppress(Exception):
-                sink.close()
+                if sink is not None:
+                    sink.close()
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log the tables and pictures of an evaluation, if the sink takes any."""
+        if (show := getattr(self._sink, "show", None)) is not None:
+            self._guarded(step, lambda: show(step, findings))
 
     def close(self) -> None:
         """Close the sink, unless it has failed."""
@@ -213,6 +266,13 @@ def _import_or_hint(extra: str) -> Iterator[None]:
     except ImportError as error:
         hint = f'pip install "shoestring[{extra}]"'
         raise ShoestringError(f"`run.sinks`: {extra} is not installed ({error})", hint=hint) from error
+
+
+def _markdown(table: Table) -> str:
+    """A table as Markdown."""
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
