@@ -1,0 +1,276 @@
+"""The page of a run, the comparison of runs, and what is fetched from there: new points, files, the report."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse, StreamingHttpResponse
+from django.shortcuts import redirect, render
+from django.urls import URLPattern, reverse
+from django.utils import timezone
+from django.utils.http import content_disposition_header
+from django.utils.safestring import mark_safe
+
+from shoestring.report import curves
+from shoestring.report.charts import charts
+from shoestring.report.markup import embedded
+from shoestring.report.reading import RunFolder
+from shoestring_hub.protocol import LOG
+from shoestring_hub.server import chunks, logs, runs as stored
+from shoestring_hub.server.access import Rule, access_of, route, run_of
+from shoestring_hub.server.logs import SEGMENT
+from shoestring_hub.server.models import GRACE, File, Key, Points, Project, Run, Tag, Value
+from shoestring_hub.server.numbers import columns_of
+from shoestring_hub.server.policy import REPORT
+
+MOST_RUNS = 20
+"""Maximum number of runs in a comparison."""
+BUDGET = 64 << 20
+"""Bytes of points that are read for one page; metrics beyond are left out, those that matter most come first."""
+FIRST = ("loss", "held_out_loss", "bits_per_byte", "held_out_bits_per_byte", "tokens_per_second", "lr", "grad_norm")
+AXES = ("time", "tokens")
+"""Metrics that are read with any other, for the x axis."""
+
+
+def run(request: HttpRequest) -> HttpResponse:
+    """The page of one run."""
+    access, shown = access_of(request), run_of(request)
+    files = list(File.objects.filter(run=shown).order_by("path"))
+    settings = Value.objects.filter(run=shown, key__kind=Key.SETTING).order_by("key__name")
+    latest = Value.objects.filter(run=shown, key__kind=Key.METRIC).order_by("key__name")
+    context = {
+        "run": shown,
+        "tags": Tag.objects.filter(run=shown).order_by("name"),
+        "files": files,
+        "total": sum(file.size for file in files) + shown.size,
+        "report": any(file.path == "report.html" for file in files),
+        "settings": settings.values_list("key__name", "text"),
+        "latest": latest.values_list("key__name", "text"),
+        "grace": GRACE.days,
+    }
+    return render(request, "hub/run.html", context | _charts(access.project, [shown], ()))
+
+
+def compare(request: HttpRequest) -> HttpResponse:
+    """The curves of up to 20 runs in the same charts, and the settings in which they differ."""
+    project = access_of(request).project
+    chosen = _chosen(project, request)
+    if not chosen:
+        return redirect("runs", project=project.slug)
+    metrics = tuple(request.GET.getlist("metric"))
+    context = {
+        "runs": chosen,
+        "settings": _table(chosen, Key.SETTING, differing=True),
+        "results": _table(chosen, Key.METRIC, differing=False),
+    }
+    return render(request, "hub/compare.html", context | _charts(project, chosen, metrics))
+
+
+def _chosen(project: Project, request: HttpRequest) -> list[Run]:
+    numbers = [int(text) for text in request.GET.getlist("run") if text.isascii() and text.isdecimal() and len(text) < 9]
+    wanted = list(dict.fromkeys(numbers))[:MOST_RUNS]
+    found = {run.number: run for run in Run.objects.filter(project=project, number__in=wanted, deleted=None)}
+    return [found[number] for number in wanted if number in found]
+
+
+def _table(chosen: Sequence[Run], kind: str, *, differing: bool) -> list[tuple[str, list[str]]]:
+    """The values of a kind of several runs, a row for each key; `differing` leaves out the keys that have one value."""
+    table: dict[str, dict[int, str]] = {}
+    values = Value.objects.filter(run__in=chosen, key__kind=kind).order_by("key__name")
+    for key, run_id, text in values.values_list("key__name", "run", "text"):
+        table.setdefault(key, {})[run_id] = text
+    rows = [(key, [texts.get(run.pk, "–") for run in chosen]) for key, texts in table.items()]
+    return [row for row in rows if not differing or len(set(row[1])) > 1]
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(project: Project, chosen: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
+    """The charts of some runs, for a template; `metrics` chooses those that are drawn, by default as many as fit."""
+    drawn, left_out = _within_budget(chosen, metrics)
+    data = curves.payload([stored.read(run, [*drawn, *AXES]) for run in chosen])
+    _name_apart(data, chosen)
+    query = "&".join(f"run={run.number}" for run in chosen)
+    return {
+        "charts": mark_safe(charts(data)),  # noqa: S308
+        "data": mark_safe(embedded(data)),  # noqa: S308
+        "left_out": left_out,
+        "source": f"{reverse('new_points', kwargs={'project': project.slug})}?{query}",
+        "state": _state(chosen),
+    }
+
+
+def _within_budget(chosen: Sequence[Run], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The metrics to draw, and those that would take more than `BUDGET`; the size of a log bounds that of its points."""
+    found = Key.objects.filter(points__run__in=chosen, kind=Key.METRIC).exclude(name__in=AXES)
+    known = sorted(found.values_list("name", flat=True).distinct(), key=lambda name: (name not in FIRST, name))
+    if metrics:
+        return [name for name in known if name in metrics], [name for name in known if name not in metrics]
+    size = sum(run.size for run in chosen) // max(1, len(known) + len(AXES))  # bytes of text a metric, as of points
+    most = max(4, BUDGET // max(size, 1))
+    return known[:most], known[most:]
+
+
+def _name_apart(data: dict[str, Any], chosen: Sequence[Run]) -> None:
+    """Name runs of the same name by their numbers as well."""
+    names = [run.name for run in chosen]
+    for entry, run in zip(data["runs"], chosen, strict=True):
+        entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
+
+
+def _state(chosen: Sequence[Run]) -> str:
+    return ",".join(f"{run.number}:{run.attempt}:{run.size}" for run in chosen)
+
+
+def new_points(request: HttpRequest) -> HttpResponse:
+    """What has been logged since a page was read: 204 for nothing, 205 if the page has to be read anew."""
+    project = access_of(request).project
+    chosen = _chosen(project, request)
+    before, now = request.GET.get("have", ""), _state(chosen)
+    if before == now:
+        return HttpResponse(status=204)
+    had = {number: rest for number, _, rest in (part.partition(":") for part in before.split(","))}
+    folders = []
+    for run in chosen:
+        attempt, _, size = had.get(str(run.number), "").partition(":")
+        if attempt != str(run.attempt) or not size.isdecimal() or int(size) > run.size:
+            return HttpResponse(status=205)
+        folders.append(_grown(run, int(size)))
+    data = curves.payload(folders)
+    return JsonResponse({"state": now, "data": data})
+
+
+def _grown(run: Run, size: int) -> RunFolder:
+    """A run with the points since its log had a size; of its times the very first as well, from which seconds count."""
+    if size == run.size:
+        return stored.read(run, ())
+    folder = stored.read(run, since=max(0, size - SEGMENT))
+    first = Points.objects.filter(run=run, key__name="time").order_by("offset").values_list("key__name", "data")[:1]
+    if "time" in folder.columns and first:
+        begun = columns_of(first)["time"]
+        merged = dict(list(begun.items())[:1]) | dict(folder.columns["time"])
+        return replace(folder, columns=dict(folder.columns) | {"time": merged})
+    return folder
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def edit_run(request: HttpRequest) -> HttpResponse:
+    """Change the notes and the tags of a run."""
+    changed = run_of(request)
+    changed.notes = request.POST.get("notes", "")[:50_000]
+    changed.save(update_fields=["notes"])
+    names = {name[:50] for name in request.POST.get("tags", "").replace(",", " ").split()[:20]}
+    Tag.objects.filter(run=changed).exclude(name__in=names).delete()
+    Tag.objects.bulk_create([Tag(run=changed, name=name) for name in sorted(names)], ignore_conflicts=True)
+    return _back(changed)
+
+
+def archive_run(request: HttpRequest) -> HttpResponse:
+    """Archive a run, or bring it back to the table."""
+    changed = run_of(request)
+    Run.objects.filter(pk=changed.pk).update(archived=request.POST.get("archived") == "yes")
+    return _back(changed)
+
+
+def delete_run(request: HttpRequest) -> HttpResponse:
+    """Delete a run, or restore it within the grace period."""
+    changed = run_of(request)
+    deleted = timezone.now() if request.POST.get("deleted") == "yes" else None
+    Run.objects.filter(pk=changed.pk).update(deleted=deleted)
+    return redirect("runs", project=changed.project.slug) if deleted else _back(changed)
+
+
+def _back(changed: Run) -> HttpResponse:
+    return redirect("run", project=changed.project.slug, run=changed.number)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def report(request: HttpRequest) -> HttpResponseBase:
+    """The report of a run, which is a page of whoever pushed it: in a sandbox, under a policy of its own."""
+    found = _file(run_of(request), "report.html")
+    response = StreamingHttpResponse(chunks.stream(found.run.project_id, found.chunks), content_type="text/html")
+    response["Content-Security-Policy"] = REPORT
+    response["X-Frame-Options"] = "SAMEORIGIN"
+    return response
+
+
+def file(request: HttpRequest, path: str) -> HttpResponseBase:
+    """A file of a run, always as an attachment."""
+    shown = run_of(request)
+    if path == LOG:
+        return _attachment(logs.read(shown), path, shown.size)
+    found = _file(shown, path)
+    return _attachment(chunks.stream(shown.project_id, found.chunks), path.rpartition("/")[2], found.size)
+
+
+def _file(shown: Run, path: str) -> File:
+    found = File.objects.select_related("run").filter(run=shown, path=path).first()
+    if found is None:
+        raise Http404
+    return found
+
+
+def _attachment(data: Iterator[bytes], name: str, size: int | None = None) -> HttpResponseBase:
+    response = StreamingHttpResponse(data, content_type="application/octet-stream")
+    response["Content-Disposition"] = content_disposition_header(True, name)
+    if size is not None:
+        response["Content-Length"] = str(size)
+    return response
+
+
+def export(request: HttpRequest) -> HttpResponseBase:
+    """All files of a run as one ZIP file, which is made while it is sent."""
+    shown = run_of(request)
+    return _attachment(_zipped(shown), f"{shown.project.slug}-{shown.number}.zip")
+
+
+def _zipped(shown: Run) -> Iterator[bytes]:
+    files = File.objects.filter(run=shown).order_by("path")
+    contents = [(file.path, chunks.stream(shown.project_id, file.chunks)) for file in files]
+    buffer = _Buffer()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for path, data in [*contents, (LOG, logs.read(shown))]:
+            with archive.open(zipfile.ZipInfo(path), "w", force_zip64=True) as entry:
+                for part in data:
+                    entry.write(part)
+                    yield buffer.take()
+    yield buffer.take()
+
+
+class _Buffer:
+    """A file that cannot be read or searched, whose bytes are taken as they are written."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def take(self) -> bytes:
+        data, self._parts = b"".join(self._parts), []
+        return data
+
+
+ROUTES: list[URLPattern] = [
+    route("<slug:project>/compare", compare, Rule.READER),
+    route("<slug:project>/compare/new", new_points, Rule.READER),
+    route("<slug:project>/runs/<int:run>", run, Rule.READER),
+    route("<slug:project>/runs/<int:run>/report", report, Rule.READER),
+    route("<slug:project>/runs/<int:run>/export.zip", export, Rule.READER),
+    route("<slug:project>/runs/<int:run>/files/<path:path>", file, Rule.READER),
+    route("<slug:project>/runs/<int:run>/edit", edit_run, Rule.WRITER, "POST"),
+    route("<slug:project>/runs/<int:run>/archive", archive_run, Rule.WRITER, "POST"),
+    route("<slug:project>/runs/<int:run>/delete", delete_run, Rule.WRITER, "POST"),
+]
