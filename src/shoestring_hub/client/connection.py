@@ -72,7 +72,7 @@ class Connection:
         else:
             self._http = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout)
 
-    def ask(self, method: str, path: str, body: Any = b"", **query: Any) -> dict[str, Any]:
+    def ask(self, method: str, path: str, body: Any = b"", /, **query: Any) -> dict[str, Any]:
         """Send a request with a body of bytes or of JSON, and return the answer, a JSON object.
 
         Raises:
@@ -89,7 +89,7 @@ class Connection:
             raise HubError(f"`{self.login.address}` did not answer as a hub does", 502, {})
         return value
 
-    def fetch(self, path: str, limit: int, **query: Any) -> bytes:
+    def fetch(self, path: str, limit: int, /, **query: Any) -> bytes:
         """The bytes at a path, at most `limit` of them; errors as for `ask`."""
         return self._repeat("GET", self._target(path, query), b"", limit)
 

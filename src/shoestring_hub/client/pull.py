@@ -41,10 +41,12 @@ def pull(run: int, folder: Path | None = None, *, project: str = "", patience: f
         if _digests(target / path, size) != chunks:
             write_atomic(target / path, _download(connection, run, path, chunks))
             received += size
-    if size := fields.entries("log").count("size", least=0, most=LOG_LIMIT):
+    log = fields.entries("log")
+    if (size := log.count("size", least=0, most=LOG_LIMIT)) and not _has_log(target / LOG, size, log.get("segments")):
         data = connection.fetch(f"runs/{run}/log", LOG_LIMIT)
-        _check_log(data, size, fields.entries("log").get("segments"))
-        write_atomic(target / LOG, data)
+        if len(data) < size or not _is_log(data[:size], log.get("segments")):
+            raise DataError("the hub's metrics have changed while they were received", hint="pull again")
+        write_atomic(target / LOG, data[:size])
         received += size
     return [f"{target}: {len(files)} files and the metrics, {figures.size(received)} were received"]
 
@@ -97,15 +99,18 @@ def _download(connection: Connection, run: int, path: str, chunks: list[str]) ->
         yield data
 
 
-def _check_log(data: bytes, size: int, segments: Any) -> None:
-    """Check a log against the digests of its segments. It may have grown meanwhile, but not have changed."""
+def _has_log(path: Path, size: int, segments: Any) -> bool:
+    try:
+        return path.stat().st_size == size and _is_log(foreign.read_bytes(path, LOG_LIMIT), segments)
+    except OSError:
+        return False
+
+
+def _is_log(data: bytes, segments: Any) -> bool:
+    """Whether bytes consist of these segments: offset, size and digest of each."""
     end = 0
     for offset, length, name in segments if isinstance(segments, list) else []:
-        part = data[offset : offset + length]
-        if offset != end or (digest(part) != name and (offset, length) != tuple(segments[-1][:2])):
-            raise DataError("the hub's metrics have changed while they were received", hint="pull again")
+        if offset != end or digest(data[offset : offset + length]) != name:
+            return False
         end = offset + length
-    if end != size or len(data) < size:
-        raise DataError("the hub's metrics are not whole", hint="pull again")
-
-
+    return end == len(data)

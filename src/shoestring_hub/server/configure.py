@@ -122,7 +122,10 @@ def django_settings(place: Place) -> dict[str, Any]:
             "version": 1,
             "disable_existing_loggers": False,
             "handlers": {"console": {"class": "logging.StreamHandler"}},
-            "loggers": {"django": {"handlers": ["console"], "level": "WARNING"}},
+            "loggers": {
+                "django": {"handlers": ["console"], "level": "WARNING"},
+                "django.request": {"level": "ERROR"},  # refusals are ordinary
+            },
         },
     }
 
