@@ -214,7 +214,7 @@ VERBS: dict[str, Verb] = {
         package="shoestring_hub",
     ),
     "hub serve": Verb(
-        "server.serve:serve", "administration:Serve",
+        "server.serve:serve", "administration:ServeHub",
         "Start the hub: a server for the runs of a lab, with SQLite and a folder, or with PostgreSQL.",
         package="shoestring_hub",
     ),

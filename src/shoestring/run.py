@@ -90,9 +90,9 @@ class Settings:
     folder: str = ""
     """Folder that the run writes to. Defaults to a new folder in `runs/`."""
     sinks: tuple[str, ...] = ()
-    """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio`, `mlflow`
-    (install the extra of that name) or `hub` (after `shoestring hub login`), or `package.module:callable`, which is called with the run's folder, name and
-    settings."""
+    """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio` or `mlflow`
+    (install the extra of that name), `hub` (after `shoestring hub login`), or `package.module:callable`, which is
+    called with the run's folder, name and settings."""
     packages: tuple[str, ...] = ()
     """Your own Python packages of features: `["mypkg"]` allows a table `[mypkg.technique]` for each feature of
     mypkg."""

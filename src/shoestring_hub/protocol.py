@@ -1,9 +1,9 @@
 """What the client and the server of the hub agree on: sizes, limits, and which paths a run folder may have.
 
 A file travels as chunks of `CHUNK` bytes, each named by its SHA-256, so a push that broke off continues with the chunks
-that are missing, and chunks may arrive twice and in any order. `metrics.jsonl` grows while a run trains and is rewritten
-when the run resumes, so it travels as a log: a request replaces all bytes from `at` on, and is carried out only if the
-hub still has the size and the attempt that the client believes it has.
+that are missing, and chunks may arrive twice and in any order. `metrics.jsonl` grows while a run trains and is
+rewritten when the run resumes, so it travels as a log: a request replaces all bytes from `at` on, and is carried out
+only if the hub still has the size and the attempt that the client has seen.
 """
 
 from __future__ import annotations

@@ -36,42 +36,41 @@ def test_a_route_without_a_rule_is_found(monkeypatch):
 
 
 def test_the_rules_are_those_that_are_meant():
-    from shoestring_hub.server.access import Rule
+    from shoestring_hub.server.access import AccessRule
     from shoestring_hub.server.urls import urlpatterns
 
     rules = {pattern.name: pattern.callback.rule for pattern in urlpatterns}
     of = lambda rule: {name for name, one in rules.items() if one is rule}  # noqa: E731
-    assert of(Rule.PUBLIC) == PUBLIC
-    assert of(Rule.PERSON) == {"home", "account"}
-    assert of(Rule.WRITER) == CHANGING and of(Rule.OWNER) == OWNERS
-    assert of(Rule.TOKEN) == {"whoami"} and of(Rule.TOKEN_READ) == {"list_files", "get_chunk", "get_log"}
+    assert of(AccessRule.PUBLIC) == PUBLIC
+    assert of(AccessRule.PERSON) == {"home", "account"}
+    assert of(AccessRule.WRITER) == CHANGING and of(AccessRule.OWNER) == OWNERS
+    assert of(AccessRule.TOKEN) == {"whoami"} and of(AccessRule.TOKEN_READ) == {"list_files", "get_chunk", "get_log"}
     for pattern in urlpatterns:  # what changes something is not asked for by GET
-        if pattern.callback.rule in (Rule.WRITER, Rule.OWNER) and pattern.name != "people":
+        if pattern.callback.rule in (AccessRule.WRITER, AccessRule.OWNER) and pattern.name != "people":
             assert pattern.callback.methods == ("POST",)
 
 
-@pytest.mark.parametrize("fault", ["role", "project", "token", "deactivated"])
+@pytest.mark.parametrize("fault", ["role", "project", "token"])
 def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
     """Each check of `access`, taken away, is a leak that the attack finds."""
     from shoestring_hub.server import access
-    from shoestring_hub.server.models import Membership, Project, Role, Run
+    from shoestring_hub.server.models import HubRun, Member, Project, Role
     from tests.rigs.hub.leaks import attack
 
     def any_role(person, slug, number):
         project = Project.objects.get(slug=slug)
-        return access.Access(person, project, Role.OWNER, Run.objects.filter(project=project, number=number).first())
+        return access.Access(person, project, Role.OWNER, HubRun.objects.filter(project=project, number=number).first())
 
     def any_run(person, slug, number):
-        found = Membership.objects.select_related("project").filter(person=person, project__slug=slug).first()
-        run = Run.objects.filter(number=number).exclude(project__slug=slug).first() if number else None
+        found = Member.objects.select_related("project").filter(person=person, project__slug=slug).first()
+        run = HubRun.objects.filter(number=number).exclude(project__slug=slug).first() if number else None
         return access.Access(person, found.project, Role(found.role), run)
 
     real = access._access_of_token
     faults = {
         "role": ("_access_of_person", any_role),
         "project": ("_access_of_person", any_run),
-        "token": ("_access_of_token", lambda request, rule: real(request, access.Rule.TOKEN)),
-        "deactivated": ("_access_of_person", any_role),
+        "token": ("_access_of_token", lambda request, rule: real(request, access.AccessRule.TOKEN)),
     }
     monkeypatch.setattr(access, *faults[fault])
     if fault == "project":
@@ -119,6 +118,8 @@ def test_a_deactivated_person_loses_access_at_once_and_the_runs_stay(sides):
 def test_notes_are_markdown_without_html(sides):
     from shoestring_hub.server.pages.filters import markdown
 
-    text = markdown("# Head\n<script>alert(1)</script> [x](javascript:alert(1)) <img src=x onerror=alert(1)> **b** | a |\n")
+    text = markdown(
+        "# Head\n<script>alert(1)</script> [x](javascript:alert(1)) <img src=x onerror=alert(1)> **b** | a |\n"
+    )
     assert "<h1>Head</h1>" in text and "<strong>b</strong>" in text
     assert "<script" not in text and "<img" not in text and 'href="javascript' not in text

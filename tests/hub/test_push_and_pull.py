@@ -40,7 +40,13 @@ def test_a_second_push_sends_what_is_new_and_removes_what_is_gone(project, tmp_p
 
 
 def test_training_resumes_from_a_pulled_run_bit_for_bit(project, tmp_path):
-    settings = {"data": write_texts(tmp_path / "texts"), "steps": 6, "batch": 2, "folder": str(tmp_path / "run"), "packages": []}
+    settings = {
+        "data": write_texts(tmp_path / "texts"),
+        "steps": 6,
+        "batch": 2,
+        "folder": str(tmp_path / "run"),
+        "packages": [],
+    }
     file = write_run_file(tmp_path / "run.toml", {"run": settings, "checkpoint": {"tiered": {"disk_every": 2}}})
     assert main(["train", str(file), "--run.steps", "4"]) == 0
     assert main(["hub", "push", str(tmp_path / "run"), "--checkpoints"]) == 0
@@ -197,7 +203,9 @@ def test_a_chunk_is_stored_under_its_own_digest_only(connection):
     assert refused(connection, "PUT", f"chunks/{digest(b'x')}", b"x" * (CHUNK + 1)).status == 413
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../x", "a//b", "", ".", "a\0b", "metrics.jsonl", "x" * 1001, 7])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "a/../x", "a//b", "", ".", "a\0b", "metrics.jsonl", "x" * 1001, 7]
+)
 def test_paths_that_no_run_folder_has_are_refused(connection, path):
     connection.ask("POST", f"own/{KEY}", {"name": "run"})
     file = {"path": path, "size": 0, "chunks": []}

@@ -44,7 +44,7 @@ def started(run: RunFolder) -> dict[str, Any]:
 
 def last_step(run: RunFolder) -> int:
     """The number of the last step in the metrics or the summary; 0 if there is none."""
-    logged = max((next(reversed(column)) for column in run.columns.values() if column), default=0)
+    logged = max((int(next(reversed(column))) for column in run.columns.values() if column), default=0)
     return max(logged, int(_finite(run.summary.get("steps")) or 0))
 
 

@@ -59,9 +59,12 @@ class ArrayColumn(Mapping[int, float]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def values(self) -> ValuesView[float]:
+    def values(self) -> _ArrayValues:
         """The values in the order of the steps."""
         return _ArrayValues(self)
+
+
+Column = dict[int, float] | ArrayColumn
 
 
 def arrays(column: Mapping[int, float]) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
@@ -91,7 +94,7 @@ class RunFolder:
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)

@@ -230,7 +230,7 @@ def _import_or_hint(extra: str) -> Iterator[None]:
 
 
 def remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The run's id in a tracker, such as `hub`; stored in `folder` at the first start, so that a resumed run continues it."""
+    """The run's id in a tracker; stored in `folder` at the first start, so that a resumed run continues it."""
     path = Path(folder) / "trackers.json"
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # there is no file yet, or it is damaged

@@ -61,12 +61,12 @@ def login_for(project: str = "") -> Login:
         ConfigError: there is none.
     """
     known = logins()
-    found = next((login for login in known if project in ("", login.project)), None)
-    if found is None:
-        names = f"; logged in to {', '.join(login.project for login in known)}" if known else ""
+    login = next((one for one in known if project in ("", one.project)), None)
+    if login is None:
+        names = f"; logged in to {', '.join(one.project for one in known)}" if known else ""
         which = f" for the project `{project}`" if project else ""
         raise ConfigError(f"there is no login to a hub{which}{names}", hint="shoestring hub login ADDRESS")
-    return found
+    return login
 
 
 def _file(*, make: bool) -> Path:

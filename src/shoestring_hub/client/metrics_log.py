@@ -34,7 +34,7 @@ class MetricsLog:
         self._segments: list[Any] = []
         self._opened, self._compare = False, True
 
-    def open(self, *, begin: bool = False) -> None:
+    def look_up(self, *, begin: bool = False) -> None:
         """Find or make the run on the hub, and learn what it has of the log."""
         facts = self.connection.ask("POST", f"own/{self.key}", {"name": self.title, "begin": begin})
         if self._opened and self.begin and facts["attempt"] != self.attempt:
@@ -51,7 +51,7 @@ class MetricsLog:
             OSError, ShoestringError: the file cannot be read, or the hub refuses or is away.
         """
         if not self._opened:
-            self.open(begin=self.begin)
+            self.look_up(begin=self.begin)
         with foreign.open_file(path, path.parent) as file:
             size = file.seek(0, 2)
             if size == self.size and not self._compare:
@@ -73,13 +73,13 @@ class MetricsLog:
             except HubError as error:
                 if error.status != 409:
                     raise
-                self.open()
+                self.look_up()
         raise SupersededError("another program keeps writing the log of this run to the hub")
 
     def _common(self, file: BinaryIO, size: int) -> int:
         """Where the file begins to differ from the hub's log, to the segment."""
         if self.size and not self._segments:
-            self.open()
+            self.look_up()
         end = 0
         for offset, length, name in self._segments:
             if offset != end or offset + length > size or digest(_read(file, offset, length)) != name:

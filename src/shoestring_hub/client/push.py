@@ -63,7 +63,7 @@ def push(folder: Path, *, project: str = "", checkpoints: bool = False, patience
     connection = Connection(login_for(project), patience)
     key = key_of(folder)
     log = MetricsLog(connection, key, folder.resolve().name, begin=False)
-    log.open()
+    log.look_up()
     listing = list_files(folder, checkpoints=checkpoints)
     sent, lines = 0, list(listing.left_out)
     paths = list(listing.paths)
@@ -162,5 +162,3 @@ def _commit(connection: Connection, key: str, snapshots: Sequence[_Snapshot]) ->
             return False
         raise
     return True
-
-

@@ -13,7 +13,7 @@ from shoestring.commands.printing import say, say_lines
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Where a hub keeps what it has."""
+    """Place of a hub: its folder, its database and its name."""
 
     folder: Positional[Path] = Path("hub")
     """Folder of the hub, which `serve` makes: files of runs, the key that signs sessions, and the database unless
@@ -28,7 +28,7 @@ class HubPlace:
 
 @dataclass(frozen=True)
 class ListeningOptions:
-    """Where the hub listens, and with how many processes."""
+    """Address of the hub and the processes that answer there."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Other addresses than those of this machine need a certificate."""
@@ -45,11 +45,13 @@ class ListeningOptions:
 
 
 @dataclass(frozen=True)
-class Serve:
+class ServeHub:
     """Arguments of `shoestring hub serve`."""
 
     place: HubPlace = field(default_factory=HubPlace)
+    """Place of the hub: its folder, its database and its name."""
     listening: ListeningOptions = field(default_factory=ListeningOptions)
+    """Address of the hub and the processes that answer there."""
 
     def __call__(self) -> int:
         from shoestring_hub.server.configure import Place

@@ -13,17 +13,17 @@ from functools import wraps
 from typing import Any
 
 from django.contrib.auth.views import redirect_to_login
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed, JsonResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed, JsonResponse, QueryDict
 from django.shortcuts import render
 from django.urls import URLPattern, path
 from django.utils import timezone
 from django.views.decorators.csrf import csrf_exempt
 
 from shoestring.core.errors import ShoestringError
-from shoestring_hub.server.models import Membership, Person, Project, Role, Run, Token, digest_of
+from shoestring_hub.server.models import HubRun, Member, Person, Project, Role, Token, digest_of
 
 
-class Rule(Enum):
+class AccessRule(Enum):
     """Who may use a route."""
 
     PUBLIC = "everybody"
@@ -43,7 +43,7 @@ class Access:
     person: Person
     project: Project
     role: Role
-    run: Run | None = None
+    run: HubRun | None = None
     token: Token | None = None
 
     @property
@@ -58,7 +58,7 @@ class Access:
 
 
 class RefusedError(Exception):
-    """The answer to a program's request that cannot be carried out: a status, what is wrong, and facts to go on with."""
+    """The answer to a program's request that is refused: a status, what is wrong, and facts by which to continue."""
 
     def __init__(self, status: int, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -68,14 +68,14 @@ class RefusedError(Exception):
 View = Callable[..., HttpResponse]
 
 
-def route(pattern: str, view: View, rule: Rule, *methods: str) -> URLPattern:
+def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPattern:
     """A route with its rule; there is no other way to make one. Its name is the view's.
 
     The arguments `project` (a slug) and `run` (its number) of the pattern are looked up here; the view finds what they
     name in `access_of(request)`, and gets the other arguments.
     """
     methods = methods or ("GET",)
-    guard = _guard_program if rule in (Rule.TOKEN, Rule.TOKEN_READ, Rule.TOKEN_WRITE) else _guard_page
+    guard = _guard_program if rule in (AccessRule.TOKEN, AccessRule.TOKEN_READ, AccessRule.TOKEN_WRITE) else _guard_page
     guarded = guard(view, rule, {*methods, "HEAD"} if "GET" in methods else set(methods))
     guarded.rule, guarded.methods = rule, methods  # type: ignore[attr-defined]
     return path(pattern, guarded, name=view.__name__)
@@ -86,23 +86,30 @@ def access_of(request: HttpRequest) -> Access:
     return request.access  # type: ignore[attr-defined]
 
 
-def run_of(request: HttpRequest) -> Run:
+def text_of(fields: QueryDict, name: str, limit: int) -> str:
+    """A text that somebody has sent; without the character that PostgreSQL cannot store, and cut at a length."""
+    return fields.get(name, "").replace("\0", "")[:limit]
+
+
+def run_of(request: HttpRequest) -> HubRun:
     """The run of the request's route."""
     run = access_of(request).run
     assert run is not None
     return run
 
 
-def _guard_page(view: View, rule: Rule, methods: set[str]) -> Any:
+def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
     @wraps(view)
     def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
         if request.method not in methods:
             return HttpResponseNotAllowed(sorted(methods))
-        if rule is Rule.PUBLIC:
+        if "\0" in request.path:
+            raise Http404
+        if rule is AccessRule.PUBLIC:
             return view(request, **names)
         if not request.user.is_authenticated:
             return redirect_to_login(request.get_full_path())
-        if rule is not Rule.PERSON:
+        if rule is not AccessRule.PERSON:
             access = _access_of_person(request.user, names.pop("project"), names.pop("run", None))
             if access.role < rule.value:
                 return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)
@@ -112,7 +119,7 @@ def _guard_page(view: View, rule: Rule, methods: set[str]) -> Any:
     return guarded
 
 
-def _guard_program(view: View, rule: Rule, methods: set[str]) -> Any:
+def _guard_program(view: View, rule: AccessRule, methods: set[str]) -> Any:
     @csrf_exempt  # a token is not a cookie: no other site can make a browser send it
     @wraps(view)
     def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
@@ -130,31 +137,31 @@ def _guard_program(view: View, rule: Rule, methods: set[str]) -> Any:
 
 
 def _access_of_person(person: Any, slug: str, number: int | None) -> Access:
-    found = Membership.objects.select_related("project").filter(person=person, project__slug=slug).first()
-    if found is None:
+    member = Member.objects.select_related("project").filter(person=person, project__slug=slug).first()
+    if member is None:
         raise Http404
     run = None
     if number is not None:
-        run = Run.objects.filter(project=found.project, number=number).select_related("person", "project").first()
-        if run is None or (run.deleted and found.role < Role.WRITER):
+        run = HubRun.objects.filter(project=member.project, number=number).select_related("person", "project").first()
+        if run is None or (run.deleted and member.role < Role.WRITER):
             raise Http404
-    return Access(person, found.project, Role(found.role), run)
+    return Access(person, member.project, Role(member.role), run)
 
 
-def _access_of_token(request: HttpRequest, rule: Rule) -> Access:
+def _access_of_token(request: HttpRequest, rule: AccessRule) -> Access:
     scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
-    found = Token.objects.select_related("person", "project").filter(digest=digest_of(secret)).first()
+    token = Token.objects.select_related("person", "project").filter(digest=digest_of(secret)).first()
     role = None
-    if scheme == "Bearer" and found and found.person.is_active:
-        held = Membership.objects.filter(person=found.person, project=found.project).first()
+    if scheme == "Bearer" and token and token.person.is_active:
+        held = Member.objects.filter(person=token.person, project=token.project).first()
         role = Role(held.role) if held else None
-    if found is None or role is None:
+    if token is None or role is None:
         raise RefusedError(401, "the token is not valid: it was revoked, or its person has no role in the project")
-    if rule is Rule.TOKEN_WRITE and role < Role.WRITER:
+    if rule is AccessRule.TOKEN_WRITE and role < Role.WRITER:
         raise RefusedError(403, "the person of this token may only read in this project")
-    if rule is Rule.TOKEN_READ and found.write_only:
+    if rule is AccessRule.TOKEN_READ and token.write_only:
         raise RefusedError(403, "this token may only write")
     now = timezone.now()
-    if found.used is None or (now - found.used).total_seconds() > 60:  # not a write for each request
-        Token.objects.filter(pk=found.pk).update(used=now)
-    return Access(found.person, found.project, role, token=found)
+    if token.used is None or (now - token.used).total_seconds() > 60:  # not a write for each request
+        Token.objects.filter(pk=token.pk).update(used=now)
+    return Access(token.person, token.project, role, token=token)

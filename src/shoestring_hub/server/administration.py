@@ -35,7 +35,10 @@ def add_person(place: Place, name: str) -> list[str]:
             raise ConfigError(f"`{name}` cannot be a name: {' '.join(error.messages)}") from error
     person.is_active = True
     person.save()
-    names = {"uidb64": urlsafe_base64_encode(force_bytes(person.pk)), "token": default_token_generator.make_token(person)}
+    names = {
+        "uidb64": urlsafe_base64_encode(force_bytes(person.pk)),
+        "token": default_token_generator.make_token(person),
+    }
     start = f"https://{place.name}" if place.name else "http://127.0.0.1:8000"
     return [f"{name} sets a password here, once:", f"{start}{reverse('reset_password', kwargs=names)}"]
 
@@ -64,9 +67,9 @@ def clean(place: Place) -> str:
     from django.utils import timezone
 
     from shoestring_hub.server import chunks
-    from shoestring_hub.server.models import GRACE, Run
+    from shoestring_hub.server.models import GRACE, HubRun
 
-    old: Any = Run.objects.filter(deleted__lt=timezone.now() - GRACE)
+    old: Any = HubRun.objects.filter(deleted__lt=timezone.now() - GRACE)
     count = old.count()
     old.delete()
     removed = chunks.remove_unused()
@@ -80,5 +83,3 @@ def check(place: Place) -> list[str]:
     from django.core.checks import run_checks
 
     return [f"{message.id}: {message.msg}" for message in run_checks(include_deployment_checks=True)]
-
-

@@ -12,10 +12,10 @@ from django.urls import URLPattern
 from shoestring.core.errors import ShoestringError
 from shoestring.storage import foreign
 from shoestring.storage.fields import Fields
-from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, digest
+from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, PATH_LIMIT, digest
 from shoestring_hub.server import chunks, logs, runs
-from shoestring_hub.server.access import RefusedError, Rule, access_of, route
-from shoestring_hub.server.models import Deposit, File, Run
+from shoestring_hub.server.access import AccessRule, RefusedError, access_of, route, text_of
+from shoestring_hub.server.models import Deposit, File, HubRun
 
 ASKED = 5000
 """Maximum number of chunks in one question, and of files in one commit."""
@@ -108,7 +108,7 @@ def list_files(request: HttpRequest, number: int) -> HttpResponse:
 def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
     """The bytes of one chunk of a file of a run: `?path=PATH&chunk=INDEX`."""
     run, index = _run_to_read(request, number), request.GET.get("chunk", "")
-    file = File.objects.filter(run=run, path=request.GET.get("path", "")).first()
+    file = File.objects.filter(run=run, path=text_of(request.GET, "path", PATH_LIMIT)).first()
     if file is None or not index.isdecimal() or len(index) > 9 or int(index) >= len(file.chunks):
         raise RefusedError(404, "the run has no such chunk")
     return HttpResponse(chunks.read(run.project_id, file.chunks[int(index)]), content_type="application/octet-stream")
@@ -119,23 +119,23 @@ def get_log(request: HttpRequest, number: int) -> HttpResponse:
     return StreamingHttpResponse(logs.read(_run_to_read(request, number)), content_type="application/octet-stream")
 
 
-def _own_run(request: HttpRequest, key: str) -> Run:
+def _own_run(request: HttpRequest, key: str) -> HubRun:
     access = access_of(request)
-    run = Run.objects.filter(project=access.project, key=key).first()
+    run = HubRun.objects.filter(project=access.project, key=key).first()
     if run is None:
         raise RefusedError(404, "the project has no such run")
     runs.check_run(access, run)
     return run
 
 
-def _run_to_read(request: HttpRequest, number: int) -> Run:
-    run = Run.objects.filter(project=access_of(request).project, number=number, deleted=None).first()
+def _run_to_read(request: HttpRequest, number: int) -> HubRun:
+    run = HubRun.objects.filter(project=access_of(request).project, number=number, deleted=None).first()
     if run is None:
         raise RefusedError(404, "the project has no such run")
     return run
 
 
-def _page(run: Run) -> str:
+def _page(run: HubRun) -> str:
     return f"/{run.project.slug}/runs/{run.number}"
 
 
@@ -159,14 +159,14 @@ def _digests(value: Any) -> list[str]:
 
 
 ROUTES: list[URLPattern] = [
-    route("api/whoami", whoami, Rule.TOKEN),
-    route("api/chunks/missing", missing_chunks, Rule.TOKEN_WRITE, "POST"),
-    route("api/chunks/<str:digest_>", put_chunk, Rule.TOKEN_WRITE, "PUT"),
-    route("api/own/<str:key>", open_run, Rule.TOKEN_WRITE, "POST"),
-    route("api/own/<str:key>/log", splice_log, Rule.TOKEN_WRITE, "PUT"),
-    route("api/own/<str:key>/files", commit_files, Rule.TOKEN_WRITE, "POST"),
-    route("api/own/<str:key>/keep", keep_only, Rule.TOKEN_WRITE, "POST"),
-    route("api/runs/<int:number>", list_files, Rule.TOKEN_READ),
-    route("api/runs/<int:number>/chunk", get_chunk, Rule.TOKEN_READ),
-    route("api/runs/<int:number>/log", get_log, Rule.TOKEN_READ),
+    route("api/whoami", whoami, AccessRule.TOKEN),
+    route("api/chunks/missing", missing_chunks, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/chunks/<str:digest_>", put_chunk, AccessRule.TOKEN_WRITE, "PUT"),
+    route("api/own/<str:key>", open_run, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/own/<str:key>/log", splice_log, AccessRule.TOKEN_WRITE, "PUT"),
+    route("api/own/<str:key>/files", commit_files, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/own/<str:key>/keep", keep_only, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/runs/<int:number>", list_files, AccessRule.TOKEN_READ),
+    route("api/runs/<int:number>/chunk", get_chunk, AccessRule.TOKEN_READ),
+    route("api/runs/<int:number>/log", get_log, AccessRule.TOKEN_READ),
 ]

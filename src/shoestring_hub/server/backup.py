@@ -110,5 +110,5 @@ def _models() -> list[type]:
     """The tables in an order in which rows refer to earlier ones only."""
     from shoestring_hub.server import models
 
-    names = ("Person", "Project", "Membership", "Invitation", "Token", "Deposit", "Run", "Tag", "File", "Segment")
-    return [getattr(models, name) for name in (*names, "Key", "Points", "Value")]
+    names = ("Person", "Project", "Member", "Invitation", "Token", "Deposit", "HubRun", "Tag", "File", "Segment")
+    return [getattr(models, name) for name in (*names, "ValueKey", "Points", "RunValue")]

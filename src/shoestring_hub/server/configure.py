@@ -115,6 +115,7 @@ def django_settings(place: Place) -> dict[str, Any]:
             "staticfiles": {"BACKEND": "whitenoise.storage.CompressedManifestStaticFilesStorage"},
         },
         "USE_TZ": True,
+        "TIME_ZONE": "UTC",
         "USE_I18N": False,
         "DATA_UPLOAD_MAX_MEMORY_SIZE": 8 << 20,
         "DATA_UPLOAD_MAX_NUMBER_FIELDS": 200,

@@ -39,10 +39,10 @@ class Project(models.Model):
     slug = models.SlugField(max_length=60, unique=True)
     notes = models.TextField(blank=True, max_length=50_000)
     created = models.DateTimeField(default=timezone.now)
-    people = models.ManyToManyField(Person, through="Membership", related_name="projects")
+    people = models.ManyToManyField(Person, through="Member", related_name="projects")
 
 
-class Membership(models.Model):
+class Member(models.Model):
     """The role of a person in a project."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="memberships")
@@ -96,7 +96,7 @@ class Deposit(models.Model):
         constraints = [models.UniqueConstraint(fields=["token", "digest"], name="one_deposit_per_chunk")]
 
 
-class Run(models.Model):
+class HubRun(models.Model):
     """A run. `size` and `attempt` are those of its log: every write to the log compares and sets them."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="runs")
@@ -125,7 +125,7 @@ class Run(models.Model):
 class Tag(models.Model):
     """A word by which runs are found."""
 
-    run = models.ForeignKey(Run, models.CASCADE, related_name="tags")
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="tags")
     name = models.CharField(max_length=50)
 
     class Meta:
@@ -135,7 +135,7 @@ class Tag(models.Model):
 class File(models.Model):
     """A file of a run: its path, and the chunks of which it consists."""
 
-    run = models.ForeignKey(Run, models.CASCADE, related_name="files")
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="files")
     path = models.CharField(max_length=PATH_LIMIT)
     size = models.BigIntegerField()
     chunks = models.JSONField(default=list)
@@ -148,7 +148,7 @@ class File(models.Model):
 class Segment(models.Model):
     """A stretch of a run's log, compressed; its numbers are in `Points`."""
 
-    run = models.ForeignKey(Run, models.CASCADE, related_name="segments")
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="segments")
     offset = models.BigIntegerField()
     size = models.IntegerField()
     digest = models.CharField(max_length=64)
@@ -158,7 +158,7 @@ class Segment(models.Model):
         constraints = [models.UniqueConstraint(fields=["run", "offset"], name="one_segment_per_offset")]
 
 
-class Key(models.Model):
+class ValueKey(models.Model):
     """The name of a setting or of a metric in a project."""
 
     SETTING, METRIC = "setting", "metric"
@@ -175,8 +175,8 @@ class Points(models.Model):
     """The values of one metric in one segment: the steps as 64-bit integers, then the values as 64-bit floats."""
 
     segment = models.ForeignKey(Segment, models.CASCADE, related_name="points")
-    run = models.ForeignKey(Run, models.CASCADE, related_name="points")
-    key = models.ForeignKey(Key, models.CASCADE)
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="points")
+    key = models.ForeignKey(ValueKey, models.CASCADE)
     offset = models.BigIntegerField()
     data = models.BinaryField()
 
@@ -184,15 +184,13 @@ class Points(models.Model):
         indexes = [models.Index(fields=["run", "key", "offset"], name="points_in_order")]
 
 
-class Value(models.Model):
+class RunValue(models.Model):
     """A setting, or the last value of a metric: as text to show, and as a finite number to sort and filter by."""
 
-    run = models.ForeignKey(Run, models.CASCADE, related_name="values")
-    key = models.ForeignKey(Key, models.CASCADE)
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="values")
+    key = models.ForeignKey(ValueKey, models.CASCADE)
     text = models.CharField(max_length=TEXT)
     number = models.FloatField(null=True)
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["run", "key"], name="one_value_per_key")]
-
-

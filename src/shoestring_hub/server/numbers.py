@@ -29,9 +29,9 @@ def parse(data: bytes) -> dict[str, bytes]:
 
 
 def _pack(column: Mapping[int, float]) -> bytes:
-    kept = {step: value for step, value in column.items() if -_LARGEST <= step < _LARGEST}
-    steps = np.fromiter(kept.keys(), np.int64, len(kept))
-    return steps.tobytes() + np.fromiter(kept.values(), np.float64, len(kept)).tobytes()
+    fitting = {step: value for step, value in column.items() if -_LARGEST <= step < _LARGEST}
+    steps = np.fromiter(fitting.keys(), np.int64, len(fitting))
+    return steps.tobytes() + np.fromiter(fitting.values(), np.float64, len(fitting)).tobytes()
 
 
 def unpack(data: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from shoestring.storage import foreign
 from shoestring_hub.protocol import CHECKPOINTS, CHUNK, DIGEST, FILES_LIMIT, LOG, fault_of_path
 from shoestring_hub.server import chunks, logs, numbers
 from shoestring_hub.server.access import Access, RefusedError
-from shoestring_hub.server.models import NAME, File, Key, Points, Run, Value
+from shoestring_hub.server.models import NAME, File, HubRun, Points, RunValue, ValueKey
 
 log = logging.getLogger("shoestring")
 
@@ -27,23 +27,23 @@ SETTINGS_LIMIT = 1000
 """Maximum number of settings of a run that the table of runs knows."""
 
 
-def open_run(access: Access, key: str, name: str) -> Run:
+def open_run(access: Access, key: str, name: str) -> HubRun:
     """Find the run with a key in the token's project, or make it.
 
     Raises:
         RefusedError: the token may only write, and another token has made the run; or the run was deleted.
     """
-    run = Run.objects.filter(project=access.project, key=key).first() or _make(access, key, name)
+    run = HubRun.objects.filter(project=access.project, key=key).first() or _make(access, key, name)
     check_run(access, run)
     return run
 
 
-def _make(access: Access, key: str, name: str) -> Run:
+def _make(access: Access, key: str, name: str) -> HubRun:
     for _ in range(100):
-        newest = Run.objects.filter(project=access.project).aggregate(newest=Max("number"))["newest"] or 0
+        newest = HubRun.objects.filter(project=access.project).aggregate(newest=Max("number"))["newest"] or 0
         try:
             with transaction.atomic():
-                return Run.objects.create(
+                return HubRun.objects.create(
                     project=access.project,
                     number=newest + 1,
                     key=key,
@@ -52,12 +52,12 @@ def _make(access: Access, key: str, name: str) -> Run:
                     token=access.token,
                 )
         except IntegrityError:  # another request has taken the number, or made the run
-            if run := Run.objects.filter(project=access.project, key=key).first():
+            if run := HubRun.objects.filter(project=access.project, key=key).first():
                 return run
     raise RefusedError(503, "too many runs begin at once")
 
 
-def check_run(access: Access, run: Run) -> None:
+def check_run(access: Access, run: HubRun) -> None:
     """Refuse a run that the token does not reach: a token that only writes knows only the runs that it has made."""
     token = access.token
     if token is not None and token.write_only and run.token_id != token.pk:
@@ -66,7 +66,7 @@ def check_run(access: Access, run: Run) -> None:
         raise RefusedError(410, "the run was deleted on the hub; restore it there first")
 
 
-def commit(run: Run, files: Sequence[Mapping[str, Any]]) -> list[str]:
+def commit(run: HubRun, files: Sequence[Mapping[str, Any]]) -> list[str]:
     """Set files of a run to what these chunks hold, all or none; whole chunks and one last, shorter one make a file.
 
     Returns:
@@ -86,7 +86,7 @@ def commit(run: Run, files: Sequence[Mapping[str, Any]]) -> list[str]:
         if sum(sizes) != entry.size or any(size != CHUNK for size in sizes[:-1]):
             raise RefusedError(400, f"the chunks of `{entry.path}` do not have the size of the file")
     with transaction.atomic():
-        Run.objects.select_for_update().get(pk=run.pk)  # one commit at a time counts the files
+        HubRun.objects.select_for_update().get(pk=run.pk)  # one commit at a time counts the files
         File.objects.bulk_create(
             entries,
             update_conflicts=True,
@@ -95,7 +95,7 @@ def commit(run: Run, files: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         if File.objects.filter(run=run).count() > FILES_LIMIT:
             raise RefusedError(400, f"a run has at most {FILES_LIMIT:,} files")
-        Run.objects.filter(pk=run.pk).update(updated=timezone.now())
+        HubRun.objects.filter(pk=run.pk).update(updated=timezone.now())
         if any(entry.path in DESCRIBING for entry in entries):
             describe(run)
     return []
@@ -113,13 +113,13 @@ def _checked(entry: Mapping[str, Any]) -> File:
     return File(path=path, size=size, chunks=named)
 
 
-def keep_only(run: Run, paths: Sequence[str], *, checkpoints: bool) -> None:
+def keep_only(run: HubRun, paths: Sequence[str], *, checkpoints: bool) -> None:
     """Remove the files of a run that its folder no longer has.
 
     Args:
         checkpoints: whether the client has sent checkpoints; otherwise those that the hub has stay.
     """
-    gone = {path for path in File.objects.filter(run=run).values_list("path", flat=True)} - set(paths)
+    gone = set(File.objects.filter(run=run).values_list("path", flat=True)) - set(paths)
     gone = {path for path in gone if checkpoints or not path.startswith(CHECKPOINTS)}
     with transaction.atomic():
         for path in gone:
@@ -131,18 +131,18 @@ def keep_only(run: Run, paths: Sequence[str], *, checkpoints: bool) -> None:
 # -- what is shown of a run -------------------------------------------------------------------------------------------
 
 
-def describe(run: Run) -> None:
+def describe(run: HubRun) -> None:
     """Set name, status and settings of a run in the table of runs from the files that describe it."""
     folder = read(run, ())
     settings = dict(list(flat(folder.settings).items())[:SETTINGS_LIMIT])
     settings = {key: value for key, value in settings.items() if len(key) <= NAME and key.isprintable()}
     name = foreign.one_line(digest.name(folder))[:NAME] if folder.settings or folder.summary else run.name
-    Run.objects.filter(pk=run.pk).update(status=digest.status(folder)[:20], name=name)
-    Value.objects.filter(run=run, key__kind=Key.SETTING).exclude(key__name__in=settings).delete()
-    logs.store_values(run, Key.SETTING, settings)
+    HubRun.objects.filter(pk=run.pk).update(status=digest.status(folder)[:20], name=name)
+    RunValue.objects.filter(run=run, key__kind=ValueKey.SETTING).exclude(key__name__in=settings).delete()
+    logs.store_values(run, ValueKey.SETTING, settings)
 
 
-def read(run: Run, metrics: Sequence[str] | None = None, since: int = 0) -> RunFolder:
+def read(run: HubRun, metrics: Sequence[str] | None = None, since: int = 0) -> RunFolder:
     """A run as the report's functions take it, with all metrics or some; nothing that was uploaded is unpickled.
 
     Args:
@@ -163,14 +163,14 @@ def read(run: Run, metrics: Sequence[str] | None = None, since: int = 0) -> RunF
     )
 
 
-def _columns(run: Run, metrics: Sequence[str] | None, since: int) -> dict[str, ArrayColumn]:
+def _columns(run: HubRun, metrics: Sequence[str] | None, since: int) -> dict[str, ArrayColumn]:
     points = Points.objects.filter(run=run, offset__gte=since).order_by("key", "offset")
     if metrics is not None:
         points = points.filter(key__name__in=metrics)
     return numbers.columns_of(points.values_list("key__name", "data").iterator(chunk_size=500))
 
 
-def _document(run: Run, file: File | None, problems: list[str]) -> dict[str, Any]:
+def _document(run: HubRun, file: File | None, problems: list[str]) -> dict[str, Any]:
     """A table that describes the run; {} if there is none, or it is longer than one chunk or damaged."""
     if file is None or len(file.chunks) != 1:
         return {}
@@ -184,7 +184,7 @@ def _document(run: Run, file: File | None, problems: list[str]) -> dict[str, Any
         return {}
 
 
-def _lines(run: Run, file: File | None) -> list[bytes]:
+def _lines(run: HubRun, file: File | None) -> list[bytes]:
     if file is None or len(file.chunks) != 1:
         return []
     return chunks.read(run.project_id, file.chunks[0]).split(b"\n")

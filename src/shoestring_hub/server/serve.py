@@ -33,7 +33,7 @@ def serve(place: Place, listening: Listening) -> int:
         ShoestringError: the database cannot be migrated.
     """
     tls = bool(listening.certificate and listening.key)
-    if listening.host not in (name.strip("[]") for name in LOOPBACK) and not tls:
+    if listening.host not in [name.strip("[]") for name in LOOPBACK] and not tls:
         hint = "add --certificate and --key, or listen on 127.0.0.1 behind a proxy that has them, with --name"
         raise ConfigError(f"the hub listens without TLS on loopback only, not on `{listening.host}`", hint=hint)
     if tls and not place.name:
@@ -91,5 +91,3 @@ def prepare() -> None:
         reason = str(error).strip().splitlines()[0]
         raise ShoestringError(f"cannot prepare the hub's database: {reason}", hint="see --database") from error
     call_command("collectstatic", verbosity=0, interactive=False)
-
-

@@ -7,7 +7,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import URLPattern
 
 from shoestring_hub.server import api
-from shoestring_hub.server.access import Rule, route
+from shoestring_hub.server.access import AccessRule, route
 from shoestring_hub.server.pages import accounts, projects, run, table
 
 
@@ -19,7 +19,7 @@ def health(request: HttpRequest) -> HttpResponse:
 
 
 urlpatterns: list[URLPattern] = [
-    route("health", health, Rule.PUBLIC),
+    route("health", health, AccessRule.PUBLIC),
     *api.ROUTES,
     *accounts.ROUTES,
     *projects.ROUTES,

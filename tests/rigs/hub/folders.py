@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, without training one."""
+"""HubRun folders as a run leaves them, without training one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def rows(first: int, last: int, seed: int = 0) -> str:
     lines = []
     for step in range(first, last + 1):
         loss = 2 + 3 * math.exp(-step / 300) + drawn.gauss(0, 0.05)
-        lines.append({"step": step, "time": 1e9 + step / 2, "loss": loss, "lr": 1e-3 / step, "grad_norm": drawn.random()})
+        lines.append(
+            {"step": step, "time": 1e9 + step / 2, "loss": loss, "lr": 1e-3 / step, "grad_norm": drawn.random()}
+        )
         lines[-1] |= {"tokens": step * 8192.0, "tokens_per_second": 14_000 + drawn.random()}
         if step % 10 == 0:
             lines.append({"step": step, "time": 1e9 + step / 2, "held_out_loss": loss + 0.1})
@@ -25,7 +27,9 @@ def write_run(folder: Path, *, steps: int = 50, name: str = "small", seed: int =
     """Write a run folder with metrics, a report, checkpoints and what describes it."""
     drawn = random.Random(seed)
     (folder / "checkpoints" / f"{steps}").mkdir(parents=True)
-    settings = f"[run]\nname = {json.dumps(name)}\nsteps = {steps}\nseed = {seed}\n[optim.adamw]\nlr = {drawn.random()}\n"
+    settings = (
+        f"[run]\nname = {json.dumps(name)}\nsteps = {steps}\nseed = {seed}\n[optim.adamw]\nlr = {drawn.random()}\n"
+    )
     (folder / "run.toml").write_text(settings)
     (folder / "metrics.jsonl").write_text(rows(1, steps, seed))
     events = [{"event": event, "time": 1e9, "host": "h", "rank": 0, "step": 0} for event in ("started", "finished")]

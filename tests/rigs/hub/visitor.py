@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import html
+import http.client
 import re
 from http.cookies import SimpleCookie
 from typing import NamedTuple

@@ -15,8 +15,8 @@ from django.shortcuts import redirect, render
 from django.urls import URLPattern
 from django.utils import timezone
 
-from shoestring_hub.server.access import Rule, route
-from shoestring_hub.server.models import INVITED_FOR, Invitation, Membership, Person, Role, digest_of
+from shoestring_hub.server.access import AccessRule, route
+from shoestring_hub.server.models import INVITED_FOR, Invitation, Member, Person, Role, digest_of
 
 sign_in_view = LoginView.as_view(template_name="hub/sign_in.html", next_page="/")
 sign_out_view = LogoutView.as_view(next_page="/sign-in")
@@ -61,19 +61,21 @@ def join(request: HttpRequest, secret: str) -> HttpResponse:
     """Join a project by an invitation: as the person who is signed in, or as a new one."""
     person: Any = request.user
     since = timezone.now() - INVITED_FOR
-    found = Invitation.objects.select_related("project").filter(digest=digest_of(secret), used=None, created__gt=since)
-    invitation = found.first()
+    open_ones = Invitation.objects.select_related("project").filter(
+        digest=digest_of(secret), used=None, created__gt=since
+    )
+    invitation = open_ones.first()
     if invitation is None:
         raise Http404
     form = None if person.is_authenticated else SignUp(request.POST or None)
     if request.method == "POST" and (form is None or form.is_valid()):
         with transaction.atomic():
-            if not found.update(used=timezone.now()):  # somebody else was first
+            if not open_ones.update(used=timezone.now()):  # somebody else was first
                 raise Http404
             person = person if form is None else form.save()
             role = invitation.role
-            held = Membership.objects.filter(project=invitation.project, person=person).first()
-            Membership.objects.update_or_create(
+            held = Member.objects.filter(project=invitation.project, person=person).first()
+            Member.objects.update_or_create(
                 project=invitation.project,
                 person=person,
                 defaults={"role": max(role, held.role) if held else role},
@@ -86,9 +88,9 @@ def join(request: HttpRequest, secret: str) -> HttpResponse:
 
 
 ROUTES: list[URLPattern] = [
-    route("sign-in", sign_in, Rule.PUBLIC, "GET", "POST"),
-    route("sign-out", sign_out, Rule.PUBLIC, "POST"),
-    route("account", account, Rule.PERSON, "GET", "POST"),
-    route("password/<str:uidb64>/<str:token>", reset_password, Rule.PUBLIC, "GET", "POST"),
-    route("join/<str:secret>", join, Rule.PUBLIC, "GET", "POST"),
+    route("sign-in", sign_in, AccessRule.PUBLIC, "GET", "POST"),
+    route("sign-out", sign_out, AccessRule.PUBLIC, "POST"),
+    route("account", account, AccessRule.PERSON, "GET", "POST"),
+    route("password/<str:uidb64>/<str:token>", reset_password, AccessRule.PUBLIC, "GET", "POST"),
+    route("join/<str:secret>", join, AccessRule.PUBLIC, "GET", "POST"),
 ]

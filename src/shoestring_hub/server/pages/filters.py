@@ -18,7 +18,7 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["table", "striketh
 @register.filter
 def markdown(text: str) -> SafeString:
     """Notes as HTML: HTML in the text is shown as text, and what the renderer wrote is cleaned once more."""
-    return mark_safe(nh3.clean(_MARKDOWN.render(text), link_rel="noopener noreferrer nofollow"))  # noqa: S308
+    return mark_safe(nh3.clean(_MARKDOWN.render(text), link_rel="noopener noreferrer nofollow"))
 
 
 @register.filter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django import forms
 from django.core.exceptions import ValidationError
@@ -12,12 +12,12 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.urls import URLPattern, reverse
 
-from shoestring_hub.server.access import Rule, access_of, route
+from shoestring_hub.server.access import AccessRule, access_of, route, text_of
 from shoestring_hub.server.models import (
     INVITED_FOR,
     NAME,
     Invitation,
-    Membership,
+    Member,
     Project,
     Role,
     Token,
@@ -35,6 +35,7 @@ class NewProject(forms.ModelForm):
     class Meta:
         model = Project
         fields = ("slug",)
+        labels: ClassVar = {"slug": "Name"}
 
     def clean_slug(self) -> str:
         """Refuse the names of other pages."""
@@ -49,8 +50,8 @@ class NewProject(forms.ModelForm):
 class NewToken(forms.Form):
     """A token for one machine."""
 
-    machine = forms.CharField(max_length=NAME)
-    write_only = forms.BooleanField(required=False)
+    machine = forms.CharField(max_length=NAME, label="Machine that uses it")
+    write_only = forms.BooleanField(required=False, label="May only write")
 
 
 class RoleChoice(forms.Form):
@@ -66,11 +67,11 @@ def home(request: HttpRequest) -> HttpResponse:
     if request.method == "POST" and form.is_valid():
         with transaction.atomic():
             project = form.save()
-            Membership.objects.create(project=project, person=person, role=Role.OWNER)
+            Member.objects.create(project=project, person=person, role=Role.OWNER)
         return redirect("runs", project=project.slug)
     shown = Q(project__runs__deleted=None, project__runs__archived=False)
     held = (
-        Membership.objects.filter(person=person)
+        Member.objects.filter(person=person)
         .select_related("project")
         .annotate(count=Count("project__runs", filter=shown), updated=Max("project__runs__updated", filter=shown))
         .order_by("project__slug")
@@ -151,26 +152,26 @@ def tokens(request: HttpRequest) -> HttpResponse:
 def revoke_token(request: HttpRequest, token: int) -> HttpResponse:
     """Delete a token of the person's own; an owner may delete anybody's."""
     access = access_of(request)
-    found = Token.objects.filter(project=access.project, pk=token)
-    (found if access.owns else found.filter(person=access.person)).delete()
+    revoked = Token.objects.filter(project=access.project, pk=token)
+    (revoked if access.owns else revoked.filter(person=access.person)).delete()
     return redirect("tokens", project=access.project.slug)
 
 
 def edit_project(request: HttpRequest) -> HttpResponse:
     """Change the notes of a project."""
     project = access_of(request).project
-    project.notes = request.POST.get("notes", "")[:50_000]
+    project.notes = text_of(request.POST, "notes", 50_000)
     project.save(update_fields=["notes"])
     return redirect("runs", project=project.slug)
 
 
 ROUTES: list[URLPattern] = [
-    route("", home, Rule.PERSON, "GET", "POST"),
-    route("<slug:project>/people", people, Rule.OWNER),
-    route("<slug:project>/people/invite", invite, Rule.OWNER, "POST"),
-    route("<slug:project>/people/invitations/<int:invitation>/withdraw", withdraw_invitation, Rule.OWNER, "POST"),
-    route("<slug:project>/people/<int:person>", set_role, Rule.OWNER, "POST"),
-    route("<slug:project>/tokens", tokens, Rule.READER, "GET", "POST"),
-    route("<slug:project>/tokens/<int:token>/revoke", revoke_token, Rule.READER, "POST"),
-    route("<slug:project>/edit", edit_project, Rule.OWNER, "POST"),
+    route("", home, AccessRule.PERSON, "GET", "POST"),
+    route("<slug:project>/people", people, AccessRule.OWNER),
+    route("<slug:project>/people/invite", invite, AccessRule.OWNER, "POST"),
+    route("<slug:project>/people/invitations/<int:invitation>/withdraw", withdraw_invitation, AccessRule.OWNER, "POST"),
+    route("<slug:project>/people/<int:person>", set_role, AccessRule.OWNER, "POST"),
+    route("<slug:project>/tokens", tokens, AccessRule.READER, "GET", "POST"),
+    route("<slug:project>/tokens/<int:token>/revoke", revoke_token, AccessRule.READER, "POST"),
+    route("<slug:project>/edit", edit_project, AccessRule.OWNER, "POST"),
 ]

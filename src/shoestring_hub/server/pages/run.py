@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any, cast
 
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse, StreamingHttpResponse
 from django.shortcuts import redirect, render
@@ -19,10 +20,11 @@ from shoestring.report.charts import charts
 from shoestring.report.markup import embedded
 from shoestring.report.reading import RunFolder
 from shoestring_hub.protocol import LOG
-from shoestring_hub.server import chunks, logs, runs as stored
-from shoestring_hub.server.access import Rule, access_of, route, run_of
+from shoestring_hub.server import chunks, logs
+from shoestring_hub.server import runs as stored
+from shoestring_hub.server.access import AccessRule, access_of, route, run_of, text_of
 from shoestring_hub.server.logs import SEGMENT
-from shoestring_hub.server.models import GRACE, File, Key, Points, Project, Run, Tag, Value
+from shoestring_hub.server.models import GRACE, File, HubRun, Points, Project, RunValue, Tag, ValueKey
 from shoestring_hub.server.numbers import columns_of
 from shoestring_hub.server.policy import REPORT
 
@@ -39,8 +41,8 @@ def run(request: HttpRequest) -> HttpResponse:
     """The page of one run."""
     access, shown = access_of(request), run_of(request)
     files = list(File.objects.filter(run=shown).order_by("path"))
-    settings = Value.objects.filter(run=shown, key__kind=Key.SETTING).order_by("key__name")
-    latest = Value.objects.filter(run=shown, key__kind=Key.METRIC).order_by("key__name")
+    settings = RunValue.objects.filter(run=shown, key__kind=ValueKey.SETTING).order_by("key__name")
+    latest = RunValue.objects.filter(run=shown, key__kind=ValueKey.METRIC).order_by("key__name")
     context = {
         "run": shown,
         "tags": Tag.objects.filter(run=shown).order_by("name"),
@@ -63,51 +65,53 @@ def compare(request: HttpRequest) -> HttpResponse:
     metrics = tuple(request.GET.getlist("metric"))
     context = {
         "runs": chosen,
-        "settings": _table(chosen, Key.SETTING, differing=True),
-        "results": _table(chosen, Key.METRIC, differing=False),
+        "settings": _table(chosen, ValueKey.SETTING, differing=True),
+        "results": _table(chosen, ValueKey.METRIC, differing=False),
     }
     return render(request, "hub/compare.html", context | _charts(project, chosen, metrics))
 
 
-def _chosen(project: Project, request: HttpRequest) -> list[Run]:
-    numbers = [int(text) for text in request.GET.getlist("run") if text.isascii() and text.isdecimal() and len(text) < 9]
+def _chosen(project: Project, request: HttpRequest) -> list[HubRun]:
+    numbers = [
+        int(text) for text in request.GET.getlist("run") if text.isascii() and text.isdecimal() and len(text) < 9
+    ]
     wanted = list(dict.fromkeys(numbers))[:MOST_RUNS]
-    found = {run.number: run for run in Run.objects.filter(project=project, number__in=wanted, deleted=None)}
-    return [found[number] for number in wanted if number in found]
+    by_number = {run.number: run for run in HubRun.objects.filter(project=project, number__in=wanted, deleted=None)}
+    return [by_number[number] for number in wanted if number in by_number]
 
 
-def _table(chosen: Sequence[Run], kind: str, *, differing: bool) -> list[tuple[str, list[str]]]:
+def _table(chosen: Sequence[HubRun], kind: str, *, differing: bool) -> list[tuple[str, list[str]]]:
     """The values of a kind of several runs, a row for each key; `differing` leaves out the keys that have one value."""
     table: dict[str, dict[int, str]] = {}
-    values = Value.objects.filter(run__in=chosen, key__kind=kind).order_by("key__name")
+    values = RunValue.objects.filter(run__in=chosen, key__kind=kind).order_by("key__name")
     for key, run_id, text in values.values_list("key__name", "run", "text"):
         table.setdefault(key, {})[run_id] = text
-    rows = [(key, [texts.get(run.pk, "–") for run in chosen]) for key, texts in table.items()]
+    rows = [(key, [texts.get(run.pk, "–") for run in chosen]) for key, texts in table.items() if key != "time"]
     return [row for row in rows if not differing or len(set(row[1])) > 1]
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def _charts(project: Project, chosen: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
+def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) -> dict[str, Any]:
     """The charts of some runs, for a template; `metrics` chooses those that are drawn, by default as many as fit."""
     drawn, left_out = _within_budget(chosen, metrics)
     data = curves.payload([stored.read(run, [*drawn, *AXES]) for run in chosen])
     _name_apart(data, chosen)
     query = "&".join(f"run={run.number}" for run in chosen)
     return {
-        "charts": mark_safe(charts(data)),  # noqa: S308
-        "data": mark_safe(embedded(data)),  # noqa: S308
+        "charts": mark_safe(charts(data)),
+        "data": mark_safe(embedded(data)),
         "left_out": left_out,
         "source": f"{reverse('new_points', kwargs={'project': project.slug})}?{query}",
         "state": _state(chosen),
     }
 
 
-def _within_budget(chosen: Sequence[Run], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The metrics to draw, and those that would take more than `BUDGET`; the size of a log bounds that of its points."""
-    found = Key.objects.filter(points__run__in=chosen, kind=Key.METRIC).exclude(name__in=AXES)
-    known = sorted(found.values_list("name", flat=True).distinct(), key=lambda name: (name not in FIRST, name))
+def _within_budget(chosen: Sequence[HubRun], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The metrics to draw, and those that would take more than `BUDGET`, going by the size of the logs."""
+    keys = ValueKey.objects.filter(points__run__in=chosen, kind=ValueKey.METRIC).exclude(name__in=AXES)
+    known = sorted(keys.values_list("name", flat=True).distinct(), key=lambda name: (name not in FIRST, name))
     if metrics:
         return [name for name in known if name in metrics], [name for name in known if name not in metrics]
     size = sum(run.size for run in chosen) // max(1, len(known) + len(AXES))  # bytes of text a metric, as of points
@@ -115,14 +119,14 @@ def _within_budget(chosen: Sequence[Run], metrics: Sequence[str]) -> tuple[list[
     return known[:most], known[most:]
 
 
-def _name_apart(data: dict[str, Any], chosen: Sequence[Run]) -> None:
+def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
     """Name runs of the same name by their numbers as well."""
     names = [run.name for run in chosen]
     for entry, run in zip(data["runs"], chosen, strict=True):
         entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
 
 
-def _state(chosen: Sequence[Run]) -> str:
+def _state(chosen: Sequence[HubRun]) -> str:
     return ",".join(f"{run.number}:{run.attempt}:{run.size}" for run in chosen)
 
 
@@ -144,7 +148,7 @@ def new_points(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"state": now, "data": data})
 
 
-def _grown(run: Run, size: int) -> RunFolder:
+def _grown(run: HubRun, size: int) -> RunFolder:
     """A run with the points since its log had a size; of its times the very first as well, from which seconds count."""
     if size == run.size:
         return stored.read(run, ())
@@ -163,9 +167,9 @@ def _grown(run: Run, size: int) -> RunFolder:
 def edit_run(request: HttpRequest) -> HttpResponse:
     """Change the notes and the tags of a run."""
     changed = run_of(request)
-    changed.notes = request.POST.get("notes", "")[:50_000]
+    changed.notes = text_of(request.POST, "notes", 50_000)
     changed.save(update_fields=["notes"])
-    names = {name[:50] for name in request.POST.get("tags", "").replace(",", " ").split()[:20]}
+    names = {name[:50] for name in text_of(request.POST, "tags", 1000).replace(",", " ").split()[:20]}
     Tag.objects.filter(run=changed).exclude(name__in=names).delete()
     Tag.objects.bulk_create([Tag(run=changed, name=name) for name in sorted(names)], ignore_conflicts=True)
     return _back(changed)
@@ -174,7 +178,7 @@ def edit_run(request: HttpRequest) -> HttpResponse:
 def archive_run(request: HttpRequest) -> HttpResponse:
     """Archive a run, or bring it back to the table."""
     changed = run_of(request)
-    Run.objects.filter(pk=changed.pk).update(archived=request.POST.get("archived") == "yes")
+    HubRun.objects.filter(pk=changed.pk).update(archived=request.POST.get("archived") == "yes")
     return _back(changed)
 
 
@@ -182,11 +186,11 @@ def delete_run(request: HttpRequest) -> HttpResponse:
     """Delete a run, or restore it within the grace period."""
     changed = run_of(request)
     deleted = timezone.now() if request.POST.get("deleted") == "yes" else None
-    Run.objects.filter(pk=changed.pk).update(deleted=deleted)
+    HubRun.objects.filter(pk=changed.pk).update(deleted=deleted)
     return redirect("runs", project=changed.project.slug) if deleted else _back(changed)
 
 
-def _back(changed: Run) -> HttpResponse:
+def _back(changed: HubRun) -> HttpResponse:
     return redirect("run", project=changed.project.slug, run=changed.number)
 
 
@@ -195,8 +199,10 @@ def _back(changed: Run) -> HttpResponse:
 
 def report(request: HttpRequest) -> HttpResponseBase:
     """The report of a run, which is a page of whoever pushed it: in a sandbox, under a policy of its own."""
-    found = _file(run_of(request), "report.html")
-    response = StreamingHttpResponse(chunks.stream(found.run.project_id, found.chunks), content_type="text/html")
+    stored_file = _file(run_of(request), "report.html")
+    response = StreamingHttpResponse(
+        chunks.stream(stored_file.run.project_id, stored_file.chunks), content_type="text/html"
+    )
     response["Content-Security-Policy"] = REPORT
     response["X-Frame-Options"] = "SAMEORIGIN"
     return response
@@ -207,15 +213,15 @@ def file(request: HttpRequest, path: str) -> HttpResponseBase:
     shown = run_of(request)
     if path == LOG:
         return _attachment(logs.read(shown), path, shown.size)
-    found = _file(shown, path)
-    return _attachment(chunks.stream(shown.project_id, found.chunks), path.rpartition("/")[2], found.size)
+    stored_file = _file(shown, path)
+    return _attachment(chunks.stream(shown.project_id, stored_file.chunks), path.rpartition("/")[2], stored_file.size)
 
 
-def _file(shown: Run, path: str) -> File:
-    found = File.objects.select_related("run").filter(run=shown, path=path).first()
-    if found is None:
+def _file(shown: HubRun, path: str) -> File:
+    stored_file = File.objects.select_related("run").filter(run=shown, path=path).first()
+    if stored_file is None:
         raise Http404
-    return found
+    return stored_file
 
 
 def _attachment(data: Iterator[bytes], name: str, size: int | None = None) -> HttpResponseBase:
@@ -232,11 +238,11 @@ def export(request: HttpRequest) -> HttpResponseBase:
     return _attachment(_zipped(shown), f"{shown.project.slug}-{shown.number}.zip")
 
 
-def _zipped(shown: Run) -> Iterator[bytes]:
+def _zipped(shown: HubRun) -> Iterator[bytes]:
     files = File.objects.filter(run=shown).order_by("path")
     contents = [(file.path, chunks.stream(shown.project_id, file.chunks)) for file in files]
     buffer = _Buffer()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with zipfile.ZipFile(cast(IO[bytes], buffer), "w", zipfile.ZIP_STORED) as archive:  # own file: it is written
         for path, data in [*contents, (LOG, logs.read(shown))]:
             with archive.open(zipfile.ZipInfo(path), "w", force_zip64=True) as entry:
                 for part in data:
@@ -245,18 +251,19 @@ def _zipped(shown: Run) -> Iterator[bytes]:
     yield buffer.take()
 
 
-class _Buffer:
+class _Buffer(io.RawIOBase):
     """A file that cannot be read or searched, whose bytes are taken as they are written."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._parts: list[bytes] = []
 
-    def write(self, data: bytes) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
         self._parts.append(bytes(data))
         return len(data)
-
-    def flush(self) -> None:
-        """Nothing waits."""
 
     def take(self) -> bytes:
         data, self._parts = b"".join(self._parts), []
@@ -264,13 +271,13 @@ class _Buffer:
 
 
 ROUTES: list[URLPattern] = [
-    route("<slug:project>/compare", compare, Rule.READER),
-    route("<slug:project>/compare/new", new_points, Rule.READER),
-    route("<slug:project>/runs/<int:run>", run, Rule.READER),
-    route("<slug:project>/runs/<int:run>/report", report, Rule.READER),
-    route("<slug:project>/runs/<int:run>/export.zip", export, Rule.READER),
-    route("<slug:project>/runs/<int:run>/files/<path:path>", file, Rule.READER),
-    route("<slug:project>/runs/<int:run>/edit", edit_run, Rule.WRITER, "POST"),
-    route("<slug:project>/runs/<int:run>/archive", archive_run, Rule.WRITER, "POST"),
-    route("<slug:project>/runs/<int:run>/delete", delete_run, Rule.WRITER, "POST"),
+    route("<slug:project>/compare", compare, AccessRule.READER),
+    route("<slug:project>/compare/new", new_points, AccessRule.READER),
+    route("<slug:project>/runs/<int:run>", run, AccessRule.READER),
+    route("<slug:project>/runs/<int:run>/report", report, AccessRule.READER),
+    route("<slug:project>/runs/<int:run>/export.zip", export, AccessRule.READER),
+    route("<slug:project>/runs/<int:run>/files/<path:path>", file, AccessRule.READER),
+    route("<slug:project>/runs/<int:run>/edit", edit_run, AccessRule.WRITER, "POST"),
+    route("<slug:project>/runs/<int:run>/archive", archive_run, AccessRule.WRITER, "POST"),
+    route("<slug:project>/runs/<int:run>/delete", delete_run, AccessRule.WRITER, "POST"),
 ]

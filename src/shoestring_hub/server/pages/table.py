@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from django.db.models import CharField, F, FloatField, OuterRef, Q, QuerySet, Subquery, Value as Constant
+from django.db.models import CharField, F, FloatField, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Value as Constant
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
 from django.urls import URLPattern
 from django.utils import timezone
 
-from shoestring_hub.server.access import Rule, access_of, route
-from shoestring_hub.server.models import GRACE, Key, Project, Run, Tag, Value
+from shoestring_hub.server.access import AccessRule, access_of, route, text_of
+from shoestring_hub.server.models import GRACE, NAME, HubRun, Project, RunValue, Tag, ValueKey
 
 ROWS, MOST_ROWS = 100, 1000
 """Runs on a page: by default, and at most."""
@@ -62,14 +64,17 @@ class View:
 
 def view_of(query: QueryDict) -> View:
     """Read an address; whatever is malformed takes its default."""
-    sort = query.get("sort", "-updated")
+    sort = text_of(query, "sort", NAME)
+    sort = sort if sort.removeprefix("-") in OWN or _split(sort.removeprefix("-")) else "-updated"
     which = query.get("which", "")
     return View(
-        columns=tuple(dict.fromkeys(name for name in query.getlist("column") if _split(name)))[:COLUMNS],
+        columns=tuple(dict.fromkeys(name for name in query.getlist("column") if _split(name) and "\0" not in name))[
+            :COLUMNS
+        ],
         sort=sort.removeprefix("-"),
         descending=sort.startswith("-"),
-        where=query.get("where", "")[:1000],
-        tag=query.get("tag", "")[:50],
+        where=text_of(query, "where", 1000),
+        tag=text_of(query, "tag", 50),
         which=which if which in ("archived", "deleted") else "present",
         page=_whole(query.get("page"), 1, 10**6, 1),
         rows=_whole(query.get("rows"), 1, MOST_ROWS, ROWS),
@@ -102,7 +107,7 @@ def _whole(text: str | None, least: int, most: int, default: int) -> int:
 def _split(name: str) -> tuple[str, str] | None:
     """The kind and the name of a setting or metric; None if it is neither."""
     kind, dot, rest = name.partition(".")
-    return (kind, rest) if dot and kind in (Key.SETTING, Key.METRIC) and rest else None
+    return (kind, rest) if dot and kind in (ValueKey.SETTING, ValueKey.METRIC) and rest else None
 
 
 def conditions_of(where: str) -> tuple[list[Condition], list[str]]:
@@ -120,9 +125,9 @@ def conditions_of(where: str) -> tuple[list[Condition], list[str]]:
 # -- from the database ------------------------------------------------------------------------------------------------
 
 
-def select(project: Project, view: View) -> QuerySet[Run]:
+def select(project: Project, view: View) -> QuerySet[HubRun]:
     """The runs of a view, in its order, on all pages."""
-    runs = Run.objects.filter(project=project)
+    runs = HubRun.objects.filter(project=project)
     if view.which == "deleted":
         runs = runs.filter(deleted__gt=timezone.now() - GRACE)
     else:
@@ -135,9 +140,9 @@ def select(project: Project, view: View) -> QuerySet[Run]:
 
 
 def _matching(project: Project, condition: Condition) -> Q:
-    lookup, found = _LOOKUPS[condition.sign], _split(condition.name)
+    lookup, column = _LOOKUPS[condition.sign], _split(condition.name)
     number = _number(condition.value)
-    if found is None:
+    if column is None:
         field = {"person": "person__username"}.get(condition.name, condition.name)
         if condition.name == "updated":
             return Q()
@@ -146,7 +151,9 @@ def _matching(project: Project, condition: Condition) -> Q:
         value: Any = number if condition.name == "number" else condition.value
         matching = Q(**{f"{field}__{'icontains' if condition.sign == '~' else lookup}": value})
     else:
-        values = Value.objects.filter(key__project=project, key__kind=found[0], key__name=found[1])
+        values = RunValue.objects.filter(key__project=project, key__kind=column[0], key__name=column[1])
+        if number is None and condition.sign in ("<", "<=", ">", ">="):
+            return Q(pk__in=())
         if condition.sign == "~" or number is None:
             values = values.filter(**{f"text__{lookup}": condition.value})
         else:
@@ -160,50 +167,51 @@ def _number(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if abs(number) < 1e308 else None
+    return None if math.isnan(number) else number
 
 
-def _in_order(runs: QuerySet[Run], project: Project, view: View) -> QuerySet[Run]:
+def _in_order(runs: QuerySet[HubRun], project: Project, view: View) -> QuerySet[HubRun]:
     """Sort by a column; runs without a value come last, numbers before other texts."""
-    arrow: Callable[[str], Any] = lambda name: F(name).desc(nulls_last=True) if view.descending else F(name).asc(nulls_last=True)  # noqa: E731, E501
-    if found := _split(view.sort):
-        key = Key.objects.filter(project=project, kind=found[0], name=found[1]).first()
-        mine = Value.objects.filter(run=OuterRef("pk"), key=key)
+    turn = F.desc if view.descending else F.asc
+    if column := _split(view.sort):
+        key = ValueKey.objects.filter(project=project, kind=column[0], name=column[1]).first()
+        mine = RunValue.objects.filter(run=OuterRef("pk"), key=key)
         number = Subquery(mine.values("number")[:1], output_field=FloatField())
         text = Coalesce(Subquery(mine.values("text")[:1], output_field=CharField()), Constant(""))
         return runs.annotate(sort_number=number, sort_text=text).order_by(
-            arrow("sort_number"), arrow("sort_text"), "-pk"
+            turn(F("sort_number"), nulls_last=True), turn(F("sort_text")), "-pk"
         )
     field = {"person": "person__username"}.get(view.sort, view.sort if view.sort in OWN else "updated")
-    return runs.order_by(arrow(field), "-pk")
+    return runs.order_by(turn(F(field), nulls_last=True), "-pk")
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A run in the table."""
 
-    run: Run
+    run: HubRun
     tags: Sequence[str]
     cells: Sequence[tuple[str, bool]]
     """Text of each column, and whether it is a number."""
 
 
-def rows_of(project: Project, runs: Sequence[Run], columns: Sequence[str]) -> list[Row]:
+def rows_of(project: Project, runs: Sequence[HubRun], columns: Sequence[str]) -> list[TableRow]:
     """The rows of some runs: two queries, whatever the number of runs and columns."""
     keys = {
         key.pk: f"{key.kind}.{key.name}"
-        for key in Key.objects.filter(project=project, name__in=[name.partition(".")[2] for name in columns])
+        for key in ValueKey.objects.filter(project=project, name__in=[name.partition(".")[2] for name in columns])
     }
-    found: dict[tuple[int, str], tuple[str, bool]] = {}
+    texts: dict[tuple[int, str], tuple[str, bool]] = {}
     ids = [run.pk for run in runs]
-    values = Value.objects.filter(run__in=ids, key__in=keys)
+    values = RunValue.objects.filter(run__in=ids, key__in=keys)
     for run, key, text, number in values.values_list("run", "key", "text", "number"):
-        found[run, keys[key]] = text, number is not None
+        texts[run, keys[key]] = text, number is not None
     tags: dict[int, list[str]] = {}
     for run, name in Tag.objects.filter(run__in=ids).order_by("name").values_list("run", "name"):
         tags.setdefault(run, []).append(name)
     return [
-        Row(run, tags.get(run.pk, []), [found.get((run.pk, column), ("", False)) for column in columns]) for run in runs
+        TableRow(run, tags.get(run.pk, []), [texts.get((run.pk, column), ("", False)) for column in columns])
+        for run in runs
     ]
 
 
@@ -232,7 +240,10 @@ def runs(request: HttpRequest) -> HttpResponse:
         "own": {name: _head(view, name) for name in OWN},
         "keys": [(name, name in columns) for name in keys],
         "wrong": conditions_of(view.where)[1],
-        "tags": Tag.objects.filter(run__project=project).order_by("name").values_list("name", flat=True).distinct()[:200],
+        "tags": Tag.objects.filter(run__project=project)
+        .order_by("name")
+        .values_list("name", flat=True)
+        .distinct()[:200],
         "here": address_of(view),
         "before": address_of(replace(view, page=view.page - 1)),
         "after": address_of(replace(view, page=view.page + 1)),
@@ -271,6 +282,6 @@ def _cell(text: str) -> str:
 
 
 ROUTES: list[URLPattern] = [
-    route("<slug:project>/", runs, Rule.READER),
-    route("<slug:project>/runs.csv", runs_as_csv, Rule.READER),
+    route("<slug:project>/", runs, AccessRule.READER),
+    route("<slug:project>/runs.csv", runs_as_csv, AccessRule.READER),
 ]
