@@ -26,6 +26,7 @@ def new_run(configured):
 
 steps = st.integers(-3, 40)
 values = st.one_of(st.floats(allow_nan=True), st.just("text"), st.none(), st.booleans(), st.integers(-(10**30), 10**30))
+rows = st.dictionaries(st.sampled_from("abc"), values)
 lines = st.one_of(
     st.builds(
         lambda step, row: json.dumps({"step": step} | row), steps, st.dictionaries(st.sampled_from("abc"), values)
@@ -49,9 +50,9 @@ def test_a_log_in_pieces_reads_as_the_report_reads_the_file(new_run, tmp_path_fa
     folder = tmp_path_factory.mktemp("log")
     (folder / "metrics.jsonl").write_bytes(data)
     assert b"".join(logs.read(run.__class__.objects.get(pk=run.pk))) == data
-    expected = {key: column for key, column in read(folder).columns.items()}
+    expected = dict(read(folder).columns)
     found = {key: dict(column) for key, column in runs.read(run).columns.items()}
-    assert repr(found) == repr(expected)
+    assert repr(found) == repr({key: dict(column) for key, column in expected.items()})
     last = {key: column[max(column)] for key, column in expected.items()}
     texts = dict(run.values.values_list("key__name", "text"))
     assert texts.keys() == last.keys()

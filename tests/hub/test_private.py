@@ -1,6 +1,7 @@
 """Private means private: every route, everybody, two projects."""
 
 import pytest
+from django.http import Http404
 from django.test import Client
 from django.urls import path
 
@@ -63,7 +64,9 @@ def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
 
     def any_run(person, slug, number):
         found = Member.objects.select_related("project").filter(person=person, project__slug=slug).first()
-        run = HubRun.objects.filter(number=number).exclude(project__slug=slug).first() if number else None
+        run = HubRun.objects.filter(number=number, project__slug="beta").first()
+        if found is None or (number and run is None):
+            raise Http404
         return access.Access(person, found.project, Role(found.role), run)
 
     real = access._access_of_token
@@ -73,11 +76,6 @@ def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
         "token": ("_access_of_token", lambda request, rule: real(request, access.AccessRule.TOKEN)),
     }
     monkeypatch.setattr(access, *faults[fault])
-    if fault == "project":
-        client = Client()
-        client.force_login(sides[0].people["reader"])
-        assert sides[1].word in client.get(f"/alpha/runs/{sides[1].run.number}").content.decode()
-        return
     assert attack(*sides, methods=("GET",)).leaks
 
 

@@ -68,9 +68,7 @@ def view_of(query: QueryDict) -> View:
     sort = sort if sort.removeprefix("-") in OWN or _split(sort.removeprefix("-")) else "-updated"
     which = query.get("which", "")
     return View(
-        columns=tuple(dict.fromkeys(name for name in query.getlist("column") if _split(name) and "\0" not in name))[
-            :COLUMNS
-        ],
+        columns=tuple(dict.fromkeys(filter(_split, query.getlist("column"))))[:COLUMNS],
         sort=sort.removeprefix("-"),
         descending=sort.startswith("-"),
         where=text_of(query, "where", 1000),
@@ -107,7 +105,8 @@ def _whole(text: str | None, least: int, most: int, default: int) -> int:
 def _split(name: str) -> tuple[str, str] | None:
     """The kind and the name of a setting or metric; None if it is neither."""
     kind, dot, rest = name.partition(".")
-    return (kind, rest) if dot and kind in (ValueKey.SETTING, ValueKey.METRIC) and rest else None
+    known = dot and kind in (ValueKey.SETTING, ValueKey.METRIC) and rest and "\0" not in rest
+    return (kind, rest) if known else None
 
 
 def conditions_of(where: str) -> tuple[list[Condition], list[str]]:
