@@ -29,12 +29,12 @@ def hub(database, tmp_path_factory):
     with HubServer(tmp_path_factory.mktemp("hub") / "hub", "--database", url) as server:
         visitor = Visitor(server.port)
         visitor.set_password(add_person(server.folder, "ada", "--database", url), "ada")
-        yield server, visitor, url
+        yield server, visitor
 
 
 @pytest.fixture
 def lab(hub, request, monkeypatch, tmp_path):
-    server, visitor, url = hub
+    server, visitor = hub
     slug = f"p-{abs(hash(request.node.name)) % 10**9}"
     visitor.make_project(slug)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -20,7 +20,17 @@ from django.utils import timezone
 from django.views.decorators.csrf import csrf_exempt
 
 from shoestring.core.errors import ShoestringError
-from shoestring_hub.server.models import HubRun, Member, Person, Project, Role, Token, digest_of
+from shoestring_hub.server.models import (
+    NAME,
+    AuditEvent,
+    HubRun,
+    Member,
+    Person,
+    Project,
+    Role,
+    Token,
+    digest_of,
+)
 
 
 class AccessRule(Enum):
@@ -114,9 +124,19 @@ def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
             if access.role < rule.value:
                 return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)
             request.access = access
-        return view(request, **names)
+        response = view(request, **names)
+        if request.method == "POST" and response.status_code < 400:
+            note(view.__name__, request.user.username, request.path, getattr(request, "access", None))
+        return response
 
     return guarded
+
+
+def note(act: str, person: str, path: str, access: Access | None = None) -> None:
+    """Record that somebody has done something, or tried to."""
+    AuditEvent.objects.create(
+        act=act, person=person.replace("\0", "")[:150], path=path[:NAME], project=access.project if access else None
+    )
 
 
 def _guard_program(view: View, rule: AccessRule, methods: set[str]) -> Any:

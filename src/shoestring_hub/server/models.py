@@ -194,3 +194,19 @@ class RunValue(models.Model):
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["run", "key"], name="one_value_per_key")]
+
+
+class AuditEvent(models.Model):
+    """What somebody has done by a page, or tried: the name of the act is that of its route."""
+
+    SIGNED_IN, REFUSED = "sign_in", "sign_in_failed"
+
+    time = models.DateTimeField(default=timezone.now, db_index=True)
+    project = models.ForeignKey(Project, models.SET_NULL, null=True, related_name="events")
+    person = models.CharField(max_length=150)
+    """Name of the person, which stays when the person goes; of somebody who failed to sign in, what was typed."""
+    act = models.CharField(max_length=40)
+    path = models.CharField(max_length=NAME)
+
+    class Meta:
+        indexes = [models.Index(fields=["act", "person", "time"], name="acts_of_a_person")]

@@ -142,29 +142,30 @@ def describe(run: HubRun) -> None:
     logs.store_values(run, ValueKey.SETTING, settings)
 
 
-def read(run: HubRun, metrics: Sequence[str] | None = None, since: int = 0) -> RunFolder:
-    """A run as the report's functions take it, with all metrics or some; nothing that was uploaded is unpickled.
+def label_of(run: HubRun) -> Path:
+    """A path that distinguishes a run from others of its project, as reports distinguish runs of the same name."""
+    return Path(f"/{run.name.replace('/', '_')} {run.number}")
 
-    Args:
-        since: leave out segments of the log before this offset.
-    """
+
+def read(run: HubRun, metrics: Sequence[str] | None = None) -> RunFolder:
+    """A run as the report's functions take it, with all metrics or some; nothing that was uploaded is unpickled."""
     stored = {file.path: file for file in File.objects.filter(run=run, path__in=DESCRIBING)}
     problems: list[str] = []
     documents = {name: _document(run, stored.get(name), problems) for name in DESCRIBING[:3]}
     history = history_file.parse(_lines(run, stored.get("history.jsonl")))
     return RunFolder(
-        path=Path(f"/{run.project_id}/{run.name.replace('/', '_')} {run.number}"),
+        path=label_of(run),
         settings=documents["run.toml"],
         environment=documents["environment.json"],
         summary=standing(documents["summary.json"], history),
         history=history,
-        columns=_columns(run, metrics, since),
+        columns=_columns(run, metrics),
         problems=problems,
     )
 
 
-def _columns(run: HubRun, metrics: Sequence[str] | None, since: int) -> dict[str, ArrayColumn]:
-    points = Points.objects.filter(run=run, offset__gte=since).order_by("key", "offset")
+def _columns(run: HubRun, metrics: Sequence[str] | None) -> dict[str, ArrayColumn]:
+    points = Points.objects.filter(run=run).order_by("key", "offset")
     if metrics is not None:
         points = points.filter(key__name__in=metrics)
     return numbers.columns_of(points.values_list("key__name", "data").iterator(chunk_size=500))

@@ -73,7 +73,7 @@ class CuttingProxy:
 
 
 def train(folder: Path, seed: int, steps: int) -> None:
-    """What a run does to its folder and its sink: it resumes from an earlier step, writes rows, and ends or is killed."""
+    """What a run does to its folder and its sink: it resumes from a former step, writes rows, ends or is killed."""
     draw = random.Random(seed)
     file = JsonLines(folder / "metrics.jsonl")
     last = max((int(line.split(":")[1].split(",")[0]) for line in _lines(folder)), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from django import forms
@@ -15,9 +16,11 @@ from django.shortcuts import redirect, render
 from django.urls import URLPattern
 from django.utils import timezone
 
-from shoestring_hub.server.access import AccessRule, route
-from shoestring_hub.server.models import INVITED_FOR, Invitation, Member, Person, Role, digest_of
+from shoestring_hub.server.access import AccessRule, note, route, text_of
+from shoestring_hub.server.models import INVITED_FOR, AuditEvent, Invitation, Member, Person, Role, digest_of
 
+TRIES, WAIT = 10, timedelta(minutes=5)
+"""Failures to sign in by one name within a time after which it has to wait."""
 sign_in_view = LoginView.as_view(template_name="hub/sign_in.html", next_page="/")
 sign_out_view = LogoutView.as_view(next_page="/sign-in")
 reset_view = PasswordResetConfirmView.as_view(
@@ -34,8 +37,16 @@ class SignUp(BaseUserCreationForm):
 
 
 def sign_in(request: HttpRequest) -> HttpResponse:
-    """The page for name and password."""
-    return sign_in_view(request)
+    """The page for name and password; a name that has failed `TRIES` times has to wait."""
+    if request.method != "POST":
+        return sign_in_view(request)
+    name = text_of(request.POST, "username", 150)
+    failed = AuditEvent.objects.filter(act=AuditEvent.REFUSED, person=name, time__gt=timezone.now() - WAIT)
+    if failed.count() >= TRIES:
+        return render(request, "hub/wait.html", {"minutes": WAIT.seconds // 60}, status=429)
+    response = sign_in_view(request)
+    note(AuditEvent.SIGNED_IN if response.status_code == 302 else AuditEvent.REFUSED, name, request.path)
+    return response
 
 
 def sign_out(request: HttpRequest) -> HttpResponse:

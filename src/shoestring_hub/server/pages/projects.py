@@ -25,6 +25,8 @@ from shoestring_hub.server.models import (
     draw_secret,
 )
 
+SHOWN = 50
+"""Number of events that the page of a project's people shows."""
 TAKEN = {"account", "api", "compare", "health", "join", "password", "sign-in", "sign-out", "static"}
 """Names that a project cannot have, because other pages have these addresses."""
 
@@ -91,6 +93,7 @@ def _people(request: HttpRequest, link: str = "", problem: str = "") -> HttpResp
         "invitations": project.invitations.filter(used=None).select_related("made_by").order_by("created"),
         "roles": Role.choices,
         "days": INVITED_FOR.days,
+        "events": project.events.order_by("-time")[:SHOWN],
         "link": link,
         "problem": problem,
     }

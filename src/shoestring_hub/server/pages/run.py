@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import operator
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import IO, Any, cast
 
+from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse, StreamingHttpResponse
 from django.shortcuts import redirect, render
 from django.urls import URLPattern, reverse
@@ -18,7 +21,7 @@ from django.utils.safestring import mark_safe
 from shoestring.report import curves
 from shoestring.report.charts import charts
 from shoestring.report.markup import embedded
-from shoestring.report.reading import RunFolder
+from shoestring.report.reading import ArrayColumn, RunFolder
 from shoestring_hub.protocol import LOG
 from shoestring_hub.server import chunks, logs
 from shoestring_hub.server import runs as stored
@@ -96,7 +99,8 @@ def _table(chosen: Sequence[HubRun], kind: str, *, differing: bool) -> list[tupl
 def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) -> dict[str, Any]:
     """The charts of some runs, for a template; `metrics` chooses those that are drawn, by default as many as fit."""
     drawn, left_out = _within_budget(chosen, metrics)
-    data = curves.payload([stored.read(run, [*drawn, *AXES]) for run in chosen])
+    folders = [stored.read(run, [*drawn, *AXES]) for run in chosen]
+    data = curves.payload(folders)
     _name_apart(data, chosen)
     query = "&".join(f"run={run.number}" for run in chosen)
     return {
@@ -104,7 +108,7 @@ def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) 
         "data": mark_safe(embedded(data)),
         "left_out": left_out,
         "source": f"{reverse('new_points', kwargs={'project': project.slug})}?{query}",
-        "state": _state(chosen),
+        "state": _state(chosen, folders, {}),
     }
 
 
@@ -126,39 +130,72 @@ def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
         entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
 
 
-def _state(chosen: Sequence[HubRun]) -> str:
-    return ",".join(f"{run.number}:{run.attempt}:{run.size}" for run in chosen)
+@dataclass(frozen=True)
+class _Known:
+    """What a page has of a run: the attempt and the size of its log, and its last step."""
+
+    attempt: int
+    size: int
+    last: int
+
+
+def _state(chosen: Sequence[HubRun], folders: Sequence[RunFolder], before: Mapping[int, _Known]) -> str:
+    """What a page has of each run, as text; of a run that has not grown, the same last step as before."""
+    parts = []
+    for run, folder in zip(chosen, folders, strict=True):
+        steps = [next(reversed(column)) for column in folder.columns.values() if column]
+        last = max([*steps, before[run.number].last if run.number in before else -1])
+        parts.append(f"{run.number}:{run.attempt}:{run.size}:{last}")
+    return ",".join(parts)
+
+
+def _known(state: str) -> dict[int, _Known]:
+    """Read a state that a page has sent, by the numbers of the runs; empty if it is malformed."""
+    try:
+        parts = ([int(word) for word in part.split(":")] for part in state.split(",")[:MOST_RUNS])
+        return {number: _Known(*rest) for number, *rest in parts}
+    except (TypeError, ValueError):
+        return {}
 
 
 def new_points(request: HttpRequest) -> HttpResponse:
     """What has been logged since a page was read: 204 for nothing, 205 if the page has to be read anew."""
     project = access_of(request).project
-    chosen = _chosen(project, request)
-    before, now = request.GET.get("have", ""), _state(chosen)
-    if before == now:
-        return HttpResponse(status=204)
-    had = {number: rest for number, _, rest in (part.partition(":") for part in before.split(","))}
-    folders = []
+    chosen, before = _chosen(project, request), _known(request.GET.get("have", ""))
     for run in chosen:
-        attempt, _, size = had.get(str(run.number), "").partition(":")
-        if attempt != str(run.attempt) or not size.isdecimal() or int(size) > run.size:
+        had = before.get(run.number)
+        if had is None or had.attempt != run.attempt or had.size > run.size:
             return HttpResponse(status=205)
-        folders.append(_grown(run, int(size)))
-    data = curves.payload(folders)
-    return JsonResponse({"state": now, "data": data})
+    if all(before[run.number].size == run.size for run in chosen):
+        return HttpResponse(status=204)
+    folders = _grown(chosen, before)
+    return JsonResponse({"state": _state(chosen, folders, before), "data": curves.payload(folders)})
 
 
-def _grown(run: HubRun, size: int) -> RunFolder:
-    """A run with the points since its log had a size; of its times the very first as well, from which seconds count."""
-    if size == run.size:
-        return stored.read(run, ())
-    folder = stored.read(run, since=max(0, size - SEGMENT))
-    first = Points.objects.filter(run=run, key__name="time").order_by("offset").values_list("key__name", "data")[:1]
-    if "time" in folder.columns and first:
-        begun = columns_of(first)["time"]
-        merged = dict(list(begun.items())[:1]) | dict(folder.columns["time"])
-        return replace(folder, columns=dict(folder.columns) | {"time": merged})
-    return folder
+def _grown(chosen: Sequence[HubRun], before: Mapping[int, _Known]) -> list[RunFolder]:
+    """The runs with the points that a page lacks, and with the first of their times, from which seconds count.
+
+    A page may have some of these points, because segments are read whole: it leaves out those that it has.
+    """
+    changed = [run for run in chosen if run.size > before[run.number].size]
+    tails = (Q(run=run, offset__gte=before[run.number].size - SEGMENT) for run in changed)
+    first = Q(run__in=changed, offset=0, key__name="time")
+    points = Points.objects.filter(reduce(operator.or_, tails, first)).order_by("offset")
+    packed: dict[int, list[tuple[str, bytes]]] = {run.pk: [] for run in chosen}
+    for run_id, name, data in points.values_list("run", "key__name", "data"):
+        packed[run_id].append((name, data))
+    return [
+        RunFolder(path=stored.label_of(run), columns=_since(columns_of(packed[run.pk]), before[run.number].last))
+        for run in chosen
+    ]
+
+
+def _since(columns: dict[str, ArrayColumn], last: int) -> dict[str, ArrayColumn]:
+    """Columns from a step on; of the times the first one stays as well."""
+    shown = {name: column.steps >= last for name, column in columns.items()}
+    if "time" in shown:
+        shown["time"][:1] = True
+    return {name: ArrayColumn(column.steps[shown[name]], column.array[shown[name]]) for name, column in columns.items()}
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------
