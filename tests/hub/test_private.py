@@ -51,6 +51,7 @@ def test_the_rules_are_those_that_are_meant():
             assert pattern.callback.methods == ("POST",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["role", "project", "token"])
 def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
     """Each check of `access`, taken away, is a leak that the attack finds."""
