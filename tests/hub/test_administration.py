@@ -1,5 +1,6 @@
 """What an administrator does, by one command each, and the settings that the hub is deployed with."""
 
+import shutil
 import subprocess
 import sys
 from urllib.parse import urlsplit
@@ -7,7 +8,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from shoestring.cli import main
+from shoestring.core.errors import ShoestringError
+from shoestring_hub.client.logins import log_in
+from shoestring_hub.client.pull import pull
+from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
+from tests.rigs.hub.folders import contents, write_run
+from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.visitor import PASSWORD, Visitor
 
 
@@ -20,6 +27,43 @@ def test_django_objects_to_nothing_where_the_hub_has_a_name(tmp_path):
     done = hub("check", tmp_path / "hub", "--name", "hub.example.org")
     assert done.returncode == 0 and done.stdout == "nothing to object\n"
     assert "security.W" in hub("check", tmp_path / "other").stdout  # without TLS, on loopback
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_hub_with_a_certificate_is_reached_by_tls_alone(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    tls = ["--name", "localhost", "--certificate", str(certificate), "--key", str(key)]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with HubServer(tmp_path / "hub", *tls) as server:
+        folder = write_run(tmp_path / "run")
+        secret = _token_without_pages(server.folder)
+        with pytest.raises(ShoestringError, match="CERTIFICATE_VERIFY_FAILED"):
+            log_in(f"https://localhost:{server.port}", secret)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        log_in(f"https://localhost:{server.port}", secret)
+        assert not push(folder, checkpoints=True).left_out
+        pull(1, tmp_path / "copy")
+        assert contents(tmp_path / "copy") == contents(folder)
+
+
+def _token_without_pages(folder):
+    """A token, made in a process that has the hub's tables."""
+    code = """
+import sys; from pathlib import Path
+from shoestring_hub.server.configure import Place, configure
+configure(Place(Path(sys.argv[1])))
+from shoestring_hub.server.models import Member, Person, Project, Token, digest_of, draw_secret
+project, person, secret = Project.objects.create(slug="tls"), Person.objects.create_user("tls"), draw_secret("hub")
+Member.objects.create(project=project, person=person, role=3)
+Token.objects.create(project=project, person=person, machine="m", digest=digest_of(secret))
+print(secret)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,14 @@ class Connection:
             raise HubError(f"`{self.login.address}` did not answer as a hub does", 502, {})
         return value
 
-    def fetch(self, path: str, limit: int, /, **query: Any) -> bytes:
-        """The bytes at a path, at most `limit` of them; errors as for `ask`."""
-        return self._repeat("GET", self._target(path, query), b"", limit)
+    def fetch(self, path: str, limit: int, body: Any = None) -> bytes:
+        """The bytes at a path, at most `limit` of them, asked for with a body of JSON if there is one.
+
+        Raises:
+            HubError, HubOutageError: as for `ask`.
+        """
+        method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+        return self._repeat(method, self._target(path, {}), data, limit)
 
     def close(self) -> None:
         """Close the connection; a later request opens it again."""

@@ -93,7 +93,7 @@ def _digests(path: Path, size: int) -> list[str] | None:
 
 def _download(connection: Connection, run: int, path: str, chunks: list[str]) -> Iterator[bytes]:
     for index, name in enumerate(chunks):
-        data = connection.fetch(f"runs/{run}/chunk", CHUNK, path=path, chunk=index)
+        data = connection.fetch(f"runs/{run}/chunk", CHUNK, {"path": path, "chunk": index})
         if digest(data) != name:
             raise DataError(f"the hub sends other bytes of `{path}` than it has named", hint="pull again")
         yield data

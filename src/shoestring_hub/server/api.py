@@ -12,9 +12,9 @@ from django.urls import URLPattern
 from shoestring.core.errors import ShoestringError
 from shoestring.storage import foreign
 from shoestring.storage.fields import Fields
-from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, PATH_LIMIT, digest
+from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, digest
 from shoestring_hub.server import chunks, logs, runs
-from shoestring_hub.server.access import AccessRule, RefusedError, access_of, route, text_of
+from shoestring_hub.server.access import AccessRule, RefusedError, access_of, route
 from shoestring_hub.server.models import Deposit, File, HubRun
 
 ASKED = 5000
@@ -106,12 +106,13 @@ def list_files(request: HttpRequest, number: int) -> HttpResponse:
 
 
 def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
-    """The bytes of one chunk of a file of a run: `?path=PATH&chunk=INDEX`."""
-    run, index = _run_to_read(request, number), request.GET.get("chunk", "")
-    file = File.objects.filter(run=run, path=text_of(request.GET, "path", PATH_LIMIT)).first()
-    if file is None or not index.isdecimal() or len(index) > 9 or int(index) >= len(file.chunks):
+    """The bytes of one chunk of a file of a run; asked by a body, because a path may be longer than an address."""
+    run, fields = _run_to_read(request, number), _body(request)
+    file = File.objects.filter(run=run, path=fields.text("path").replace("\0", "")).first()
+    if file is None or fields.count("chunk", least=0) >= len(file.chunks):
         raise RefusedError(404, "the run has no such chunk")
-    return HttpResponse(chunks.read(run.project_id, file.chunks[int(index)]), content_type="application/octet-stream")
+    data = chunks.read(run.project_id, file.chunks[fields.count("chunk", least=0)])
+    return HttpResponse(data, content_type="application/octet-stream")
 
 
 def get_log(request: HttpRequest, number: int) -> HttpResponse:
@@ -167,6 +168,6 @@ ROUTES: list[URLPattern] = [
     route("api/own/<str:key>/files", commit_files, AccessRule.TOKEN_WRITE, "POST"),
     route("api/own/<str:key>/keep", keep_only, AccessRule.TOKEN_WRITE, "POST"),
     route("api/runs/<int:number>", list_files, AccessRule.TOKEN_READ),
-    route("api/runs/<int:number>/chunk", get_chunk, AccessRule.TOKEN_READ),
+    route("api/runs/<int:number>/chunk", get_chunk, AccessRule.TOKEN_READ, "POST"),
     route("api/runs/<int:number>/log", get_log, AccessRule.TOKEN_READ),
 ]

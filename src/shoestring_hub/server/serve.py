@@ -52,6 +52,7 @@ def serve(place: Place, listening: Listening) -> int:
                 "threads": listening.threads,
                 "worker_class": "gthread",
                 "timeout": 120,
+                "limit_request_line": 8190,
                 "graceful_timeout": 10,
                 "certfile": str(listening.certificate) if tls else None,
                 "keyfile": str(listening.key) if tls else None,

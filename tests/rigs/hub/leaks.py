@@ -199,12 +199,15 @@ def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attemp
             for number, path in enumerate(paths(pattern, own, other)):
                 in_own = number == 1 and f"/{own.slug}/" in path
                 if actor.may(rule) and not in_own:
-                    if pattern.callback.methods == ("GET",):  # the control
-                        attempts.admitted += actor.ask("GET", path).status_code == 200
+                    if pattern.callback.methods == ("GET",) or pattern.name == "get_chunk":  # the control
+                        method = pattern.callback.methods[0]
+                        asked = actor.ask(method, path, {"path": "file.txt", "chunk": 0} if actor.token else None)
+                        attempts.admitted += asked.status_code == 200
                     continue
                 at_home = actor.name.startswith(own.slug) and (in_own or bool(actor.token))  # numbers mean own runs
                 for method in ("GET", "HEAD") if at_home and in_own else methods:
                     data = {"deleted": "yes", "role": 3, "notes": "changed", "digests": other.digests, "name": "x"}
+                    data |= {"path": "file.txt", "chunk": 0, "files": [], "paths": []}
                     query = f"path=file.txt&chunk=0&run={other.run.number}"
                     range_ = {"Range": "bytes=0-1"} if method == "GET" else {}
                     answer = actor.ask(method, f"{path}?{query}", data, **range_)
