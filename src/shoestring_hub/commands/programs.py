@@ -36,11 +36,11 @@ class LogIn:
         return 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Push(ChosenProject):
     """Arguments of `shoestring hub push`."""
 
-    folder: Positional[Path] = Path("runs")
+    folder: Positional[Path]
     """Folder of the run to send, such as runs/quickstart."""
     checkpoints: bool = False
     """Whether to send checkpoints as well, from which training resumes after `shoestring hub pull`."""
