@@ -136,10 +136,11 @@ def test_an_open_page_gains_what_a_run_logs(project, ada, server, tmp_path):
         assert json.loads(browser.value("JSON.stringify([data.runs, data.large, data.small])")) == json.loads(
             opened_later
         )
-        (folder / "metrics.jsonl").write_text(rows(1, 30))  # resumed from step 30
+        (folder / "metrics.jsonl").write_text(rows(1, 30) + rows(31, 200, seed=5))  # resumed from step 30
         push(folder)
         browser.value("ask().then(() => true)")
         assert "reload" in browser.value("document.getElementById('live').textContent")
+        assert browser.value("data.runs[0].step.at(-1)") == 90
 
 
 def test_colours_that_were_chosen_stay_on_the_next_page(lab, ada, server):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shoestring.core.errors import ShoestringError
+from shoestring.core.errors import DataError, ShoestringError
 from shoestring.storage import foreign
+from shoestring.storage.fields import Fields
 from shoestring_hub.client.connection import Connection, HubError
 from shoestring_hub.protocol import LOG_PART, digest
 
@@ -36,12 +37,14 @@ class MetricsLog:
 
     def look_up(self, *, begin: bool = False) -> None:
         """Find or make the run on the hub, and learn what it has of the log."""
-        facts = self.connection.ask("POST", f"own/{self.key}", {"name": self.title, "begin": begin})
-        if self._opened and self.begin and facts["attempt"] != self.attempt:
+        answer = self.connection.ask("POST", f"own/{self.key}", {"name": self.title, "begin": begin})
+        facts = Fields(answer, "the hub's answer", DataError)
+        attempt = facts.count("attempt", least=0)
+        if self._opened and self.begin and attempt != self.attempt:
             raise SupersededError("a later start of this run writes to the hub")
-        self.size, self.attempt, self._segments = int(facts["size"]), int(facts["attempt"]), facts["segments"]
-        self._compare = True
-        self.page, self._opened = f"{self.connection.login.address.rstrip('/')}{facts['page']}", True
+        self.size, self.attempt = facts.count("size", least=0, most=1 << 50), attempt
+        self._segments, self._compare = answer.get("segments") or [], True
+        self.page, self._opened = f"{self.connection.login.address.rstrip('/')}{facts.text('page')}", True
 
     def catch_up(self, path: Path) -> int:
         """Send what the hub lacks of a file, as it is now; returns the number of bytes sent.
@@ -65,6 +68,8 @@ class MetricsLog:
             try:
                 while at < size or at < self.size:
                     data = _read(file, at, min(LOG_PART, size - at))
+                    if not data and at == self.size:  # the file was cut in its place meanwhile
+                        break
                     query = {"at": at, "have": self.size, "attempt": self.attempt}
                     at = self.size = int(self.connection.ask("PUT", f"own/{self.key}/log", data, **query)["size"])
                     sent += len(data)

@@ -73,7 +73,8 @@ def splice(run: HubRun, data: bytes, *, at: int, have: int, attempt: int) -> int
             last = _last_points(run)
             RunValue.objects.filter(run=run, key__kind=ValueKey.METRIC).exclude(key__name__in=last).delete()
         store_values(run, ValueKey.METRIC, {key: _last_value(points) for key, points in last.items()})
-        HubRun.objects.filter(pk=run.pk).update(size=at + len(data), updated=timezone.now())
+        rewrites = run.rewrites + (at < have)
+        HubRun.objects.filter(pk=run.pk).update(size=at + len(data), rewrites=rewrites, updated=timezone.now())
     return at + len(data)
 
 

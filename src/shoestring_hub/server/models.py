@@ -111,6 +111,8 @@ class HubRun(models.Model):
     status = models.CharField(max_length=20, default="unfinished")
     attempt = models.PositiveIntegerField(default=0)
     size = models.BigIntegerField(default=0)
+    rewrites = models.PositiveIntegerField(default=0)
+    """Number of times that a part of the log was replaced, after which an open page has to be read anew."""
     notes = models.TextField(blank=True, max_length=50_000)
     archived = models.BooleanField(default=False)
     deleted = models.DateTimeField(null=True)

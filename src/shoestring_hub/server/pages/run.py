@@ -132,9 +132,9 @@ def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a page has of a run: the attempt and the size of its log, and its last step."""
+    """What a page has of a run: how often its log was rewritten, the log's size, and its last step."""
 
-    attempt: int
+    rewrites: int
     size: int
     last: int
 
@@ -145,7 +145,7 @@ def _state(chosen: Sequence[HubRun], folders: Sequence[RunFolder], before: Mappi
     for run, folder in zip(chosen, folders, strict=True):
         steps = [next(reversed(column)) for column in folder.columns.values() if column]
         last = max([*steps, before[run.number].last if run.number in before else -1])
-        parts.append(f"{run.number}:{run.attempt}:{run.size}:{last}")
+        parts.append(f"{run.number}:{run.rewrites}:{run.size}:{last}")
     return ",".join(parts)
 
 
@@ -162,10 +162,9 @@ def new_points(request: HttpRequest) -> HttpResponse:
     """What has been logged since a page was read: 204 for nothing, 205 if the page has to be read anew."""
     project = access_of(request).project
     chosen, before = _chosen(project, request), _known(request.GET.get("have", ""))
-    for run in chosen:
-        had = before.get(run.number)
-        if had is None or had.attempt != run.attempt or had.size > run.size:
-            return HttpResponse(status=205)
+    rewrites = {run.number: run.rewrites for run in chosen}  # of a deleted run there is none
+    if rewrites != {number: known.rewrites for number, known in before.items()}:
+        return HttpResponse(status=205)
     if all(before[run.number].size == run.size for run in chosen):
         return HttpResponse(status=204)
     folders = _grown(chosen, before)
