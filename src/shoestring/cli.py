@@ -35,18 +35,20 @@ class Verb(NamedTuple):
     """A command of the command line: where its code is, and its help text."""
 
     function: str
-    """Function that implements the verb, as `module:function` inside the package `shoestring`."""
+    """Function that implements the verb, as `module:function` inside `package`."""
     arguments: str
     """Class that declares the verb's arguments and prints the function's result, as `module:class` inside the package
-    `shoestring.commands`."""
+    `commands` of `package`."""
     help: str
     rest: Literal["", "overrides", "command"] = ""
     """Remaining arguments, with which the class is called: none, overrides of the run file, or a command to run."""
+    package: str = "shoestring"
+    """Package that the verb belongs to; only its name is known here."""
 
     def load(self) -> Any:
         """Import the class that declares the verb's arguments."""
         module, _, name = self.arguments.partition(":")
-        return getattr(import_module(f"shoestring.commands.{module}"), name)
+        return getattr(import_module(f"{self.package}.commands.{module}"), name)
 
 
 # fmt: off
@@ -200,6 +202,57 @@ VERBS: dict[str, Verb] = {
         "testing.netlab.by_hand:down", "lab:EndLab",
         "End the virtual hosts.",
     ),
+    "hub login": Verb(
+        "client.logins:log_in", "programs:LogIn",
+        "Remember the address of a hub and a token for one of its projects, which a page of the hub has shown.",
+        package="shoestring_hub",
+    ),
+    "hub push": Verb(
+        "client.push:push", "programs:Push",
+        "Send the folder of a run to the hub; continues where it broke off, and takes the files of a running run as "
+        "they are now.",
+        package="shoestring_hub",
+    ),
+    "hub pull": Verb(
+        "client.pull:pull", "programs:Pull",
+        "Bring the folder of a run from the hub; training resumes from it if its checkpoints were pushed.",
+        package="shoestring_hub",
+    ),
+    "hub serve": Verb(
+        "server.serve:serve", "administration:ServeHub",
+        "Start the hub: a server for the runs of a lab, with SQLite and a folder, or with PostgreSQL.",
+        package="shoestring_hub",
+    ),
+    "hub person": Verb(
+        "server.administration:add_person", "administration:AddPerson",
+        "Make a person, the first one included, or a link by which a person sets a new password.",
+        package="shoestring_hub",
+    ),
+    "hub deactivate": Verb(
+        "server.administration:deactivate", "administration:Deactivate",
+        "End all access of a person at once; the runs of the person stay.",
+        package="shoestring_hub",
+    ),
+    "hub clean": Verb(
+        "server.administration:clean", "administration:Clean",
+        "Remove deleted runs whose grace period is over, and chunks of files that no run has.",
+        package="shoestring_hub",
+    ),
+    "hub backup": Verb(
+        "server.backup:back_up", "administration:BackUp",
+        "Copy a hub to a folder while it serves: its database, its key and the chunks that the copy lacks.",
+        package="shoestring_hub",
+    ),
+    "hub restore": Verb(
+        "server.backup:restore", "administration:Restore",
+        "Make a new hub from a backup, and check every chunk.",
+        package="shoestring_hub",
+    ),
+    "hub check": Verb(
+        "server.administration:check", "administration:CheckHub",
+        "Check the settings of a hub for deployment, as Django's `check --deploy` does.",
+        package="shoestring_hub",
+    ),
     "checkpoint ls": Verb(
         "verbs.archive:list_checkpoints", "checkpoint:ListCheckpoints",
         "List the checkpoints of a run, on disk and in this host's shared memory.",
@@ -260,6 +313,7 @@ GROUPS = {
     "tune.toml`.",
     "recipes": "Ready tasks to run, to copy and to change: `shoestring train NAME` runs one.",
     "lab": "Virtual hosts with slow links on this machine, to try several hosts by hand; needs root.",
+    "hub": "Keep the runs of a lab on a server of one's own: push and pull runs, and serve them.",
     "checkpoint": "List, verify, show, explain, export, import and delete the checkpoints of a run.",
 }
 """Maps the first word of verbs with two words to the help text of the group."""
@@ -348,7 +402,7 @@ def _run(line: _CommandLine) -> int:
         parsed, rest = tyro.cli(
             verb.load(),
             prog=f"shoestring {name} {printable(arguments[0])}" if run_named else f"shoestring {name}",
-            description=f"{verb.help}\n\nIn Python: shoestring.{verb.function.replace(':', '.')}",
+            description=f"{verb.help}\n\nIn Python: {verb.package}.{verb.function.replace(':', '.')}",
             args=arguments,
             return_unknown_args=True,
             config=(OmitArgPrefixes,),

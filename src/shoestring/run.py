@@ -113,8 +113,8 @@ class Settings:
     """Folder that the run writes to. Defaults to a new folder in `runs/`."""
     sinks: tuple[str, ...] = ()
     """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio` or `mlflow`
-    (install the extra of that name), or `package.module:callable`, which is called with the run's folder, name and
-    settings."""
+    (install the extra of that name), `hub` (after `shoestring hub login`), or `package.module:callable`, which is
+    called with the run's folder, name and settings."""
     project: str = ""
     """Folder that holds code which the run names, searched after installed packages and the current folder. Defaults to
     the folder of the run file if such code lies there, so that the run can be started and resumed from any folder."""

@@ -119,7 +119,7 @@ def test_mlflow_keeps_metrics_and_settings_in_a_file_of_the_run(tmp_path, monkey
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_package_is_named_with_the_extra_to_install(name, tmp_path, monkeypatch):
-    for module in ("torch.utils.tensorboard", "wandb", "trackio", "mlflow"):
+    for module in ("torch.utils.tensorboard", "wandb", "trackio", "mlflow", "shoestring_hub.client.sink"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ShoestringError) as error:
         logged(name, tmp_path)

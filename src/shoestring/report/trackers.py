@@ -1,4 +1,4 @@
-"""Sinks that log metrics to experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Sinks that log metrics to experiment trackers: TensorBoard, Weights & Biases, trackio, MLflow and the hub.
 
 A tracker, built-in or provided by the user, is a callable `(folder, name, settings) -> Sink`. A tracker's package is
 imported when its sink is opened, so importing this module imports neither torch nor any tracker.
@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ class Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shoestring"),
             name=name,
-            id=_remember(folder, "wandb", lambda: secrets.token_hex(4)),
+            id=remember(folder, "wandb", lambda: secrets.token_hex(4)),
             dir=str(folder),
             config=dict(settings),
             resume="allow",
@@ -120,7 +121,7 @@ class Trackio:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("trackio"):
             import trackio
-        own = _remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        own = remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._run = trackio.init("shoestring", name=own, config=flat(dict(settings)), resume="allow", embed=False)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -161,7 +162,7 @@ class MLflow:
             experiment_id = experiment.experiment_id if experiment else client.create_experiment("shoestring")
             return client.create_run(experiment_id, run_name=name).info.run_id
 
-        self._id = _remember(folder, "mlflow", create_run)
+        self._id = remember(folder, "mlflow", create_run)
         known = self._client.get_run(self._id).data.params
         new = [Param(key, value[:500]) for key, value in flat(dict(settings)).items() if key not in known]
         for start in range(0, len(new), 100):  # the limit of values per request
@@ -178,7 +179,20 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
+def _open_hub(folder: Path, name: str, settings: Mapping[str, Any]) -> Sink:
+    """Open the sink of the hub, which is a package of its own: this one knows only its name."""
+    with _import_or_hint("hub"):
+        module = import_module("shoestring_hub.client.sink")
+    return module.HubSink(folder, name, settings)
+
+
+TRACKERS: dict[str, Opener] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+    "hub": _open_hub,
+}
 
 
 def check(names: tuple[str, ...]) -> None:
@@ -275,7 +289,7 @@ def _markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def _remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
+def remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
     """The run's id in a tracker; stored in `folder` at the first start, so that a resumed run continues it."""
     path = Path(folder) / "trackers.json"
     known: dict[str, str] = {}
