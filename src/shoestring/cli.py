@@ -420,12 +420,12 @@ def _run(line: _CommandLine) -> int:
 
 def _check_run_is_named(name: str, arguments: list[str]) -> None:
     """Check that the arguments of a verb that takes a run name one somewhere; the parser would say it less clearly."""
-    from shoestring.run import recipes
+    from shoestring import recipes
 
     asks = not {"--help", "-h"}.isdisjoint(arguments)
-    named = any(a in recipes() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)
+    named = any(a in recipes.find() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)
     if not asks and not named:
-        hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes())}"
+        hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes.find())}"
         raise ConfigError(f"`shoestring {name}` needs the name of a recipe, a run file or a run folder", hint=hint)
 
 
