@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation, exactness, pretrained, server, skipping, speculation, weights
+from benchmarks.decode import distillation, exactness, peers, pretrained, server, skipping, speculation, weights
 from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.machine import ROOT
@@ -58,6 +58,7 @@ def command(argv: Sequence[str]) -> int:
             *distillation.rows(drafters),
             *skipping.rows(comparison),
             *server.rows(),
+            *peers.rows(),
         ]
 
     return main("decode", rows, rest, RESULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import io
 import json
@@ -11,14 +12,14 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from importlib import import_module
 from importlib.metadata import version
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes, subcommand
@@ -326,6 +327,8 @@ def _run(line: _CommandLine) -> int:
         return _show_group(name, arguments)
     verb = VERBS[name]
     run_named = verb.rest == "overrides" and arguments and not arguments[0].startswith("-")
+    if verb.rest == "overrides" and not run_named:
+        _check_run_is_named(name, arguments)
     try:
         parsed, rest = tyro.cli(
             verb.load(),
@@ -340,8 +343,35 @@ def _run(line: _CommandLine) -> int:
             _show_keys(arguments)
         raise
     if rest and verb.rest != "overrides":
-        raise ConfigError(f"unknown argument `{rest[0]}`", hint=f"shoestring {name} --help")
+        close = _similar_flag(rest[0], verb.load())
+        hint = f"did you mean `{close}`?" if close else f"shoestring {name} --help"
+        raise ConfigError(f"unknown argument `{rest[0]}`", hint=hint)
     return parsed(rest if verb.rest == "overrides" else line.command) if verb.rest else parsed()
+
+
+def _check_run_is_named(name: str, arguments: list[str]) -> None:
+    """Check that the arguments of a verb that takes a run name one somewhere; the parser would say it less clearly."""
+    from shoestring.run import recipes
+
+    asks = not {"--help", "-h"}.isdisjoint(arguments)
+    named = any(a in recipes() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)
+    if not asks and not named:
+        hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes())}"
+        raise ConfigError(f"`shoestring {name}` needs the name of a recipe, a run file or a run folder", hint=hint)
+
+
+def _similar_flag(argument: str, verb: type) -> str:
+    """The flag of a verb that an unknown argument may mean, such as `--template` for `--data.template`; or empty."""
+    flag = argument.lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
+    return "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb)), n=1, cutoff=0.75))
+
+
+def _flags_of(verb: type) -> Iterator[str]:
+    for name, kind in get_type_hints(verb).items():
+        if is_dataclass(kind):
+            yield from _flags_of(cast(type, kind))
+        else:
+            yield f"--{name.replace('_', '-')}"
 
 
 def _show_keys(arguments: list[str]) -> None:

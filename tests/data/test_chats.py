@@ -341,9 +341,8 @@ def test_parts_of_text_are_joined_and_tools_reach_the_template(tmp_path):
     assert "f<|im_start|>user\nab" in corpus.tokenizer.engine.decode(tokens, skip_special_tokens=False)
 
 
-def test_models_without_a_template_are_told_to_name_one(tmp_path):
-    with pytest.raises(DataError, match="has no chat template"):
-        prepared(tmp_path, template=None)
+def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
+    prepared(tmp_path, template=None)
     (tmp_path / "own.jinja").write_text(CHATML)
     data = Data(
         form="chat", tokenizer=str(tmp_path / "tokenizer.json"), template=str(tmp_path / "own.jinja"), sequence=128

@@ -200,6 +200,12 @@ def test_a_batch_of_more_than_the_data_set_has_is_said(caplog):
     assert not caplog.text
 
 
+def test_a_batch_far_beyond_the_data_set_is_refused():
+    Loader(Numbers(3), batch=3072)
+    with pytest.raises(ConfigError, match=r"a batch of 3,073 for a data set of 3 samples"):
+        Loader(Numbers(3), batch=3073)
+
+
 class Targeted(Numbers):
     def __getitem__(self, index):
         return {"targets": torch.tensor([index, index])}

@@ -106,7 +106,7 @@ def test_the_native_product_agrees_with_float64_in_every_row_alone_and_beside_ot
 def test_it_is_the_native_product_that_is_taken(name, monkeypatch):
     monkeypatch.setattr(quantized.F, "linear", None)
     packed = rounding.pack(*rounding.quantize(draw(16, 64), 4), 4)
-    assert quantized._kernel(name) is not None
+    assert quantized.kernel(name) is not None
     quantized.quantized_linear(draw(1 if name == "skinny_quantized" else 17, 64), *packed, 16)
 
 
@@ -187,7 +187,7 @@ def test_shapes_are_checked_before_memory_is_read():
 
 def test_without_a_compiler_the_weight_is_dequantised_which_is_said_once(monkeypatch, caplog):
     packed = rounding.pack(*rounding.quantize(draw(16, 64), 4), 4)
-    quantized._kernel.cache_clear(), native.load.cache_clear()
+    quantized.kernel.cache_clear(), native.load.cache_clear()
     monkeypatch.setenv("PATH", "/nonexistent")
     try:
         x = draw(1, 64)
@@ -197,7 +197,7 @@ def test_without_a_compiler_the_weight_is_dequantised_which_is_said_once(monkeyp
         (warning,) = (record.getMessage() for record in caplog.records)
         assert "slower than dense ones: `skinny_quantized.c` needs a C compiler" in warning
     finally:
-        quantized._kernel.cache_clear()
+        quantized.kernel.cache_clear()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

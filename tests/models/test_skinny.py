@@ -61,7 +61,7 @@ def test_it_is_the_native_product_that_is_taken(any_size, monkeypatch):
 )
 @torch.inference_mode()
 def test_all_else_goes_to_torch(x, weight, any_size, monkeypatch):
-    monkeypatch.setattr(skinny, "_kernel", None)
+    monkeypatch.setattr(skinny, "kernel", None)
     assert torch.equal(skinny.linear(x, weight), F.linear(x, weight))
 
 
@@ -154,7 +154,7 @@ def test_tokens_read_one_by_one_and_together_give_the_same_logits_bit_by_bit(any
 
 
 def test_without_a_compiler_torch_computes_which_is_said_once(monkeypatch, caplog, any_size):
-    skinny._kernel.cache_clear(), native.load.cache_clear()
+    skinny.kernel.cache_clear(), native.load.cache_clear()
     monkeypatch.setenv("PATH", "/nonexistent")
     try:
         x, weight = draw(1, 64), draw(8, 64)
@@ -164,4 +164,4 @@ def test_without_a_compiler_torch_computes_which_is_said_once(monkeypatch, caplo
         (warning,) = (record.getMessage() for record in caplog.records)
         assert "slower than native ones: `skinny_dense.c` needs a C compiler" in warning
     finally:
-        skinny._kernel.cache_clear()
+        skinny.kernel.cache_clear()

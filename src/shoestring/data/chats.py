@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from shoestring import figures
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
 from shoestring.data import Data
+from shoestring.data.built_in_templates import with_template
 from shoestring.data.chat_formats import ChatRecord, parse_chat
-from shoestring.data.chat_template import template_source
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.sources import Source, key_of
 from shoestring.data.tokenizer import Tokenizer
@@ -40,7 +41,6 @@ log = logging.getLogger("shoestring.data")
 
 FILES = ("train.chats", "held_out.chats")
 VERSION = "2"
-_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +68,6 @@ class Chat:
 # -- preparing ---------------------------------------------------------------------------------------------------------
 
 
-def with_template(tokenizer: Tokenizer, settings: Data) -> Tokenizer:
-    """Give the tokenizer the chat template that the settings name; the template is then saved with the tokenizer.
-    Returns the tokenizer."""
-    if settings.template:
-        try:
-            tokenizer.companions[_TEMPLATE] = foreign.read_bytes(Path(settings.template))
-        except OSError as error:
-            raise DataError(f"cannot read the chat template `{settings.template}`: {error.strerror}") from error
-    return tokenizer
-
-
-def check_template(tokenizer: Tokenizer) -> None:
-    """Check the tokenizer's chat template, without compiling it.
-
-    Raises:
-        DataError: the tokenizer has no chat template, or the template's syntax is not valid.
-    """
-    if template_source(tokenizer) is None:
-        hint = "name one by data.template, or start from a model that was made for chat"
-        raise DataError("the model has no chat template", hint=hint)
-
-
 def usable(folder: Path, recipe: str) -> bool:
     """Whether a folder holds files that were prepared by this recipe."""
     try:
@@ -107,7 +85,6 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
     Raises:
         DataError: a record is not a chat, has no answer, or the template refuses it; the message names the record.
     """
-    check_template(tokenizer)
     chats: list[Chat] = []
     muted = 0
     with closing(ConfinedTemplate(tokenizer)) as template:
@@ -132,7 +109,7 @@ def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characte
     Raises:
         DataError: as for `write`.
     """
-    with closing(ConfinedTemplate(with_template(tokenizer, settings))) as template:
+    with closing(ConfinedTemplate(with_template(tokenizer, settings.template))) as template:
         for where, record in parsed_chats(reader, settings.record_field):
             for _ in samples_of(record, template, where):
                 pass
@@ -174,6 +151,9 @@ def samples_of(record: ChatRecord, template: ConfinedTemplate, where: str) -> It
     key = key_of(json.dumps(record.messages, sort_keys=True))
     if not any(any(trained[1:]) for _, trained in samples):
         hint = 'there is nothing to learn without a message of the role "assistant"; leave the record out'
+        roles = {str(message.get("role")) for message in record.messages}
+        if close := get_close_matches("assistant", roles, n=1):
+            hint = f"write the role `assistant` for `{close[0]}`"
         raise DataError(f"{where}: a chat without answers", hint=hint)
     yield from (Chat(key, tokens, trained) for tokens, trained in samples if any(trained[1:]))
 
@@ -263,6 +243,10 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         self.documents = len(lengths)
         self.tokens = int(lengths[with_answer].sum())
         self.targets = sum(int(self._trained[s : s + n].sum()) for s, n in zip(self._starts[:-1], lengths, strict=True))
+        begins = np.diff(self._trained, prepend=0) == 1
+        per_chat = np.add.reduceat(begins, self._starts[:-1]) if len(begins) else begins
+        self.single_answers = bool((per_chat[self._starts[:-1] < self._starts[1:]] <= 1).all())
+        """Whether no chat has a second answer, so that the model learns no longer conversations."""
         self.bytes = int(header["bytes"])
         self.targets_per_byte = int(self._trained.sum()) / self.bytes if self.bytes else 0.0
 

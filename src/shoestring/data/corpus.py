@@ -17,6 +17,7 @@ import numpy as np
 
 from shoestring.core.errors import DataError
 from shoestring.data import Data, chats, preferences
+from shoestring.data.built_in_templates import with_template
 from shoestring.data.joined import Tokens
 from shoestring.data.piped import spool
 from shoestring.data.sources import Document, Source, open_source
@@ -132,7 +133,7 @@ def begin_with(folder: Path, prepared: Path) -> None:
 def _prepare_chats(reader: Source, settings: Data, folder: Path, recipe: str) -> Corpus:
     if settings.tokenizer == "bpe":
         raise DataError("chats need the tokenizer of a model", hint='set data.tokenizer = "model"')
-    tokenizer = chats.with_template(_tokenizer(settings, []), settings)
+    tokenizer = with_template(_tokenizer(settings, []), settings.template)
     if not chats.usable(folder, recipe):
         (chats if settings.form == "chat" else preferences).write(reader, tokenizer, settings, folder, recipe)
         tokenizer.save(folder / "tokenizer.json")

@@ -70,6 +70,10 @@ def _collate(fetched: Any) -> Any:
     return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
 
 
+_MOST_REPEATS = 1024
+"""Largest number of times that a batch may contain each sample; more is a mistake in a size."""
+
+
 class Loader:
     """Iterates over optimizer steps, each a tuple of this rank's micro-batches, through all epochs, without end.
 
@@ -98,7 +102,8 @@ class Loader:
         context: how workers start: `fork`, `forkserver` or `spawn`; defaults to the platform's default.
 
     Raises:
-        ConfigError: `batch` is not divisible by `size` x `accumulate`, or a count is out of range.
+        ConfigError: `batch` is not divisible by `size` x `accumulate`, or a count is out of range or far beyond the
+            size of the data set.
         DataError: the data set is empty.
     """
 
@@ -118,6 +123,9 @@ class Loader:
         self.samples = _length(dataset)
         if self.samples == 0:
             raise DataError("the data set has no samples", hint="use more text or a smaller data.sequence")
+        if batch > _MOST_REPEATS * self.samples:
+            hint = "lower run.batch, and set run.epochs or run.steps to learn each sample several times"
+            raise ConfigError(f"a batch of {batch:,} for a data set of {self.samples:,} samples", hint=hint)
         if batch > self.samples:
             log.warning("a batch of %d takes samples more than once: the data set has %d", batch, self.samples)
         self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate

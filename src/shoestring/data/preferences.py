@@ -26,9 +26,10 @@ from shoestring import figures
 from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.task import IGNORED
 from shoestring.data import Data
+from shoestring.data.built_in_templates import with_template
 from shoestring.data.chat_formats import Message, PreferencePair, RatedAnswer, parse_record
 from shoestring.data.chat_messages import silenced
-from shoestring.data.chats import FILES, ChatDataset, Summary, check_template, pack, with_template
+from shoestring.data.chats import FILES, ChatDataset, Summary, pack
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.sources import Source, key_of
 from shoestring.data.tokenizer import Tokenizer
@@ -73,7 +74,6 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
         DataError: a record holds no preference, its two answers are identical, or the template refuses it; the message
             names the record.
     """
-    check_template(tokenizer)
     with closing(ConfinedTemplate(tokenizer)) as template:
         rated = settings.form == "rated"
         parsed = sorted(parsed_records(reader, settings), key=lambda item: key_of_prompt(item[1]))
@@ -93,7 +93,7 @@ def check_records(reader: Source, tokenizer: Tokenizer, settings: Data, characte
     Raises:
         DataError: as for `write`.
     """
-    with closing(ConfinedTemplate(with_template(tokenizer, settings))) as template:
+    with closing(ConfinedTemplate(with_template(tokenizer, settings.template))) as template:
         for where, record in parsed_records(reader, settings):
             if isinstance(record, PreferencePair):
                 _pair(record, template, where)

@@ -27,8 +27,9 @@ class Data:
     format of the record has. A mapping such as `prompt=question, completion=answer` reads chats whose fields have other
     names."""
     template: str = ""
-    """Path of a chat template (a Jinja file), for a model that has none; it is saved with the trained model. Defaults
-    to the model's own."""
+    """Chat template: `plain` (roles on lines of their own, and the end-of-text token behind answers), `chatml`, or the
+    path of a Jinja file; it is saved with the trained model. Defaults to the model's own, and for a model that has none
+    to `chatml` if the tokenizer has ChatML's tokens, otherwise to `plain`."""
     tokenizer: str = "bpe"
     """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes the
     tokenizer of the `hf:` model or of the model's folder, and anything else is the path of a tokenizer.json."""
@@ -68,7 +69,10 @@ class Data:
             hint = "give the tokens of a sample, or 0 for what the model reads"
             raise ConfigError(f"data.sequence is {self.sequence}", hint=hint)
         if not 0 < self.held_out < 1:
-            raise ConfigError(f"data.held_out is {self.held_out}", hint="give a fraction between 0 and 1, such as 0.05")
+            raise ConfigError(
+                f"data.held_out is {self.held_out}",
+                hint="give a fraction between 0 and 1: 0.001 holds out a single one of few",
+            )
         if not all(0 < weight < math.inf for weight in self.weights):
             raise ConfigError(f"data.weights is {list(self.weights)}", hint="give a positive number for each source")
         if self.weights and min(self.weights) < 1e-4 * sum(self.weights):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
-from shoestring.models import hf, skinny
+from shoestring.models import decoder_layers, hf, skinny
 from shoestring.models.adapters_by_row import LoadedAdapter
-from shoestring.models.behaviour import observe
+from shoestring.models.behaviour import Behaviour, observe
 from shoestring.models.cache import CachePlace, KVCache
+from shoestring.models.decoder_layers import DecoderLayers
 from shoestring.models.gpt import GPT
 from shoestring.models.hf_cache import OwnCache, RaggedPasses, TextCache, TextPasses
 
@@ -41,6 +42,8 @@ class Adapter(ABC):
     that was cached for another text is reused."""
     shares = True
     """Whether a pass over several texts takes less time than a pass over each of them."""
+    native_layers: DecoderLayers | None = None
+    """Runs the layers of passes over few tokens by native code; None for models of another form."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
@@ -96,8 +99,13 @@ class Adapter(ABC):
         place = cache.place(length, self.device, rows=rows, counts=counts)
         # The rows' last tokens lie among these final positions.
         last = None if wanted == "all" else length + 1 - min(count for count in counts or [length] if count)
-        with self.products:
-            logits = self.logits(tokens.to(self.device), cache, place, last)
+        if self.native_layers is not None and self.native_layers.fits(tokens):
+            stream = self.native_layers.run(tokens, cache, place)
+            with self.products:
+                logits = self.native_layers.decoder.head(stream if last is None else stream[:, -last:])
+        else:
+            with self.products:
+                logits = self.logits(tokens.to(self.device), cache, place, last)
         cache.lengthen(length, place, counts)
         if counts is None or last is None or last == 1:
             return logits
@@ -125,7 +133,7 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
         return Whole(model, context)
     behaviour = observe(model)
     if behaviour.cache == "ours":
-        return Pretrained(model, context, behaviour.argument)
+        return Pretrained(model, context, behaviour)
     if behaviour.cache == "its own":
         return OwnCached(model, context, behaviour.own_cache)
     log.warning("%s reads its whole text again for each token, which is slow: %s", type(model).__name__, behaviour.why)
@@ -134,6 +142,10 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
 
 class OwnModel(Adapter):
     """Adapter of the package's own `GPT`."""
+
+    def __init__(self, model: nn.Module, context: int) -> None:
+        super().__init__(model, context)
+        self.native_layers = decoder_layers.of(model)
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)
@@ -146,9 +158,10 @@ class Pretrained(Adapter):
     """Adapter of a causal language model of transformers that runs with this package's cache and masks in place of the
     model's own."""
 
-    def __init__(self, model: nn.Module, context: int, argument: str) -> None:
+    def __init__(self, model: nn.Module, context: int, behaviour: Behaviour) -> None:
         super().__init__(model, context)
-        self.passes = RaggedPasses(model, argument, context)
+        self.passes = RaggedPasses(model, behaviour.argument, context)
+        self.native_layers = decoder_layers.of(model) if behaviour.native_layers else None
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return KVCache(rows, length)

@@ -71,6 +71,7 @@ class Compiled(OwnModel):
         self, model: nn.Module, context: int, *, backend: str | Callable[..., Any] | None = "inductor"
     ) -> None:
         super().__init__(model, context)
+        self.native_layers = None
 
         def step(tokens: Tensor, cache: KVCache, place: CachePlace) -> Tensor:
             return model(tokens, cache, place)

@@ -217,7 +217,7 @@ class AdaptedPass:
                 rows.setdefault(adapter, []).append(row)
         names = dict.fromkeys(name for adapter in rows for name in adapter.factors)
         self._products = [
-            _RowProduct(
+            RowProduct(
                 layers[name].layer,
                 [(adapter.factors[name], own) for adapter, own in rows.items() if name in adapter.factors],
                 len(adapters),
@@ -242,7 +242,7 @@ class AdaptedPass:
                 names["forward"] = before
 
 
-class _RowProduct:
+class RowProduct:
     """The forward pass of a layer with adapters of some rows.
 
     Args:
@@ -259,6 +259,7 @@ class _RowProduct:
         self.base: Callable[[Tensor], Tensor] = self.own
         self.weight: Tensor | None = None
         """The layer's weight if `base` is the product with it, which the native kernel computes as well."""
+        self.dtype = groups[0][0].a.dtype
         self.native = _is_native(groups[0][0].a)
         self._workspace = torch.empty(0)
 
@@ -266,6 +267,10 @@ class _RowProduct:
         """Compute what `forward` does, or what the layer does if it is None, from now on."""
         self.base = forward or self.own
         self.weight = self.layer.weight if isinstance(self.layer, nn.Linear) and skinny.is_product(self.base) else None
+
+    def is_plain(self) -> bool:
+        """Whether only the adapters change what the layer computes, and the native kernel has their products."""
+        return self.native and self.base == self.own
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
@@ -307,27 +312,33 @@ class _RowProduct:
         return stacked
 
     @cached_property
-    def _table(self) -> tuple[Tensor, Tensor, int, tuple[int, int, int]]:
-        """For the native kernel: the table of groups, the rows of all groups, the floats of workspace a token, and the
-        number of groups with the addresses of both tables."""
-        table, rows, room = [], list[int](), 0
+    def table(self) -> tuple[int, int, int]:
+        """For the native kernel: the number of groups, and the addresses of their table and of the rows of all."""
+        groups, rows = self._tables
+        return len(groups), groups.data_ptr(), rows.data_ptr()
+
+    @cached_property
+    def room(self) -> int:
+        """Floats of workspace a token."""
+        return sum(len(factors.a) * len(own) for factors, own in self.groups)
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        table, rows = [], list[int]()
         for factors, own in self.groups:
             tiles, spans = factors.tiles
             pointers = (factors.a.data_ptr(), tiles.data_ptr(), spans.data_ptr())
             table.append((*pointers, len(factors.a), len(rows), len(own)))
             rows += own
-            room += len(factors.a) * len(own)
-        groups, numbers = torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
-        return groups, numbers, room, (len(table), groups.data_ptr(), numbers.data_ptr())
+        return torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
 
     def _natively(self, x: Tensor, y: Tensor, tokens: int, weight: Tensor | None = None) -> None:
         """Write the products with the adapters, and with the weight, to y; without a weight, add them to y."""
-        _, _, room, tables = self._table
-        if len(self._workspace) < room * tokens:
-            self._workspace = x.new_empty(room * tokens, dtype=torch.float32)
-        _kernel()(
+        if len(self._workspace) < self.room * tokens:
+            self._workspace = x.new_empty(self.room * tokens, dtype=torch.float32)
+        kernel()(
             int(x.dtype is torch.bfloat16),
-            *tables,
+            *self.table,
             self.batch,
             tokens,
             self.inputs,
@@ -343,11 +354,11 @@ class _RowProduct:
 def _is_native(factor: Tensor) -> bool:
     """Whether the native kernel computes products with factors of this kind."""
     plain = factor.device.type == "cpu" and factor.dtype in (torch.float32, torch.bfloat16)
-    return plain and type(factor) is Tensor and _kernel() is not None
+    return plain and type(factor) is Tensor and kernel() is not None
 
 
 @cache
-def _kernel() -> Any:
+def kernel() -> Any:
     """The C function for low-rank products by row, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, size, pointer, pointer, *[size] * 4, *[pointer] * 4, ctypes.c_int]

@@ -25,10 +25,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shoestring import native
 from shoestring.core.errors import ShoestringError
 from shoestring.models import hf
 from shoestring.models.hf_cache import OwnCache, cache_argument, carried_by
 from shoestring.models.observing import (
+    check_native,
     check_ours,
     check_own,
     packing_difference,
@@ -82,6 +84,8 @@ class Behaviour:
     """Why packed texts attend to each other; empty if they do not."""
     sharing_why: str = ""
     """Why texts in one sample cannot share their beginning; empty if they can."""
+    native_layers: bool = False
+    """Whether native code that runs all layers in one call gives the model's logits; see `decoder_layers`."""
     copied: bool = True
     """Whether a small copy of the model was run; False if the model itself was run, with short texts."""
 
@@ -156,7 +160,8 @@ def _file(model: nn.Module) -> Path | None:
     content = {key: value for key, value in config.to_dict().items() if key not in _INDIFFERENT}
     releases = [version(package) for package in ("torch", "transformers")]
     attention = getattr(config, "_attn_implementation", "")
-    facts = [_code(), type(model).__module__, type(model).__qualname__, attention, releases, content]
+    compiler = native.compiler_of("decoder_layers")
+    facts = [_code(), compiler, type(model).__module__, type(model).__qualname__, attention, releases, content]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
     with suppress(OSError, ShoestringError):
@@ -169,9 +174,8 @@ def _file(model: nn.Module) -> Path | None:
 @cache
 def _code() -> str:
     """Digest of the observing code; results that another version of the code has stored are not used."""
-    files = (
-        Path(__file__).with_name(f"{name}.py") for name in ("behaviour", "observing", "hf_cache", "shrunken", "cache")
-    )
+    own = ("behaviour", "observing", "hf_cache", "shrunken", "cache", "decoder_parts", "decoder_layers")
+    files = [*(Path(__file__).with_name(f"{name}.py") for name in own), native.source_of("decoder_layers")]
     return hashlib.sha256(b"".join(map(foreign.read_bytes, files))).hexdigest()
 
 
@@ -227,7 +231,8 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
         return Behaviour(cache="none", why="it takes no cache", carried=[], switches=[], **facts)
     why = trial(partial(check_ours, model, argument, texts))
     if not why and not carried:
-        return Behaviour(cache="ours", carried=[], switches=[], **facts)
+        fast = copied and not trial(partial(check_native, model, texts))
+        return Behaviour(cache="ours", carried=[], switches=[], native_layers=fast, **facts)
     reason = ""
     for by_prefix in (False, True):
         if by_prefix:  # in some releases, `generate` continues a text wrongly where its positions are rescaled

@@ -84,16 +84,22 @@ class KVCache:
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=self.length)
         return CachePlace(rows, positions, end, aligned)
 
+    def allocate(
+        self, layer: int, heads: int, width: int, dtype: torch.dtype, device: torch.device, width_of_values: int = 0
+    ) -> None:
+        """Allocate the keys and values (rows, heads, length + 1, width) of a layer, unless they are allocated."""
+        if layer not in self.layers:
+            with torch.inference_mode(False):  # tensors made in inference mode could not be changed by `copy`
+                keys, values = (
+                    torch.zeros(self.rows, heads, self.length + 1, own, dtype=dtype, device=device)
+                    for own in (width, width_of_values or width)
+                )
+            self.layers[layer] = (keys, values)
+
     def append(self, layer: int, keys: Tensor, values: Tensor, place: CachePlace) -> tuple[Tensor, Tensor]:
         """Store the `keys` and `values` (B, K, T, D) of new tokens; returns the keys and values of all S positions in
         these rows."""
-        if layer not in self.layers:
-            shape = (self.rows, keys.shape[1], self.length + 1)
-            with torch.inference_mode(False):  # tensors made in inference mode could not be changed by `copy`
-                first, second = (
-                    torch.zeros(*shape, new.shape[3], dtype=new.dtype, device=new.device) for new in (keys, values)
-                )
-            self.layers[layer] = (first, second)
+        self.allocate(layer, keys.shape[1], keys.shape[3], keys.dtype, keys.device, values.shape[3])
         stored = tuple(tensor[place.rows] for tensor in self.layers[layer])
         for held, new in zip(stored, (keys, values), strict=True):
             if place.aligned:

@@ -55,11 +55,14 @@ class RaggedPasses:
     def _masks(self, place: CachePlace) -> Tensor | Mapping[str, Tensor]:
         """The attention mask in the form that the model expects: one mask, or a mapping with one for each kind of
         layer."""
-        windows = {"full_attention": None, "sliding_attention": self.window}
         if len(set(self.kinds)) > 1:
-            return {kind: self._mask(place, windows[kind]) for kind in set(self.kinds)}
-        sliding = self.kinds[0] == "sliding_attention" if self.kinds else True
-        return self._mask(place, self.window if sliding else None)
+            return {kind: self._mask(place, self.window_of(kind)) for kind in set(self.kinds)}
+        return self._mask(place, self.window_of(self.kinds[0] if self.kinds else ""))
+
+    def window_of(self, kind: str) -> int | None:
+        """Maximum number of positions that a token attends to in layers of a kind, "" if the configuration names none;
+        None for no limit."""
+        return self.window if kind in ("", "sliding_attention") else None
 
     def _mask(self, place: CachePlace, window: int | None) -> Tensor:
         mask = place.mask(window)

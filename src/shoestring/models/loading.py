@@ -398,6 +398,10 @@ def _config(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else f"`{path}`: {error}"
         close = "" if folder.exists() else nearest_path(folder, folders=True)
         hint = f"did you mean `{close}`?" if close else "name a run folder or a model folder"
+        if isinstance(error, FileNotFoundError):
+            reason = f"there is no {llama.CONFIG} in it" if folder.exists() else f"it does not exist in {Path.cwd()}"
+        if inner := sorted(path.parent.name for path in folder.glob("*/run.toml"))[:3]:
+            hint = f"it contains runs: name one, such as {folder / inner[-1]}"
         raise CheckpointError(f"`{folder}` holds no model: {reason}", hint=hint) from error
     plausible.check_config(config, plausible.stored_in(folder), path)
     return config

@@ -6,6 +6,7 @@ The logits are compared with the logits of transformers' own `generate`.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.task import call_model
+from shoestring.models import decoder_layers
 from shoestring.models.cache import KVCache
 from shoestring.models.hf_cache import OwnCache, RaggedPasses, TextCache, TextPasses
+from shoestring.models.skinny import FEW_ROWS
 
 log = logging.getLogger("shoestring")
 
@@ -153,6 +156,24 @@ def check_ours(model: nn.Module, argument: str, texts: ReferenceTexts) -> None:
         read(0, [min(4, length - cache.lengths[0])])
         if cache.lengths[1] < len(texts.short) and cache.lengths[0] < length:
             read(0, [1, 1])
+
+
+def check_native(model: nn.Module, texts: ReferenceTexts) -> None:
+    """Read a text with native layers in float32; raises if its logits differ from the reference."""
+    narrow = copy.deepcopy(model).float()
+    layers, text = decoder_layers.of(narrow), texts.long[None]
+    if layers is None:
+        raise _UnlikeError("its layers are of another form")
+    cache = KVCache(1, text.shape[1])
+    for start in range(0, text.shape[1], FEW_ROWS):
+        tokens = text[:, start : start + FEW_ROWS]
+        place = cache.place(tokens.shape[1], tokens.device)
+        if not layers.fits(tokens):
+            raise _UnlikeError("native code does not compute its layers")
+        logits = layers.decoder.head(layers.run(tokens, cache, place))[0]
+        cache.lengthen(tokens.shape[1], place)
+        known = slice(1 if start == 0 else 0, None)  # the reference begins after the first two tokens
+        _compare(logits[known], texts, "long", start or 1)
 
 
 def check_own(model: nn.Module, own: OwnCache, texts: ReferenceTexts) -> None:

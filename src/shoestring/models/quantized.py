@@ -98,9 +98,9 @@ def _product(
         raise RuntimeError(f"an input of {x.shape[-1]} features for a layer of {inputs}")
     count = x.numel() // inputs
     if x.device.type == "cpu" and x.dtype is not torch.float64 and 0 < count <= (most or count):
-        name = "skinny_quantized" if count <= _few_rows(places is None) else "blocked_quantized"
-        if (kernel := _kernel(name)) is not None:
-            return _native(kernel, x, weight, scales, rows, places)
+        name = "skinny_quantized" if count <= few_rows(places is None) else "blocked_quantized"
+        if (product := kernel(name)) is not None:
+            return _native(product, x, weight, scales, rows, places)
     return F.linear(x, dense(weight, scales, rows, x.dtype, places))
 
 
@@ -108,14 +108,14 @@ def _columns(weight: Tensor, places: Tensor | None) -> int:
     return weight.shape[1] * GROUP * (1 if places is None else 2)
 
 
-def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None = None) -> Tensor:
+def _native(product: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, places: Tensor | None = None) -> Tensor:
     inputs = x.shape[-1]
     count = x.numel() // inputs
     flat = x.detach().float().contiguous()
     y = flat.new_empty((*x.shape[:-1], rows))
     threads = torch.get_num_threads()
-    room = weight.new_empty(count * inputs // GROUP * _BYTES_OF_A_GROUP + threads * inputs * _BYTES_OF_A_PANEL)
-    kernel(
+    workspace = weight.new_empty(room(count, inputs))
+    product(
         bits_of(weight),
         count,
         rows,
@@ -124,15 +124,20 @@ def _native(kernel: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, p
         scales.data_ptr(),
         None if places is None else places.data_ptr(),
         flat.data_ptr(),
-        room.data_ptr(),
+        workspace.data_ptr(),
         y.data_ptr(),
         threads,
     )
     return y.to(x.dtype)
 
 
+def room(count: int, inputs: int) -> int:
+    """Bytes of workspace that a product with so many rows of inputs takes."""
+    return count * inputs // GROUP * _BYTES_OF_A_GROUP + torch.get_num_threads() * inputs * _BYTES_OF_A_PANEL
+
+
 @cache
-def _few_rows(dense: bool) -> int:
+def few_rows(dense: bool) -> int:
     """Largest number of rows for which the kernel of few rows is the faster one, as measured. Without the instructions
     of AVX-512 that multiply bytes it is soon limited by arithmetic; the places of 2:4 weights are slow to widen."""
     if not dense:
@@ -141,7 +146,7 @@ def _few_rows(dense: bool) -> int:
 
 
 @cache
-def _kernel(name: str) -> Any:
+def kernel(name: str) -> Any:
     """The C function, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     return native.function(name, [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int], _WITHOUT_KERNEL)

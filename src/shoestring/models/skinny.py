@@ -39,12 +39,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N), of the type of x. Sums are in fp32.
     """
-    kernel = _kernel() if fits(x, weight) else None
-    if kernel is None:
+    product = kernel() if fits(x, weight) else None
+    if product is None:
         return F.linear(x, weight, bias)
     x, (outputs, inputs) = x.contiguous(), weight.shape
     y = x.new_empty((*x.shape[:-1], outputs))
-    kernel(
+    product(
         int(x.dtype is torch.bfloat16),
         x.numel() // inputs,
         outputs,
@@ -108,12 +108,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
         and not torch.is_grad_enabled()
         and type(q) is type(k) is Tensor
     )
-    kernel = _attention_kernel() if fits else None
-    if kernel is None:
+    attend = attention_kernel() if fits else None
+    if attend is None:
         return None
     q, positions = q.contiguous(), positions.contiguous()
     y = torch.empty_like(q)
-    kernel(
+    attend(
         int(q.dtype is torch.bfloat16),
         *(B, H, k.shape[1], T, D, window or 0),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
@@ -127,14 +127,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | 
 
 
 @cache
-def _kernel() -> Any:
+def kernel() -> Any:
     """The C function for matrix products, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     return native.function("skinny_dense", [ctypes.c_int, *[size] * 3, *[pointer] * 3, ctypes.c_int], OTHERWISE)
 
 
 @cache
-def _attention_kernel() -> Any:
+def attention_kernel() -> Any:
     """The C function for attention, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, *[size] * 6, *[pointer] * 3, *[size] * 3, pointer, size, pointer, ctypes.c_int]

@@ -128,11 +128,21 @@ def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = ""
     return loaded
 
 
+def source_of(name: str) -> Path:
+    """The source file of a library."""
+    return next(Path(__file__).parent.glob(f"{name}.c*"))
+
+
+def compiler_of(name: str) -> str | None:
+    """The path of the compiler of a library; None if there is none on this machine."""
+    compilers = _language(source_of(name).suffix).compilers
+    return next((path for name in compilers if (path := shutil.which(name))), None)
+
+
 def _found(name: str) -> tuple[Path, _Language, str]:
     """The source of a library, its language, and the path of a compiler."""
-    source = next(path for path in Path(__file__).parent.glob(f"{name}.c*"))
+    source, compiler = source_of(name), compiler_of(name)
     language = _language(source.suffix)
-    compiler = next((path for name in language.compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise CompileError(
             f"`{source.name}` needs a {language.name} compiler, but none is on the PATH", hint="install g++"

@@ -20,6 +20,7 @@
 #define WIDEST 256 /* entries of a head */
 #define FLOATS LANES
 #include "fused.h"
+#include "exponential.h"
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -86,20 +87,6 @@ INLINED floats totals(floats v[LANES]) {
 
 INLINED floats larger(floats a, floats b) {
     return (floats)(((ints)a & (a > b)) | ((ints)b & ~(a > b)));
-}
-
-/* e^x for x <= 0, to two units in the last place: 2^whole times a polynomial in the fraction (of Cephes' exp2f). */
-INLINED floats exponential(floats x) {
-    floats t = x * 1.44269504f;
-    t = (floats)(((ints)t & ~(t < -126.0f)) | ((ints)((floats){0} - 126.0f) & (t < -126.0f))); /* clamp; NaN stays */
-    const floats rounder = (floats){0} + 12582912.0f, whole = (t + rounder) - rounder, f = t - whole;
-    floats y = fused((floats){0} + 1.535336188319500e-4f, f, (floats){0} + 1.339887440266574e-3f);
-    y = fused(y, f, (floats){0} + 9.618437357674640e-3f);
-    y = fused(y, f, (floats){0} + 5.550332471162809e-2f);
-    y = fused(y, f, (floats){0} + 2.402264791363012e-1f);
-    y = fused(y, f, (floats){0} + 6.931472028550421e-1f);
-    y = fused(y, f, (floats){0} + 1.0f);
-    return y * (floats)((__builtin_convertvector(whole, ints) + 127) << 23);
 }
 
 typedef struct {

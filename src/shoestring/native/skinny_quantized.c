@@ -23,7 +23,9 @@
 #include "quantized.h"
 
 #define MOST_COLUMNS 8
-#define AHEAD 8192 /* bytes that weights are prefetched ahead, into the second-level cache */
+/* Bytes that weights are prefetched ahead, into the second-level cache. Prefetching further than the hardware does, or not as
+   far, costs up to a third, as measured with weights in pages of 4 KiB and of 2 MiB. */
+#define AHEAD(bits, columns) ((bits) == 4 ? 8192 : (columns) == 1 ? 2048 : 3072)
 
 /* 32 inputs, as integers of 16 bits: scale (256 high + low). For a 2:4 weight, 128 is added to both bytes. */
 typedef struct {
@@ -124,7 +126,7 @@ INLINED void block(Product p, int columns, int bits, int64_t sixteen, int64_t co
             for (int chunk = 0; chunk < bits; chunk++) {
                 const uint8_t *from = weight + 4 * (chunk * LANES + half * WIDTH);
                 const bytes packed = *(const bytes *)from;
-                __builtin_prefetch(from + AHEAD, 0, 2);
+                __builtin_prefetch(from + AHEAD(bits, columns), 0, 2);
                 for (int part = 0; part < 8 / bits; part++) {
                     const bytes q = bits == 8 ? packed : part ? packed >> 4 : packed & 15;
                     for (int c = 0; c < columns; c++) {
@@ -159,14 +161,14 @@ INLINED void block24(Product p, int columns, int bits, int64_t sixteen, int64_t 
                 const Inputs *x = p.x + 2 * column * p.groups + (2 * g + part) * columns;
                 const uint8_t *where = places + 4 * (part * LANES + half * WIDTH);
                 const ints of_rows = *(const ints *)where;
-                __builtin_prefetch(where + AHEAD, 0, 2);
+                __builtin_prefetch(where + AHEAD(bits, columns), 0, 2);
                 ints high[MOST_COLUMNS], low[MOST_COLUMNS], added = {0};
                 for (int c = 0; c < columns; c++) high[c] = low[c] = (ints){0};
                 for (int chunk = 0; chunk < 4; chunk++) {
                     const int number = bits == 8 ? 4 * part + chunk : chunk;
                     const uint8_t *from = weight + 4 * (number * LANES + half * WIDTH);
                     const bytes packed = *(const bytes *)from;
-                    __builtin_prefetch(from + AHEAD, 0, 2);
+                    __builtin_prefetch(from + AHEAD(bits, columns), 0, 2);
                     const bytes q = (bits == 8 ? packed : (part ? packed : packed << 4) & 240) ^ 128;
                     const bytes choice = choice_of(of_rows, chunk);
                     added = dot4(added, (bytes){0} + 128, q, 8);

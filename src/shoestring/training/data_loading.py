@@ -18,7 +18,8 @@ from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import Priority
 from shoestring.core.task import Batch
 from shoestring.core.world import World
-from shoestring.data import BYTES, Data, chats
+from shoestring.data import BYTES, Data
+from shoestring.data.built_in_templates import with_template
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import mnist
@@ -131,7 +132,7 @@ def model_arguments(run: Run) -> dict[str, Any]:
 
     Raises:
         ConfigError: the user's own data set, or a tokenizer, cannot be found.
-        DataError: a file cannot be found, or the data are chats and the model has no chat template.
+        DataError: a file cannot be found, or no chat template of the given name.
     """
     if is_own(run):
         if not is_mnist(run.sources[0]):
@@ -145,7 +146,7 @@ def model_arguments(run: Run) -> dict[str, Any]:
         vocabulary = loaded.vocab_size
         check_teachers(run, loaded)
         if run.data.form != "text":
-            chats.check_template(chats.with_template(loaded, run.data))
+            with_template(loaded, run.data.template)
         else:
             loaded.check_corpus()
     for source in run.sources:

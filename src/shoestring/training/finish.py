@@ -218,7 +218,7 @@ def close(
         history_file.add(folder, status, rank=0, step=job.progress.step)
         before = history_file.spent_before(history_file.read(folder))
         page = report.write(folder)
-        for line in (*_closing(summary, before, page), *_next(folder, run)):
+        for line in (*_closing(summary, before, page), *_next(folder, run, data)):
             log.info(line)
     job.world.barrier()
     return Result(status, folder, dict(meter.latest))
@@ -400,12 +400,15 @@ def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float])
     }
 
 
-def _next(folder: Path, run: Run) -> Iterator[str]:
+def _next(folder: Path, run: Run, data: DataSets) -> Iterator[str]:
     """Lines for the log when a run of text ends: where its models are, and how to try them."""
     if (folder / "best").is_dir():
         yield f"the model of the lowest held-out loss: {folder / 'best'}; of the last step: {folder / 'model'}"
     if run.data.tokenizer == "model" and run.data.form != "text":
-        yield f"to talk with it: shoestring chat {folder}"
+        which = "that of the last step" if (folder / "best").is_dir() else "it"
+        yield f"to talk with {which}: shoestring chat {folder}"
+        if getattr(data.train, "single_answers", False):
+            yield "  each chat of the data has one question: type /clear before the next one"
 
 
 def _closing(summary: dict[str, Any], before: float, page: Path) -> Iterator[str]:

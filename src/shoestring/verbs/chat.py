@@ -19,6 +19,7 @@ from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.decode.engine import Request
 from shoestring.decode.settings import Conversing, Sampling, SamplingRule, SeededOptions
+from shoestring.models import huge_pages
 from shoestring.models.description import Description
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
@@ -281,6 +282,7 @@ def converse(
     """
     settings = settings or Conversing()
     opened, tokenizer, description = open_described(model)
+    huge_pages.settle(opened)
     if chosen := str(settings.sampling.over(description.sampling, DEFAULT)):
         say(chosen)
     return Dialogue(opened, tokenizer, description, settings)

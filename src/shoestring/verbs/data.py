@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from shoestring import run as runs
 from shoestring.core.errors import ConfigError, DataError, ShoestringError
 from shoestring.data import Data
+from shoestring.data.built_in_templates import with_template
 from shoestring.data.chat_formats import format_of
-from shoestring.data.chats import Chat, check_template, parsed_chats, samples_of, with_template
+from shoestring.data.chats import Chat, parsed_chats, samples_of
 from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.piped import spool
 from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
@@ -94,7 +95,7 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
 
     Raises:
         ConfigError: there is no such run file or model, or the run's data set is built by code.
-        DataError: there is no such data, or the model has no chat template.
+        DataError: there is no such data, or no such chat template.
     """
     view = view or DataView()
     if source.endswith(".toml"):
@@ -141,7 +142,7 @@ def _show(source: str, settings: Data, tokenizer: Tokenizer | None, view: DataVi
         elif tokenizer is None:
             raise ConfigError("chats are rendered with the chat template of a model", hint="name one by --model")
         else:
-            _read_chats(reader, with_template(tokenizer, settings), settings, view, shown)
+            _read_chats(reader, with_template(tokenizer, settings.template), settings, view, shown)
     if readable != source:  # a copy of a pipe, which has been deleted
         shown.refusal = shown.refusal.replace(readable, source)
         shown.first = [replace(record, where=record.where.replace(readable, source)) for record in shown.first]
@@ -179,7 +180,6 @@ def _read_texts(reader: Source, tokenizer: Tokenizer | None, view: DataView, sho
 
 
 def _read_chats(reader: Source, tokenizer: Tokenizer, settings: Data, view: DataView, shown: ShownData) -> None:
-    check_template(tokenizer)
     with closing(ConfinedTemplate(tokenizer)) as template:
         try:
             for where, record in parsed_chats(reader, settings.record_field):

@@ -15,6 +15,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.served import describe
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Decoding, SamplingOptions, SamplingRule
+from shoestring.models import huge_pages
 from shoestring.processors import in_own_thread
 from shoestring.verbs.generate import build_engine, open_described
 
@@ -73,6 +74,7 @@ def build_app(
     log.info("loading %s", model)
     began = time.perf_counter()
     built, tokenizer, description = open_described(model)
+    huge_pages.settle(built)
     count = sum(parameter.numel() for parameter in built.parameters())
     log.info(
         "loaded %s parameters in %s; preparing generation", f"{count:,}", figures.seconds(time.perf_counter() - began)

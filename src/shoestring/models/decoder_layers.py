@@ -1,0 +1,356 @@
+"""The layers of a decoder as one native call for a pass over few tokens, as in decoding on a CPU.
+
+A product of one token reads its weight at the speed of memory; the operators and the Python between the products of a
+layer take as long again. `native/decoder_layers.c` runs all layers in one call, on the modules' own weights and on the
+same cache. What does not fit (other types, hooks, replaced forward passes, long prompts) is left to the modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+from shoestring import native
+from shoestring.models import adapters_by_row, decoder_parts, quantized, skinny
+from shoestring.models.adapters_by_row import RowProduct
+from shoestring.models.cache import CachePlace, KVCache
+from shoestring.models.decoder_parts import Decoder, Layer, Norm
+from shoestring.models.gpt import GPT
+from shoestring.models.quantized import QuantizedLinear
+
+MOST_TOKENS = 64
+"""Maximum number of tokens in a pass of one native call, over all rows; the passes of prompts are longer."""
+_OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+# -- the structures of decoder_layers.c --------------------------------------------------------------------------------
+
+
+def _fields(integers: str, doubles: str = "", pointers: str = "") -> list[tuple[str, Any]]:
+    kinds = ((integers, ctypes.c_int64), (doubles, ctypes.c_double), (pointers, ctypes.c_void_p))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class _CKernels(ctypes.Structure):
+    _fields_ = _fields("", pointers="dense few many attention low_rank")
+
+
+class _CLinear(ctypes.Structure):
+    _fields_ = _fields("bits outputs inputs few groups", pointers="weight scales places bias group rows")
+
+
+class _CNorm(ctypes.Structure):
+    _fields_ = _fields("", "eps offset", "weight")
+
+
+_NORMS = ("attention_norm", "q_norm", "k_norm", "attention_end", "mlp_norm", "mlp_end")
+
+
+class _CLayer(ctypes.Structure):
+    _fields_ = [
+        *_fields("window", pointers="cos sin k v"),
+        *((name, _CNorm) for name in _NORMS),
+        *(("qkv", _CLinear * 3), ("out", _CLinear), ("gate_up", _CLinear * 2), ("down", _CLinear)),
+    ]
+
+
+class _CDecoder(ctypes.Structure):
+    _fields_ = _fields(
+        "layers width heads kv_heads head_width rotated hidden tanh_gelu norm_whole bf16", "scale", "kernels layer"
+    )
+
+
+_WORKSPACES = "normed q k v turned mixed gate up narrow_in narrow_out room low"
+
+
+class _CPass(ctypes.Structure):
+    _fields_ = _fields(
+        "rows tokens threads positions_stride row_stride head_stride stride", pointers=f"positions x {_WORKSPACES}"
+    )
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+class _UnfitError(Exception):
+    """A module is not what native code computes."""
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, DecoderLayers | None] = WeakKeyDictionary()
+
+
+def of(model: nn.Module) -> DecoderLayers | None:
+    """What runs the layers of a model by native code; None if the model is of another form, or not on a CPU."""
+    if model not in _KNOWN:
+        decoder = decoder_parts.find(model) if _on_cpu(model) else None
+        _KNOWN[model] = None if decoder is None else DecoderLayers(decoder)
+    return _KNOWN[model]
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+
+
+class DecoderLayers:
+    """Runs the layers of a decoder by native code.
+
+    Whether it may is checked in every pass: modules may get hooks or other forward passes, and weights be replaced.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.dtype = torch.float32
+        modules = [module for block in decoder.blocks for module in block.modules()]
+        self._linears = [linear for layer in decoder.layers for linear in _linears_of(layer)]
+        linears = {id(linear) for linear in self._linears}
+        self._others = [*decoder.around, *(module for module in modules if id(module) not in linears)]
+        self._tensors: list[tuple[dict[str, Any], str]] = [
+            (held, name) for module in modules for held in (module._parameters, module._buffers) for name in held
+        ]
+        self._addresses: list[int] = []
+        self._products: list[RowProduct | None] = []
+        self._layers: Any = None
+        self._struct = _CDecoder()
+        self._low = 0
+        self._workspace: dict[str, Tensor] = {}
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def fits(self, tokens: Tensor) -> bool:
+        """Whether a pass over tokens (B, T) may be run by native code now."""
+        if not 0 < tokens.numel() <= MOST_TOKENS or tokens.shape[1] > skinny.FEW_ROWS or torch.is_grad_enabled():
+            return False
+        if self.decoder.around[0].training and not isinstance(self.decoder.around[0], GPT):  # which may have dropout
+            return False
+        if (
+            torch.compiler.is_compiling()
+            or global_hooks._global_forward_hooks
+            or global_hooks._global_forward_pre_hooks
+        ):
+            return False
+        for module in self._others:
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+                return False
+        products: list[RowProduct | None] = []
+        for linear in self._linears:
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                return False
+            forward = linear.__dict__.get("forward")
+            if isinstance(forward, RowProduct) and forward.is_plain():
+                products.append(forward)
+            elif forward is None:
+                products.append(None)
+            else:
+                return False
+        try:
+            addresses = [0 if held[name] is None else held[name].data_ptr() for held, name in self._tensors]
+            if addresses != self._addresses:
+                self._describe()
+                self._addresses = addresses
+            if products != self._products:
+                self._adapt(products)
+        except (_UnfitError, KeyError, RuntimeError):  # RuntimeError: a tensor without storage
+            self._addresses = []
+            return False
+        return True
+
+    def run(self, tokens: Tensor, cache: KVCache, place: CachePlace) -> Tensor:
+        """Read tokens (B, T) into the cache at `place`; returns the residual stream (B, T, C) after the last layer."""
+        decoder, (batch, count) = self.decoder, tokens.shape
+        x = decoder.embed(tokens)
+        dtype = x.dtype
+        x = x.float().contiguous()
+        first = self._use(cache)
+        self._make_room(batch * count)
+        self._rotate(cache.length + 1)
+        positions = place.positions.contiguous()
+        strides = first.stride()
+        at = place.rows.indices(cache.rows)[0] * strides[0] * first.itemsize
+        for layer, pair in zip(self._layers, (cache.layers[index] for index in range(len(self._layers))), strict=True):
+            layer.k, layer.v = pair[0].data_ptr() + at, pair[1].data_ptr() + at
+        work = _CPass(
+            rows=batch,
+            tokens=count,
+            threads=torch.get_num_threads(),
+            positions_stride=count if len(positions) > 1 else 0,
+            row_stride=strides[0],
+            head_stride=strides[1],
+            stride=strides[2],
+            positions=positions.data_ptr(),
+            x=x.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in self._workspace.items()},
+        )
+        kernel, _ = _kernels()
+        kernel(ctypes.byref(self._struct), ctypes.byref(work))
+        return x.to(dtype)
+
+    def _use(self, cache: KVCache) -> Tensor:
+        """Allocate all layers of a cache; returns the keys of the first."""
+        decoder = self.decoder
+        if len(cache.layers) < len(decoder.layers):
+            for index in range(len(decoder.layers)):
+                cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
+        return cache.layers[0][0]
+
+    def _make_room(self, count: int) -> None:
+        """Allocate the workspaces for a number of tokens."""
+        decoder, low = self.decoder, self._low * count
+        held = self._workspace.get("normed")
+        if held is not None and len(held) >= count and len(self._workspace["low"]) >= low:
+            return
+        queries, keys = decoder.heads * decoder.head_width, decoder.kv_heads * decoder.head_width
+        inputs = max(decoder.width, queries, decoder.hidden)
+        outputs = max(decoder.width, queries + 2 * keys, 2 * decoder.hidden)
+        widths = {
+            "normed": decoder.width,
+            "q": queries + 2 * keys,
+            "k": keys,
+            "v": keys,
+            "turned": queries,
+            "mixed": queries,
+            "gate": 2 * decoder.hidden,
+            "up": decoder.hidden,
+            "narrow_in": inputs,
+            "narrow_out": outputs,
+        }
+        self._workspace = {name: torch.empty(count, width) for name, width in widths.items()}
+        self._workspace["room"] = torch.empty(quantized.room(count, inputs), dtype=torch.uint8)
+        self._workspace["low"] = torch.empty(low)
+
+    def _rotate(self, length: int) -> None:
+        """Make tables of angles for so many positions."""
+        for layer, struct in zip(self.decoder.layers, self._layers, strict=True):
+            name = layer.rotation
+            if name is None:
+                continue
+            table = self._tables.get(name)
+            if table is None or len(table[0]) < length:
+                table = self._tables[name] = self.decoder.angles(name, torch.arange(length))
+                self._struct.rotated = 2 * table[0].shape[1]
+            struct.cos, struct.sin = table[0].data_ptr(), table[1].data_ptr()
+
+    # -- structures ----------------------------------------------------------------------------------------------------
+
+    def _describe(self) -> None:
+        """Fill the structures from the modules.
+
+        Raises:
+            _UnfitError: a module is not what native code computes.
+        """
+        decoder = self.decoder
+        _, kernels = _kernels()
+        if kernels is None or decoder.head_width % 16 or decoder.head_width > 256:
+            raise _UnfitError
+        self.dtype = _dtype_of(decoder)
+        self._layers = (_CLayer * len(decoder.layers))()
+        for layer, struct in zip(decoder.layers, self._layers, strict=True):
+            struct.window = layer.window or 0
+            for name in _NORMS:
+                setattr(struct, name, self._norm(getattr(layer, name)))
+            for own, modules in ((struct.qkv, layer.qkv), (struct.gate_up, layer.gate_up)):
+                for index, module in enumerate(modules):
+                    own[index] = self._linear(module)
+            struct.out, struct.down = self._linear(layer.out), self._linear(layer.down)
+        self._products, self._low = [], 0
+        self._struct = _CDecoder(
+            layers=len(decoder.layers),
+            width=decoder.width,
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            head_width=decoder.head_width,
+            rotated=self._struct.rotated,
+            hidden=decoder.hidden,
+            tanh_gelu=decoder.tanh_gelu,
+            norm_whole=decoder.norm_whole,
+            bf16=self.dtype is torch.bfloat16,
+            scale=decoder.scale * decoder.head_width**0.5,
+            kernels=ctypes.addressof(kernels),
+            layer=ctypes.addressof(self._layers),
+        )
+
+    def _norm(self, norm: Norm | None) -> _CNorm:
+        if norm is None:
+            return _CNorm()
+        module: Any = norm.module
+        return _CNorm(eps=norm.eps, offset=norm.offset, weight=self._address(module.weight))
+
+    def _linear(self, module: Any) -> _CLinear:
+        bias = None if module.bias is None else self._address(module.bias)
+        if type(module) is QuantizedLinear:
+            places = module.places
+            return _CLinear(
+                bits=module.bits,
+                outputs=module.out_features,
+                inputs=module.in_features,
+                few=quantized.few_rows(places is None),
+                weight=module.weight.data_ptr(),
+                scales=module.scales.data_ptr(),
+                places=None if places is None else places.data_ptr(),
+                bias=bias,
+            )
+        if not (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
+            raise _UnfitError
+        outputs, inputs = module.weight.shape
+        bits, weight = 8 * module.weight.itemsize, self._address(module.weight)
+        return _CLinear(bits=bits, outputs=outputs, inputs=inputs, weight=weight, bias=bias)
+
+    def _address(self, tensor: Tensor) -> int:
+        plain = type(tensor) in (nn.Parameter, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not plain or tensor.dtype is not self.dtype:
+            raise _UnfitError
+        return tensor.data_ptr()
+
+    def _adapt(self, products: list[RowProduct | None]) -> None:
+        """Set the low-rank factors of the rows of the next passes.
+
+        Raises:
+            _UnfitError: factors have another type than the inputs of the layer's product.
+        """
+        structs = (struct for layer in self._layers for struct in _structs_of(layer))
+        for struct, product in zip(structs, products, strict=True):
+            if product is not None and product.dtype is not (torch.bfloat16 if struct.bits == 16 else torch.float32):
+                raise _UnfitError
+            table = (0, None, None) if product is None else product.table
+            struct.groups, struct.group, struct.rows = table
+        self._products = products  # which keeps the tables in memory
+        self._low = max((product.room for product in products if product), default=0)
+
+
+def _linears_of(layer: Layer) -> Iterator[nn.Module]:
+    yield from (*layer.qkv, layer.out, *layer.gate_up, layer.down)
+
+
+def _structs_of(layer: Any) -> Iterator[Any]:
+    """The structures of a layer's linear layers, in the order of `_linears_of`."""
+    yield from (struct for struct in (*layer.qkv, layer.out, *layer.gate_up, layer.down) if struct.bits)
+
+
+def _dtype_of(decoder: Decoder) -> torch.dtype:
+    """Data type of the stream, that of the weights which are not quantised."""
+    dtype = next(iter(decoder.blocks[0].parameters())).dtype
+    if dtype not in _DTYPES:
+        raise _UnfitError
+    return dtype
+
+
+@cache
+def _kernels() -> tuple[Any, _CKernels | None]:
+    """The function of decoder_layers.c, and the functions that it calls; None if one cannot be compiled."""
+    kernel = native.function("decoder_layers", [ctypes.c_void_p, ctypes.c_void_p], _OTHERWISE)
+    functions = {
+        "dense": skinny.kernel(),
+        "few": quantized.kernel("skinny_quantized"),
+        "many": quantized.kernel("blocked_quantized"),
+        "attention": skinny.attention_kernel(),
+        "low_rank": adapters_by_row.kernel(),
+    }
+    if kernel is None or None in functions.values():
+        return None, None
+    return kernel, _CKernels(**{name: ctypes.cast(it, ctypes.c_void_p).value for name, it in functions.items()})

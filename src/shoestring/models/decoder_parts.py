@@ -1,0 +1,255 @@
+"""The parts of a decoder that decoding runs, found in a model's modules: what `decoder_layers` passes to native code.
+
+The package's own `GPT` is known. A model of transformers is known if it belongs to one of `FAMILIES`, whose layers are
+Llama's or differ from them in what `Layer` can say; norms and activations are found out by calling them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.models import hf
+from shoestring.models.gpt import GPT, rotary_table
+from shoestring.models.hf_cache import RaggedPasses
+
+FAMILIES = frozenset(
+    [
+        "llama",
+        "mistral",
+        "ministral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma",
+        "gemma3_text",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "exaone4",
+        "seed_oss",
+    ]
+)
+"""Families of transformers (`model_type`) whose layers have the form of `Layer`; `behaviour` tries each model."""
+_STATIC = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary positions whose angles do not depend on the length of a text."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: x · (weight + offset) / sqrt(mean(x²) + eps)."""
+
+    module: nn.Module
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The modules of a layer: y = x + Out(Attention(norm(x))), and then y + Down(act(Gate(norm(y))) · Up(norm(y))).
+
+    Norms are None where the layer has none.
+    """
+
+    qkv: Sequence[nn.Module]
+    """The linear layers of queries, keys and values, or one for all three, in this order."""
+    out: nn.Module
+    gate_up: Sequence[nn.Module]
+    """The linear layers of the gate and of what it multiplies, or one for both, in this order."""
+    down: nn.Module
+    attention_norm: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    attention_end: Norm | None = None
+    """The norm of what attention adds to the stream."""
+    mlp_norm: Norm | None = None
+    mlp_end: Norm | None = None
+    window: int | None = None
+    """Maximum number of positions that a token attends to; None for no limit."""
+    rotation: str | None = ""
+    """Name of the layer's table of angles; None for a layer without rotation."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder whose layers native code can run.
+
+    Shapes: C model width, H query heads, K key/value heads, D width of a head, F width of the feed-forward layer.
+    """
+
+    layers: Sequence[Layer]
+    blocks: Sequence[nn.Module]
+    """The modules of the layers."""
+    around: Sequence[nn.Module]
+    """The modules that contain `blocks`, the model first."""
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    embed: nn.Module
+    """Maps tokens (B, T) to the residual stream (B, T, C)."""
+    head: Callable[[Tensor], Tensor]
+    """Maps the residual stream to logits."""
+    angles: Callable[[str, Tensor], tuple[Tensor, Tensor]]
+    """Maps the name of a table and positions (S,) to cosines and sines, (S, R / 2) each, in float32: each of the first
+    R / 2 entries of a head is rotated together with the one R / 2 further on."""
+    scale: float
+    """Factor of the scores of attention."""
+    tanh_gelu: bool = False
+    """Whether the gate's activation is GELU approximated by tanh; otherwise it is SiLU."""
+    norm_whole: bool = False
+    """Whether the norms of queries and keys are over all heads together."""
+
+
+def find(model: nn.Module) -> Decoder | None:
+    """The parts of a model; None if it is of another form."""
+    if isinstance(model, GPT):
+        return _of_gpt(model)
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if not hf.is_pretrained(model) or family not in FAMILIES:
+        return None
+    try:
+        return _of_transformers(model)
+    except (AttributeError, _OtherFormError):  # releases of transformers rename modules
+        return None
+
+
+def _of_gpt(model: GPT) -> Decoder:
+    config: Any = model.config
+
+    def layer(block: Any) -> Layer:
+        return Layer(
+            qkv=[block.attention.qkv],
+            out=block.attention.out,
+            gate_up=[block.mlp.gate_up],
+            down=block.mlp.down,
+            attention_norm=Norm(block.attention_norm, config.norm_eps),
+            mlp_norm=Norm(block.mlp_norm, config.norm_eps),
+        )
+
+    def head(x: Tensor) -> Tensor:
+        x = model.norm(x)
+        return model.embed.logits(x) if model.head is None else model.head(x)
+
+    return Decoder(
+        layers=[layer(block) for block in model.blocks],
+        blocks=list(model.blocks),
+        around=[model],
+        width=config.dim,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_width=config.head_dim,
+        hidden=config.hidden,
+        embed=model.embed,
+        head=head,
+        angles=lambda _, positions: rotary_table(config, positions),
+        scale=config.head_dim**-0.5,
+    )
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+class _OtherFormError(Exception):
+    """A model differs from what `Layer` can say."""
+
+
+def _of_transformers(model: Any) -> Decoder:
+    config, inner, passes = model.config, model.model, RaggedPasses(model, "", 0)
+    blocks, rotary = list(inner.layers), inner.rotary_emb
+    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    if not blocks or not set(kinds.values()) <= _STATIC or getattr(config, "attn_logit_softcapping", None):
+        raise _OtherFormError
+    of_layers = passes.kinds or [""] * len(blocks)
+    first = blocks[0]
+    head_width = first.self_attn.head_dim
+    q_norm = getattr(first.self_attn, "q_norm", None)
+
+    def layer(block: Any, kind: str) -> Layer:
+        attention, mlp = block.self_attn, block.mlp
+        fused = hasattr(attention, "qkv_proj")
+        sandwich = hasattr(block, "pre_feedforward_layernorm")
+        ends = hasattr(block, "post_feedforward_layernorm")
+        rotates = bool(getattr(attention, "use_rope", True))
+        if config.model_type == "exaone4":  # in models with windows, layers without a window do not rotate
+            rotates = attention.sliding_window is None or attention.is_sliding
+        return Layer(
+            qkv=[attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj],
+            out=attention.o_proj,
+            gate_up=[mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj],
+            down=mlp.down_proj,
+            attention_norm=_norm(getattr(block, "input_layernorm", None)),
+            q_norm=_norm(getattr(attention, "q_norm", None)),
+            k_norm=_norm(getattr(attention, "k_norm", None)),
+            attention_end=_norm(block.post_attention_layernorm) if ends else None,
+            mlp_norm=_norm(
+                block.pre_feedforward_layernorm if sandwich else None if ends else block.post_attention_layernorm
+            ),
+            mlp_end=_norm(block.post_feedforward_layernorm) if ends else None,
+            window=passes.window_of(kind),
+            rotation=(kind if kind in kinds else "") if rotates else None,
+        )
+
+    def angles(name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        own = {"layer_type": name} if name and "layer_type" in inspect.signature(rotary.forward).parameters else {}
+        tables = rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions[None], **own)
+        halves = [table[0].float().chunk(2, -1) for table in tables]
+        if not all(torch.equal(*pair) for pair in halves):
+            raise _OtherFormError
+        return halves[0][0].contiguous(), halves[1][0].contiguous()
+
+    return Decoder(
+        layers=[layer(block, kind) for block, kind in zip(blocks, of_layers, strict=True)],
+        blocks=blocks,
+        around=[model, inner],
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_width=head_width,
+        hidden=config.intermediate_size,
+        embed=inner.embed_tokens,
+        head=partial(_logits, inner.norm, model.lm_head),
+        angles=angles,
+        scale=first.self_attn.scaling,
+        tanh_gelu=_is_tanh_gelu(getattr(first.mlp, "act_fn", None) or first.mlp.activation_fn),
+        norm_whole=q_norm is not None and q_norm.weight.numel() != head_width,
+    )
+
+
+def _logits(norm: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
+    return head(norm(x))
+
+
+@torch.no_grad()
+def _norm(module: Any) -> Norm | None:
+    """An RMSNorm, whose offset is found by calling it: some families store the weight less 1."""
+    if module is None:
+        return None
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight
+    returned = module(torch.full_like(weight, 1e3)[None])[0].float()
+    for offset in (0.0, 1.0):
+        if torch.allclose(returned, weight.float() + offset, rtol=1e-2, atol=1e-3):
+            return Norm(module, eps, offset)
+    raise _OtherFormError
+
+
+@torch.no_grad()
+def _is_tanh_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an activation is GELU approximated by tanh, and not SiLU."""
+    x = torch.linspace(-4, 4, 65)
+    y = activation(x)
+    if torch.allclose(y, F.gelu(x, approximate="tanh"), atol=1e-5):
+        return True
+    if torch.allclose(y, F.silu(x), atol=1e-5):
+        return False
+    raise _OtherFormError
