@@ -57,6 +57,21 @@ def of_median(values: Sequence[float], note: str = "") -> Measured:
     return Measured(statistics.median(ordered), note, (ordered[rank - 1], ordered[-rank]))
 
 
+def of_quantile(values: Sequence[float], share: float, note: str = "") -> Measured:
+    """A quantile of independent values, with the interval between two of them that the binomial distribution gives.
+
+    Raises:
+        ConfigError: there are too few values for an interval of 95%.
+    """
+    from scipy import stats
+
+    count, ordered = len(values), sorted(values)
+    low, high = (int(stats.binom.ppf(end, count, share)) for end in (0.025, 0.975))
+    if low < 1 or high >= count:
+        raise ConfigError(f"{count} values have no 95% interval of their {share:.0%} quantile", hint="take more")
+    return Measured(ordered[math.ceil(share * count) - 1], note, (ordered[low - 1], ordered[high]))
+
+
 def of_share(hits: int, cases: int, note: str = "") -> Measured:
     """A share of independent cases, with the exact interval of Clopper and Pearson.
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 HOMES = ("storage/foreign.py", "storage/guarded.py")
 """The modules that open what others made; below src/shoestring, as all paths here."""
+HUB = "src/shoestring_hub"
+"""The package of the hub, whose modules are named below src."""
 MARK = "# own file:"
 OWN: dict[str, str] = {
     "checkpoint/differences/ring.py": "a record whose checksum was compared",
@@ -78,8 +80,8 @@ def faults(root: Path) -> Iterator[str]:
     """One line `file:line: what is wrong` for each call, and for each entry of `OWN` that is no longer needed."""
     package = root / "src/shoestring"
     used: set[str] = set()
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).as_posix()
+    for path in sorted([*package.rglob("*.py"), *(root / HUB).rglob("*.py")]):
+        name = path.relative_to(package if path.is_relative_to(package) else root / "src").as_posix()
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
         own = next((each for each in OWN if name == each or (each.endswith("/") and name.startswith(each))), None)

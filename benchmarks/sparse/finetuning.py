@@ -141,7 +141,7 @@ def held_out(model: Path) -> float:
         run = parse(starting_from(model, recipe(1, seed=0)), name="held out")
         data = open_data(run, World(), Path(folder))
         with build_job(run, import_user_code(run), World(), data, Trace()) as job:
-            return evaluate(job, run.settings, data)["held_out_bits_per_byte"] * math.log(2)
+            return evaluate(job, run.settings, data).values["held_out_bits_per_byte"] * math.log(2)
 
 
 def tuned(dense: Path, settings: Mapping[str, Any] | None, rate: float, seed: int, steps: int) -> float:

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from shoestring.core.feature import Curve, Feature, Phase, Seam, Table
     from shoestring.core.job import Job
     from shoestring.core.trace import span
+    from shoestring.core.whole_batch import whole_batch
     from shoestring.core.world import World
     from shoestring.data import Data
     from shoestring.data.loader import Loader
     from shoestring.data.together import prepare
     from shoestring.distributed.join import join
     from shoestring.models.loading import load_model, open_model
+    from shoestring.report.findings import Picture
     from shoestring.training.failures import stop_on_signals
 
 _HOME = {
@@ -53,10 +55,12 @@ _HOME = {
     "attach": "core.compose",
     "compose": "core.compose",
     "span": "core.trace",
+    "whole_batch": "core.whole_batch",
     "World": "core.world",
     "Data": "data",
     "Loader": "data.loader",
     "prepare": "data.together",
+    "Picture": "report.findings",
     "join": "distributed.join",
     "stop_on_signals": "training.failures",
     "load_model": "models.loading",
@@ -71,6 +75,7 @@ __all__ = [
     "Job",
     "Loader",
     "Phase",
+    "Picture",
     "Seam",
     "Table",
     "World",
@@ -93,6 +98,7 @@ __all__ = [
     "span",
     "sparse",
     "stop_on_signals",
+    "whole_batch",
 ]
 
 

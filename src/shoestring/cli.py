@@ -35,18 +35,20 @@ class Verb(NamedTuple):
     """A command of the command line: where its code is, and its help text."""
 
     function: str
-    """Function that implements the verb, as `module:function` inside the package `shoestring`."""
+    """Function that implements the verb, as `module:function` inside `package`."""
     arguments: str
     """Class that declares the verb's arguments and prints the function's result, as `module:class` inside the package
-    `shoestring.commands`."""
+    `commands` of `package`."""
     help: str
     rest: Literal["", "overrides", "command"] = ""
     """Remaining arguments, with which the class is called: none, overrides of the run file, or a command to run."""
+    package: str = "shoestring"
+    """Package that the verb belongs to; only its name is known here."""
 
     def load(self) -> Any:
         """Import the class that declares the verb's arguments."""
         module, _, name = self.arguments.partition(":")
-        return getattr(import_module(f"shoestring.commands.{module}"), name)
+        return getattr(import_module(f"{self.package}.commands.{module}"), name)
 
 
 # fmt: off
@@ -86,6 +88,10 @@ VERBS: dict[str, Verb] = {
         "verbs.chat:converse", "models:Talk",
         "Talk with a trained model in the terminal, by its chat template; /help lists what can be said besides "
         "questions.",
+    ),
+    "predict": Verb(
+        "verbs.predict:predict", "models:Predict",
+        "Run the model of a run on your own files, and write what it says to a table and a page.",
     ),
     "evaluate": Verb(
         "verbs.evaluate:evaluate", "models:EvaluateModel",
@@ -196,6 +202,57 @@ VERBS: dict[str, Verb] = {
         "testing.netlab.by_hand:down", "lab:EndLab",
         "End the virtual hosts.",
     ),
+    "hub login": Verb(
+        "client.logins:log_in", "programs:LogIn",
+        "Remember the address of a hub and a token for one of its projects, which a page of the hub has shown.",
+        package="shoestring_hub",
+    ),
+    "hub push": Verb(
+        "client.push:push", "programs:Push",
+        "Send the folder of a run to the hub; continues where it broke off, and takes the files of a running run as "
+        "they are now.",
+        package="shoestring_hub",
+    ),
+    "hub pull": Verb(
+        "client.pull:pull", "programs:Pull",
+        "Bring the folder of a run from the hub; training resumes from it if its checkpoints were pushed.",
+        package="shoestring_hub",
+    ),
+    "hub serve": Verb(
+        "server.serve:serve", "administration:ServeHub",
+        "Start the hub: a server for the runs of a lab, with SQLite and a folder, or with PostgreSQL.",
+        package="shoestring_hub",
+    ),
+    "hub person": Verb(
+        "server.administration:add_person", "administration:AddPerson",
+        "Make a person, the first one included, or a link by which a person sets a new password.",
+        package="shoestring_hub",
+    ),
+    "hub deactivate": Verb(
+        "server.administration:deactivate", "administration:Deactivate",
+        "End all access of a person at once; the runs of the person stay.",
+        package="shoestring_hub",
+    ),
+    "hub clean": Verb(
+        "server.administration:clean", "administration:Clean",
+        "Remove deleted runs whose grace period is over, and chunks of files that no run has.",
+        package="shoestring_hub",
+    ),
+    "hub backup": Verb(
+        "server.backup:back_up", "administration:BackUp",
+        "Copy a hub to a folder while it serves: its database, its key and the chunks that the copy lacks.",
+        package="shoestring_hub",
+    ),
+    "hub restore": Verb(
+        "server.backup:restore", "administration:Restore",
+        "Make a new hub from a backup, and check every chunk.",
+        package="shoestring_hub",
+    ),
+    "hub check": Verb(
+        "server.administration:check", "administration:CheckHub",
+        "Check the settings of a hub for deployment, as Django's `check --deploy` does.",
+        package="shoestring_hub",
+    ),
     "checkpoint ls": Verb(
         "verbs.archive:list_checkpoints", "checkpoint:ListCheckpoints",
         "List the checkpoints of a run, on disk and in this host's shared memory.",
@@ -226,6 +283,14 @@ VERBS: dict[str, Verb] = {
         "Delete older checkpoints, and those that the run went back from, once those that are kept have been "
         "verified.",
     ),
+    "recipes list": Verb(
+        "verbs.recipes:list_recipes", "runs:ListRecipes",
+        "List the recipes that are installed: what each is for, which areas it uses, and how long it takes.",
+    ),
+    "recipes copy": Verb(
+        "verbs.recipes:copy", "runs:CopyRecipe",
+        "Copy a recipe with its code to a new folder, as a project of your own to change.",
+    ),
     "keys": Verb(
         "verbs.keys:search", "runs:SearchKeys",
         "Search the keys of run files by name and help text: `shoestring keys lr`. `shoestring train finetune --help` "
@@ -246,12 +311,16 @@ GROUPS = {
     "holds the memory of this host.",
     "tune": "Search for the settings of a run, on workers that may join, leave or vanish at any time: `shoestring tune "
     "tune.toml`.",
+    "recipes": "Ready tasks to run, to copy and to change: `shoestring train NAME` runs one.",
     "lab": "Virtual hosts with slow links on this machine, to try several hosts by hand; needs root.",
+    "hub": "Keep the runs of a lab on a server of one's own: push and pull runs, and serve them.",
     "checkpoint": "List, verify, show, explain, export, import and delete the checkpoints of a run.",
 }
 """Maps the first word of verbs with two words to the help text of the group."""
 RUN_IS_IMPLIED = ("profile", "tune")
 """Groups whose verb `run` is meant if no verb is given: `shoestring tune FILE` is `shoestring tune run FILE`."""
+ALONE = {"recipes": "list"}
+"""Maps a group to the verb that is meant if nothing follows the group."""
 RENAMED = {"checkpoint prune": "checkpoint trim"}
 """Maps the former name of a verb to its present one; former names still work."""
 RENAMED_FLAGS = {"generate": {"--tokens": "--max-tokens"}}
@@ -333,7 +402,7 @@ def _run(line: _CommandLine) -> int:
         parsed, rest = tyro.cli(
             verb.load(),
             prog=f"shoestring {name} {printable(arguments[0])}" if run_named else f"shoestring {name}",
-            description=f"{verb.help}\n\nIn Python: shoestring.{verb.function.replace(':', '.')}",
+            description=f"{verb.help}\n\nIn Python: {verb.package}.{verb.function.replace(':', '.')}",
             args=arguments,
             return_unknown_args=True,
             config=(OmitArgPrefixes,),
@@ -351,12 +420,12 @@ def _run(line: _CommandLine) -> int:
 
 def _check_run_is_named(name: str, arguments: list[str]) -> None:
     """Check that the arguments of a verb that takes a run name one somewhere; the parser would say it less clearly."""
-    from shoestring.run import recipes
+    from shoestring import recipes
 
     asks = not {"--help", "-h"}.isdisjoint(arguments)
-    named = any(a in recipes() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)
+    named = any(a in recipes.find() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)
     if not asks and not named:
-        hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes())}"
+        hint = f"such as shoestring {name} finetune …; recipes: {', '.join(recipes.find())}"
         raise ConfigError(f"`shoestring {name}` needs the name of a recipe, a run file or a run folder", hint=hint)
 
 
@@ -376,15 +445,15 @@ def _flags_of(verb: type) -> Iterator[str]:
 
 def _show_keys(arguments: list[str]) -> None:
     """Print the keys of the run file or recipe in the arguments; without one, say how to list them."""
-    from shoestring import run
+    from shoestring import recipes
     from shoestring.commands.printing import say_lines
     from shoestring.verbs.keys import keys_of_run
 
     for argument in arguments:
-        if argument in run.recipes() or (not argument.startswith("-") and Path(argument).exists()):
+        if argument in recipes.find() or (not argument.startswith("-") and Path(argument).exists()):
             say_lines(keys_of_run(argument))
             return
-    say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(run.recipes())}")
+    say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(recipes.find())}")
 
 
 def _as_user_error(error: Exception) -> ShoestringError | None:
@@ -410,6 +479,8 @@ def find_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if group not in GROUPS:
         return (group, following) if group in VERBS else ("", list(arguments))
     words = " ".join(arguments[:2])
+    if group in ALONE and not following:
+        return f"{group} {ALONE[group]}", []
     if words in VERBS or words in RENAMED:
         return words, following[1:]
     if group in RUN_IS_IMPLIED and following[:1] not in (["--help"], ["-h"]) and (following or group == "tune"):
@@ -444,9 +515,9 @@ def _show_group(group: str, arguments: list[str]) -> int:
         helps = {name.partition(" ")[0]: GROUPS.get(name.partition(" ")[0], line) for name, line in helps.items()}
     if arguments and not arguments[0].startswith("-"):
         words = f"{group} {arguments[0]}".strip()
-        from shoestring.run import recipes
+        from shoestring import recipes
 
-        recipe = f"`{words}` is a recipe: shoestring train {words}" if words in recipes() else ""
+        recipe = f"`{words}` is a recipe: shoestring train {words}" if words in recipes.find() else ""
         raise ConfigError(f"there is no verb `{words}`", hint=recipe or nearest(arguments[0], helps))
     tyro.cli(
         reduce(or_, (Annotated[_Listed, subcommand(name, description=line)] for name, line in helps.items())),

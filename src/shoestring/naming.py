@@ -43,6 +43,8 @@ OURS = frozenset(
         "shoestring.models.images:smoothed",
         "shoestring.testing.jobs:tiny",
         "shoestring_recipes.images.accuracy:accuracy",
+        "shoestring_recipes.images.files:name",
+        "shoestring_recipes.images.files:read",
     }
 )
 """Callables of shoestring that untrusted data may name, because they only make models, data or numbers from plain
@@ -67,12 +69,14 @@ class Trust:
         content: the parts of the place's content that concern code, as JSON types.
         names: callables and packages that the place names, except those in `OURS`.
         granted: whether the user has declared trust by an argument in this program.
+        project: folder in which the code is looked for last; empty for none.
     """
 
     place: Path | None = None
     content: Any = None
     names: tuple[str, ...] = ()
     granted: bool = False
+    project: str = ""
 
     @property
     def holds(self) -> bool:
@@ -89,7 +93,7 @@ class Trust:
         digest = hashlib.sha256(json.dumps([self.content, self.names], sort_keys=True, default=str).encode())
         for name in sorted({_package(name) for name in self.names}):
             digest.update(f"\0{name}".encode())
-            for path, relative in source_files(name):
+            for path, relative in source_files(name, self.project):
                 digest.update(f"\0{relative}\0".encode(errors="surrogateescape"))
                 digest.update(_content(path))
         return digest.hexdigest()
@@ -191,7 +195,7 @@ def resolve(target: str, key: str, trust: Trust = USER) -> Callable[..., Any]:
         trust.require(target)
     module_name, _, name = target.partition(":")
     try:
-        module = import_module(module_name) if target in OURS else _import(module_name)
+        module = import_module(module_name) if target in OURS else _import(module_name, trust.project)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"`{key}`: cannot import `{module_name}`: {reason}") from error
@@ -211,25 +215,42 @@ def import_package(name: str) -> ModuleType:
     return _import(name)
 
 
-def _import(name: str) -> ModuleType:
-    """Append the current folder to the import path, and import a module."""
-    sys.path.extend(_here())
+def _import(name: str, project: str = "") -> ModuleType:
+    """Append the current folder and the project's folder to the import path, and import a module."""
+    search(project)
     return import_module(name)
 
 
-def _here() -> list[str]:
-    """Return the current folder as a list of one path; empty if it is already on the import path or was removed."""
-    with suppress(FileNotFoundError):
-        return [here] if (here := str(Path.cwd())) not in sys.path else []
-    return []
+def search(project: str) -> None:
+    """Append the current folder and the folder of a project, whose code the user trusts, to the import path."""
+    sys.path.extend(_last(project))
+
+
+def lies_in(name: str, folder: Path) -> bool:
+    """Whether a folder holds the top-level module or package of a name; a folder without modules is no package."""
+    package = _package(name)
+    if name.startswith(HARNESS):
+        return False
+    return (folder / f"{package}.py").is_file() or any((folder / package).glob("*.py"))
+
+
+def _last(project: str) -> list[str]:
+    """The folders to search last, the current one and that of a project, if they are not on the import path yet."""
+    folders: list[str] = []
+    with suppress(FileNotFoundError):  # the current folder was removed
+        folders.append(str(Path.cwd()))
+    return [folder for folder in dict.fromkeys([*folders, *filter(None, [project])]) if folder not in sys.path]
 
 
 # -- finding without importing ----------------------------------------------------------------------------------------
 
 
-def source_files(name: str) -> list[tuple[Path, str]]:
+def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
     """List the source files of the top-level module or package of a name, without importing it; for the file of a task
     of lm-evaluation-harness, all files of tasks and modules in its folder.
+
+    Args:
+        project: folder in which it is looked for last.
 
     Returns:
         Pairs of path and relative path, sorted; empty for a built-in or missing module.
@@ -237,7 +258,7 @@ def source_files(name: str) -> list[tuple[Path, str]]:
     if name.startswith(HARNESS):
         folder = Path(name.removeprefix(HARNESS)).parent
         return [(path, path.name) for path in sorted(folder.glob("*")) if path.suffix in (".yaml", ".yml", ".py")]
-    spec = _find(_package(name))
+    spec = _find(_package(name), project if project and lies_in(name, Path(project)) else "")
     if spec is None:
         return []
     if spec.submodule_search_locations is None:
@@ -260,9 +281,9 @@ def _package(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _find(package: str) -> ModuleSpec | None:
+def _find(package: str, project: str) -> ModuleSpec | None:
     before = list(sys.path)
-    sys.path.extend(_here())
+    search(project)
     try:
         return find_spec(package)
     except (ValueError, ImportError):  # the module is loaded but has no import specification, such as `__main__`

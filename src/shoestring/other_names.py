@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "adapter": ("memory.lora.rank",),
     "adam_beta1": ("optim.adamw.betas",),
     "adam_beta2": ("optim.adamw.betas",),
     "adam_epsilon": ("optim.adamw.eps",),
+    "adapter": ("memory.lora.rank",),
     "base_model": ("model",),
     "batch_size": ("batch",),
     "bf16": ("precision.autocast.dtype",),
@@ -25,6 +25,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "fp16": ("precision.autocast.dtype",),
     "gradient_accumulation_steps": ("accumulate",),
     "gradient_checkpointing": ("memory.recompute",),
+    "greater_is_better": ("best_mode",),
     "label_smoothing": ("preference.dpo.smoothing",),
     "learning_rate": ("optim.adamw.lr",),
     "load_best_model_at_end": ("save_best",),
@@ -44,6 +45,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "max_seq_length": ("data.sequence",),
     "max_steps": ("steps",),
     "max_time": ("minutes",),
+    "metric_for_best_model": ("best_metric",),
     "micro_batch_size": ("batch", "accumulate"),
     "model_id": ("model",),
     "model_name": ("model",),

@@ -11,15 +11,15 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import import_module, resources
+from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 
-from shoestring import other_names, precedence, renames
+from shoestring import naming, other_names, precedence, recipes, renames
 from shoestring.areas import AREAS
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, LOCAL, Feature, Seam, area_of, arrange_mesh, resolve_all
@@ -52,6 +52,12 @@ class Settings:
     loss: str = ""
     """Your own loss function: `package.module:callable`, from (output, batch) to (sum of losses, number of targets).
     Defaults to the cross-entropy of the next token."""
+    forward: str = ""
+    """Your own forward pass: `package.module:callable`, from (model, batch) to what the loss gets. It is used wherever
+    the model is called on samples. By default the model is called with the batch's `inputs`, or its `input_ids`."""
+    collate: str = ""
+    """Your own way to make a batch of samples: `package.module:callable`, from a list of samples to a batch. By default
+    the tensors of the samples, which need equal shapes, are stacked."""
     steps: int = 400
     """Number of optimizer steps to train for, unless `epochs` or `minutes` is set."""
     epochs: float = 0.0
@@ -68,15 +74,31 @@ class Settings:
     """Number of steps between evaluations on part of the held-out data. 0 evaluates only at the end."""
     evaluate: str = ""
     """Further metrics of each evaluation. `lm-eval:TASK,TASK` runs tasks of lm-evaluation-harness, named as there or by
-    the YAML file of a task: the first 64 documents of each during training, all of them at the end.
-    `package.module:callable` is your own function, from the model to a dict of metrics: all ranks call it, with the
-    model in evaluation mode and without gradients, and the metrics of the first rank are recorded."""
+    the YAML file of a task: the first documents of each during training, all of them at the end.
+    `package.module:callable` is your own function, from the model, or the model and the held-out data, to a dict of
+    numbers, tables and pictures: all ranks call it, with the model in evaluation mode and without gradients, and what
+    the first rank returns is recorded."""
+    evaluate_samples: int = 64
+    """Number of held-out samples, and of documents of each task, that an evaluation during the run uses. More of them
+    take longer and are less noisy. 0 uses all, as the evaluation at the end does."""
     patience: int = 0
-    """Early stopping: number of evaluations in a row without a lower held-out loss after which training ends. 0 turns
-    early stopping off."""
+    """Early stopping: number of evaluations in a row without a better value of `best_metric` after which training ends.
+    0 turns early stopping off."""
     save_best: bool = False
-    """Whether to save the model to the folder `best` of the run whenever an evaluation finds a new lowest held-out
-    loss."""
+    """Whether to save the model to the folder `best` of the run whenever an evaluation finds a new best value of
+    `best_metric`."""
+    best_metric: str = "held_out_loss"
+    """Metric by which `patience` and `save_best` compare evaluations: the held-out loss, or a number that `evaluate`
+    returns."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the lowest (`min`) or the highest (`max`) value of `best_metric` is the best."""
+    read_file: str = ""
+    """Your own function for `shoestring predict`: `package.module:callable`, from the path of a file to a sample as the
+    data set has them; targets may be missing."""
+    predict: str = ""
+    """Your own function for `shoestring predict`: `package.module:callable`, from (output, batch) to a list with a dict
+    of numbers, texts and pictures for each sample, or a list of dicts. By default the likeliest class and its
+    probability."""
     seed: int = 0
     """Seed of all random numbers, which decide on initial weights, order of the data and dropout."""
     timeout: float = 600.0
@@ -91,8 +113,11 @@ class Settings:
     """Folder that the run writes to. Defaults to a new folder in `runs/`."""
     sinks: tuple[str, ...] = ()
     """Further destinations of the metrics, besides metrics.jsonl: `tensorboard`, `wandb`, `trackio` or `mlflow`
-    (install the extra of that name), or `package.module:callable`, which is called with the run's folder, name and
-    settings."""
+    (install the extra of that name), `hub` (after `shoestring hub login`), or `package.module:callable`, which is
+    called with the run's folder, name and settings."""
+    project: str = ""
+    """Folder that holds code which the run names, searched after installed packages and the current folder. Defaults to
+    the folder of the run file if such code lies there, so that the run can be started and resumed from any folder."""
     packages: tuple[str, ...] = ()
     """Your own Python packages of features: `["mypkg"]` allows a table `[mypkg.technique]` for each feature of
     mypkg."""
@@ -128,7 +153,7 @@ class Run:
             raise ConfigError(f"`run.timeout` must be positive, got {self.settings.timeout}")
         if self.settings.epochs and self.settings.minutes:
             raise ConfigError("`run.epochs` and `run.minutes` both say how long to train", hint="remove one of them")
-        for name in ("minutes", "epochs", "evaluate_every", "patience", "seed"):
+        for name in ("minutes", "epochs", "evaluate_every", "evaluate_samples", "patience", "seed"):
             if not 0 <= getattr(self.settings, name) < 2**63:
                 raise ConfigError(f"`run.{name}` must be zero or a positive number, got {getattr(self.settings, name)}")
         for name in ("patience", "save_best"):
@@ -159,7 +184,7 @@ class Run:
 
     def trust(self, key: str) -> Trust:
         """Return the trust in the code that a key of [run] names."""
-        return self.origin if key in self.unread else USER
+        return self.origin if key in self.unread else Trust(project=self.settings.project)
 
     def dump(self) -> str:
         """Return the text of a run file in TOML that describes this run."""
@@ -203,12 +228,12 @@ class Run:
 def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) -> Run:
     """Read a run file or a recipe in order to run it, with overrides from the command line.
 
-    By running a run file, the user declares that the code in it is trusted. A run folder must have been declared
-    trusted before: the user's own runs do this for the folders that they write, and the user has to do it for other
-    folders.
+    By running a run file, or a folder with a run file that no run has written (a project), the user declares that the
+    code in it is trusted. A run folder must have been declared trusted before: the user's own runs do this for the
+    folders that they write, and the user has to do it for other folders.
 
     Args:
-        source: path of a run file or run folder, or name of a recipe.
+        source: path of a run file, project or run folder, or name of a recipe.
         trusted: whether running a run file declares that the code in it is trusted.
 
     Raises:
@@ -216,12 +241,16 @@ def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) ->
         TrustError: the file names code that has not been declared trusted.
     """
     path, document = read(source)
+    _name_project(path, document, overrides)
     origin = trust_of(path, document)
-    if trusted and not Path(source).is_dir():
+    written_by_a_run = Path(source).is_dir() and (path.parent / "environment.json").exists()
+    if trusted and not written_by_a_run:
         if os.environ.get("RANK", "0") == "0":
             origin.remember()
     elif _unknown(document, overrides):
         origin.require()
+    else:
+        _forget_project(document, origin)
     override(document, overrides, source)
     return parse(document, name=_name(path), source=source)
 
@@ -233,12 +262,31 @@ def look(source: str, overrides: Sequence[str] = ()) -> Run:
         ConfigError: as for `load`.
     """
     path, document = read(source)
+    _name_project(path, document, overrides)
     origin = trust_of(path, document)
     unread = _unknown(document, overrides)
     if unread and origin.holds:
         unread = ()
+    _forget_project(document, origin)
     override(document, overrides, source)
     return parse(document, name=_name(path), source=source, unread=unread, origin=origin)
+
+
+def _name_project(path: Path, document: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set `run.project` to the folder of a run file if code that the run names lies there."""
+    changed = copy.deepcopy(document)
+    override(changed, overrides)
+    names = [name for names in code_of(changed).values() for name in names]
+    table = document.setdefault("run", {})
+    if isinstance(table, dict) and "project" not in table and any(naming.lies_in(name, path.parent) for name in names):
+        table["project"] = str(path.parent.resolve())
+
+
+def _forget_project(document: dict[str, Any], origin: Trust) -> None:
+    """Remove `run.project` unless the user trusts the file that names it, so that nothing is imported from there."""
+    table = document.get("run")
+    if isinstance(table, dict) and origin.place is not None and not (origin.names and origin.holds):
+        table.pop("project", None)
 
 
 def vouch(folder: Path) -> None:
@@ -291,21 +339,16 @@ def locate(source: str) -> Path:
         return path / "run.toml"
     if path.exists() or path.suffix or path.name != source:
         if path.is_dir():
-            raise ConfigError(f"the folder `{source}` holds no run.toml", hint=f"recipes: {', '.join(recipes())}")
+            raise ConfigError(f"the folder `{source}` holds no run.toml", hint=f"recipes: {', '.join(recipes.find())}")
         if path.exists() and not path.is_file():
             raise ConfigError(f"`{source}` is a pipe or a device, not a file", hint="save it as a file first")
         if not path.is_file():
-            raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes())}")
+            raise ConfigError(f"there is no run file `{source}`", hint=f"recipes: {', '.join(recipes.find())}")
         return path
-    if source not in recipes():
-        raise ConfigError(f"there is no run file or recipe `{source}`", hint=nearest(source, recipes()))
-    return Path(str(resources.files("shoestring_recipes") / source / "run.toml"))
-
-
-def recipes() -> list[str]:
-    """List the names of the recipes that are installed with shoestring."""
-    root = Path(str(resources.files("shoestring_recipes")))
-    return sorted(path.parent.name for path in root.glob("*/run.toml"))
+    installed = recipes.find()
+    if source not in installed:
+        raise ConfigError(f"there is no run file or recipe `{source}`", hint=nearest(source, installed))
+    return installed[source].file
 
 
 def override(document: dict[str, Any], flags: Sequence[str], source: str = "the run file") -> None:
@@ -399,6 +442,8 @@ def parse(
             raise ConfigError(f"{source}: unknown table [{key}]", hint=hint)
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: `{key}` must be a table, got {table!r}", hint=f"write [{key}]")
+    if settings.project and not unread:
+        naming.search(settings.project)
     for package in settings.packages:  # packages are imported here, so that errors are raised at once
         if package in (*TABLES, *AREAS, "shoestring"):
             raise ConfigError(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from shoestring import recipes
 from shoestring.naming import USER, Trust, foreign, names_in, task_files
 
 TABLES = ("run", "model", "data")
 """Tables of a run file that are not those of features."""
-_KEYS = ("model", "data", "loss", "evaluate", "sinks")
+_KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "read_file", "predict", "sinks")
 """Keys of [run] that may contain the name of a callable; the key `packages`, with names of packages, is not among
 them."""
 
@@ -40,14 +40,20 @@ def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def trust_of(path: Path, document: Mapping[str, Any]) -> Trust:
     """Return the trust in a run file; it covers the code that the file names, and the arguments of that code."""
-    if path.is_relative_to(str(resources.files("shoestring_recipes"))):
+    if any(path == recipe.file for recipe in recipes.find().values()):  # whoever installs a package trusts it
         return USER
     code = code_of(document)
     content = {key: entry(document, key) for key in code}
     if "run.model" in code:
         content["model"] = document.get("model")
+    data = document.get("data")
+    if "run.data" in code and isinstance(data, dict) and "arguments" in data:
+        content["data.arguments"] = data["arguments"]
     names = sorted({name for names in code.values() for name in names})
-    return Trust(path, json.dumps(content, sort_keys=True, default=str), tuple(names))
+    settings = document.get("run")
+    project = settings.get("project", "") if isinstance(settings, dict) else ""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return Trust(path, text, tuple(names), project=project if isinstance(project, str) else "")
 
 
 def entry(document: Mapping[str, Any], name: str) -> Any:

@@ -93,7 +93,7 @@ def describe(kind: Any) -> str:
         return words[kind]
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
-    if is_dataclass(kind):
+    if is_dataclass(kind) or get_origin(kind) is Mapping:
         return "a table"
     if _settings_in(kind):
         return "a list of tables"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.intervals import of_mean, of_median, of_ratio, of_share, of_unpaired_ratio
+from benchmarks.intervals import of_mean, of_median, of_quantile, of_ratio, of_share, of_unpaired_ratio
 from shoestring.core.errors import ConfigError
 
 
@@ -40,3 +40,15 @@ def test_an_unpaired_ratio_is_welchs():
     assert found.value == pytest.approx(2.0, abs=1e-3)
     assert found.interval[0] < 2.0 < found.interval[1]
     assert found.interval[0] * found.interval[1] == pytest.approx(found.value**2)
+
+
+def test_a_quantile_lies_between_values_whose_ranks_the_binomial_gives():
+    measured = of_quantile(list(range(1, 201)), 0.95)
+    assert (measured.value, measured.interval) == (190, (184, 197))
+    covered = 0
+    for seed in range(300):
+        low, high = of_quantile(np.random.default_rng(seed).random(200).tolist(), 0.95).interval
+        covered += low <= 0.95 <= high
+    assert covered >= 0.93 * 300
+    with pytest.raises(ConfigError, match="have no 95% interval"):
+        of_quantile([1.0] * 20, 0.95)

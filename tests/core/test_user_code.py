@@ -140,10 +140,14 @@ def test_mappings_that_are_no_dicts_are_batches_too():
     assert torch.equal(job().step(there), job().step(dict(encoding)))
 
 
-def test_repeated_samples_at_the_end_of_a_sweep_do_not_count_under_either_name():
-    rows = [{"input_ids": row, "labels": row.clone()} for row in tokens(3)]
-    counts = [int(cross_entropy(model()(part["input_ids"]), part)[1]) for part in sweep(rows, batch=2)]
-    assert counts == [10, 5]
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_loss_of_a_sweep_counts_each_sample_once_on_any_number_of_ranks(size):
+    rows, found = [{"input_ids": row, "labels": row.clone()} for row in tokens(3)], [0.0, 0]
+    for rank in range(size):
+        counted = job().evaluate(sweep(rows, batch=2, rank=rank, size=size))
+        found = [one + other for one, other in zip(found, counted, strict=True)]
+    total, count = cross_entropy(model()(tokens(3)), {"input_ids": tokens(3), "labels": tokens(3)})
+    assert found == pytest.approx([float(total), int(count)]) and found[1] == 15
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

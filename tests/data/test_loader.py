@@ -1,5 +1,6 @@
 """The order, the split over ranks, and the position of the loader, against a plain enumeration."""
 
+import re
 from itertools import chain, islice
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.core.task import Repeated
 from shoestring.data.loader import Loader, sweep
 from shoestring.data.order import permutation
 
@@ -211,23 +213,67 @@ class Targeted(Numbers):
         return {"targets": torch.tensor([index, index])}
 
 
-@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 5), st.integers(0, 31))
-def test_a_sweep_counts_every_sample_once_in_equally_many_batches_on_every_rank(samples, batch, size, limit):
-    data = Targeted(samples)
-    ranks = [list(sweep(data, batch=batch, rank=rank, size=size, limit=limit)) for rank in range(size)]
-    assert len({len(parts) for parts in ranks}) == 1
-    assert all(len(part["targets"]) == batch for parts in ranks for part in parts)
-    counted = [row[0] for parts in ranks for part in parts for row in part["targets"].tolist() if row[0] != -100]
-    assert sorted(counted) == list(range(min(limit, samples) if limit else samples))
+FORMS = {
+    "whole-number targets": Targeted,
+    "real targets": lambda samples: TensorDataset(torch.arange(samples), torch.arange(samples) / 2),
+    "no targets": Numbers,
+    "texts": lambda samples: [str(index) for index in range(samples)],
+}
 
 
+@pytest.mark.parametrize("form", FORMS)
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 5), st.integers(0, 31))
-def test_a_sweep_gives_targets_that_are_real_numbers_as_they_are(samples, batch, size, limit):
-    """None of them can be marked as ignored: a loss would count -100 as a value."""
-    data = TensorDataset(torch.arange(samples), torch.arange(samples) / 2)
-    ranks = [list(sweep(data, batch=batch, rank=rank, size=size, limit=limit)) for rank in range(size)]
-    assert len({len(parts) for parts in ranks}) == 1
-    counted = sorted(2 * target for parts in ranks for _, targets in parts for target in targets.tolist())
+def test_a_sweep_has_every_sample_once_in_equally_many_batches_on_every_rank(form, samples, batch, size, limit):
+    data, seen = FORMS[form](samples), []
     total = min(limit, samples) if limit else samples
-    last = total % (batch * size)
-    assert counted == list(range(total - last if last < size else total))
+    for rank in range(size):
+        parts = list(sweep(data, batch=batch, rank=rank, size=size, limit=limit, collate=collated))
+        assert len(parts) == -(-total // (batch * size))
+        for part in parts:
+            repeated, part = isinstance(part, Repeated), getattr(part, "batch", part)
+            assert part["valid"].tolist() == [not repeated] * len(part["ids"]) and 1 <= len(part["ids"]) <= batch
+            seen += [] if repeated else part["ids"].tolist()
+    assert sorted(seen) == list(range(total))
+
+
+def collated(samples):
+    return {"samples": samples}
+
+
+def test_samples_that_cannot_be_stacked_are_named_by_their_forms():
+    different = [{"inputs": torch.zeros(3, 16, 16)}, {"inputs": torch.zeros(3, 17, 16)}]
+    lacking = [{"inputs": torch.zeros(2)}, {"input": torch.zeros(2)}]
+    for samples, said in (
+        (different, "{inputs: (3, 16, 16)}, another {inputs: (3, 17, 16)}"),
+        (lacking, "{input: (2,)}, another {inputs: (2,)}"),
+    ):
+        for workers in (0, 1):
+            with pytest.raises(DataError, match=re.escape(said)) as caught:
+                next(iter(Loader(samples, batch=2, workers=workers)))
+            assert "run.collate" in caught.value.hint and "Traceback" not in str(caught.value)
+        with pytest.raises(DataError, match=re.escape(said)):
+            list(sweep(samples, batch=2))
+    with pytest.raises(DataError, match="NoneType"):
+        next(iter(Loader([None, None], batch=2)))
+
+
+class Broken(Numbers):
+    def __getitem__(self, index):
+        raise DataError(f"`{index}.png` is no picture")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_data_set_stays_one_line(workers):
+    with pytest.raises(DataError, match=r"^`\d.png` is no picture$"):
+        next(iter(Loader(Broken(4), batch=2, workers=workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_what_the_users_own_function_makes_of_samples(workers):
+    loader = Loader(Numbers(6), batch=4, accumulate=2, workers=workers, collate=collated)
+    first = next(iter(loader))
+    assert [len(part["samples"]) for part in first] == [2, 2]
+    assert [[int(sample["x"][0]) for sample in part["samples"]] for part in first] == [
+        part["ids"].tolist() for part in first
+    ]
+    loader.close()

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import ranks
 
+from shoestring.core.world import World
+from shoestring.run import parse
+from shoestring.training.loop import train
 from tests.rigs.small_tasks import write_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +37,7 @@ SCRIPTS = {  # page and number of the script in it -> on how many ranks it is to
 OTHERS = {  # that are no whole scripts
     ("evaluation.md", 0),  # needs lm_eval: tests/decode/test_task_harness.py makes such calls
     ("evaluation.md", 1),  # below
+    ("evaluation.md", 2),  # below
     *(
         (f"from-{origin}.md", 0) for origin in ("accelerate", "lightning", "torch", "trainer", "trl")
     ),  # test_coming_from
@@ -50,6 +54,9 @@ OTHERS = {  # that are no whole scripts
     ("serving.md", 2),
     ("serving.md", 3),
     ("sparse.md", 0),  # a call that tests/sparse/test_training.py makes
+    ("your-own-task.md", 0),  # tests/forms/test_own_task_guide.py
+    ("your-own-task.md", 1),
+    ("your-own-task.md", 2),  # tests/projects/test_predict.py
     ("write-a-feature.md", 0),  # tests/testing/test_guide.py
     ("write-a-feature.md", 1),
 }
@@ -169,6 +176,17 @@ def test_the_run_file_of_the_guide_to_evaluation_passes_its_check_and_runs(tmp_p
     rates = [row["lr"] for row in rows if "lr" in row]
     assert max(rates) == pytest.approx(rates[0] * len(rates), rel=1e-3)  # the first of 20 steps of warm-up
     assert (folder / "best" / "model.safetensors").is_file()
+
+
+def test_the_evaluation_of_the_guide_makes_a_table(tmp_path, monkeypatch):
+    (tmp_path / "guide_errors.py").write_text(blocks(page("evaluation.md"), "python")[2])
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"model": "shoestring.testing.jobs:tiny", "data": "tests.training.test_evaluation:learnable", "steps": 2}
+    own |= {"batch": 8, "evaluate": "guide_errors:errors", "folder": str(tmp_path / "run")}
+    errors = train(parse({"run": own}), World()).metrics["errors"]
+    (row,) = map(json.loads, (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
+    shares = [share for _, share in row["rows"]]
+    assert row["head"] == ["class", "share"] and min(shares) <= errors <= max(shares)
 
 
 def test_the_readmes_script_is_refused_where_its_ranks_do_not_join(tmp_path, monkeypatch):

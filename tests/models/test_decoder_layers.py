@@ -1,6 +1,7 @@
 """All layers of a decoder in one native call give what the modules give, for each model for which they are used."""
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -217,13 +218,30 @@ def test_a_model_that_somebody_watches_or_changes_runs_its_modules():
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert not passes_of(adapter, token)
     handle.remove()
-    with sublayers.skipping(model, {"blocks.0.mlp": 1.0}):
-        assert not passes_of(adapter, token)
+    model.blocks[1].mlp.forward = lambda x: x
+    assert not passes_of(adapter, token)
+    del model.blocks[1].mlp.forward
     assert not adapter.native_layers.fits(token)  # gradients
     assert not passes_of(adapter, torch.zeros(1, 17, dtype=torch.int64))
     assert not passes_of(adapter, torch.zeros(1, 0, dtype=torch.int64))
     assert passes_of(adapter, token)
     assert not passes_of(adapt(model.double()), token)
+
+
+@pytest.mark.parametrize("family", ["", "llama", "gemma3_text", "olmo2"])
+def test_skipped_sublayers_scale_the_stream(family):
+    model = pretrained(family) if family else gpt(layers=4)
+    names, passes, adapter = list(sublayers.sublayers(model)), texts(2, [3, 1]), adapt(model)
+    seen = [read(adapter, passes)]
+    for skipped in (names[:1], names[3:4], names[2:6], names):
+        ratios = {name: 0.7 + 0.1 * index for index, name in enumerate(skipped)}
+        with sublayers.skipping(model, ratios):
+            ours, theirs = both(adapter, passes)
+        assert apart(ours, theirs) < 1e-4
+        seen.append(ours)
+    seen.append(read(adapter, passes))
+    assert torch.equal(seen[0], seen[-1])
+    assert all(apart(one, other) > 1e-2 for one, other in pairwise(seen))
 
 
 def test_a_model_with_dropout_is_run_by_its_modules_in_training():

@@ -2,6 +2,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,37 @@ def test_a_library_is_compiled_once_and_kept(home, monkeypatch):
     assert native.load("twice").twice(4) == 8
     assert built.stat().st_mtime_ns == written
     assert (home / ".cache/shoestring/native").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_compiled_ahead_is_compiled_once_and_waited_for(home, monkeypatch):
+    source(home, TWICE, monkeypatch)
+    compiled, go_on, compile_library = [], threading.Event(), native._compile
+
+    def counted(*arguments):
+        compiled.append(threading.current_thread())
+        go_on.wait(60)
+        compile_library(*arguments)
+
+    monkeypatch.setattr(native, "_compile", counted)
+    native.compile_ahead("twice")  # returns before it is done
+    results = []
+    needed = threading.Thread(target=lambda: results.append(native.load("twice").twice(3)))
+    needed.start()
+    go_on.set()
+    needed.join(60)
+    assert results == [6] and len(compiled) == 1
+    native.compile_ahead("twice")
+    assert len(compiled) == 1 and native.is_built("twice")
+
+
+def test_a_library_that_cannot_be_compiled_ahead_is_said_by_whoever_needs_it(home, monkeypatch):
+    source(home, "int twice(int x) { return y; }", monkeypatch)
+    before = set(threading.enumerate())
+    native.compile_ahead("twice")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    with pytest.raises(native.CompileError, match=r"`twice.c` cannot be compiled"):
+        native.load("twice")
 
 
 def test_another_source_is_another_library(home, monkeypatch):

@@ -62,6 +62,32 @@ def test_groups_by_name_are_those_that_torch_would_be_given(settings, kind, defa
     assert torch.equal(attachments_of(job).module[2].bias, net()[2].bias)
 
 
+@pytest.mark.parametrize("settings", [optim.AdamW, optim.AdamW8bit, optim.Muon])
+def test_a_group_may_have_betas_of_its_own(settings):
+    job = trained(settings(groups=(Group(pattern="0.*", betas=(0.0, 0.99)),)))
+    found = {tuple(group["betas"]) for group in job.optimizer.param_groups if not group.get("muon")}
+    assert found == {(0.0, 0.99), (0.9, 0.95)}
+
+
+def test_betas_by_group_are_those_that_torch_would_be_given():
+    job = trained(optim.AdamW(groups=(Group(pattern="0.*", betas=(0.0, 0.9)), Group(pattern="1.*"))))
+    by_hand = net()
+    named = dict(by_hand.named_parameters())
+    groups = [
+        {"params": [named[name]], "weight_decay": 0.1 if "weight" in name and name[0] != "1" else 0.0}
+        | ({"betas": (0.0, 0.9)} if name[0] == "0" else {})
+        for name in named
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    for _ in range(3):
+        inputs, targets = batch()
+        nn.functional.cross_entropy(by_hand(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in attachments_of(job).module.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+
+
 def test_a_schedule_scales_the_rate_of_each_group():
     job = trained(optim.SGD(lr=0.4, groups=(Group(pattern="0.*", lr_scale=0.5),)), optim.Schedule(warmup=4), steps=2)
     assert sorted({group["lr"] for group in job.optimizer.param_groups}) == pytest.approx([0.1, 0.2])
@@ -74,6 +100,7 @@ def test_a_schedule_scales_the_rate_of_each_group():
         ([Group(pattern="*"), Group(pattern="0.*")], r"in the group `0\.\*` .*`0.weight` is in an earlier group"),
         ([Group(pattern="*", lr_scale=-1.0)], r"`optim.sgd.groups\[0\].lr_scale` must be zero or positive"),
         ([Group(pattern="*", decay_scale=-1.0)], r"`optim.sgd.groups\[0\].decay_scale` must be zero or positive"),
+        ([Group(pattern="*", betas=(0.0, 0.9))], r"`optim.sgd` has no betas by group, which `groups\[0\]` sets"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(groups, said):
@@ -81,10 +108,19 @@ def test_groups_that_cannot_be_are_refused(groups, said):
         trained(optim.SGD(groups=tuple(groups)))
 
 
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.1, 0.2, 0.3), (float("nan"), 0.9)])
+def test_betas_are_two_numbers_below_one(betas):
+    with pytest.raises(ConfigError, match=r"`optim.adamw.groups\[0\].betas` must be two numbers in \[0, 1\)"):
+        trained(optim.AdamW(groups=(Group(pattern="*", betas=betas),)))
+    for settings in (optim.LAMB, optim.ScheduleFree):
+        with pytest.raises(ConfigError, match="has no betas by group"):
+            trained(settings(groups=(Group(pattern="*", betas=(0.0, 0.9)),)))
+
+
 def test_groups_are_an_array_of_tables_in_a_run_file():
-    document = {"optim": {"adamw": {"groups": [{"pattern": "*.bias", "lr_scale": 2}]}}}
+    document = {"optim": {"adamw": {"groups": [{"pattern": "*.bias", "lr_scale": 2, "betas": [0, 0.9]}]}}}
     run = parse(document)
-    assert run.features == (optim.AdamW(groups=(Group(pattern="*.bias", lr_scale=2.0),)),)
+    assert run.features == (optim.AdamW(groups=(Group(pattern="*.bias", lr_scale=2.0, betas=(0.0, 0.9)),)),)
     assert parse(run.document).features == parse(tomllib.loads(run.dump())).features == run.features
     for wrong, said in (
         ([{"patern": "*"}], r"unknown key `patern` in \[optim.adamw.groups\[0\]\] .*`pattern`"),

@@ -1,13 +1,17 @@
 """On a phone nothing of a page is cut: what is wider than the screen lies in a container that scrolls, or is folded."""
 
+import numpy as np
 import pytest
 
 from shoestring import report
+from shoestring.core.feature import Table
 from shoestring.memory.tracing import page as memory_page
 from shoestring.profile.comparison import compare as compare_profiles
 from shoestring.profile.view import page as profile_page
+from shoestring.report.findings import Findings, Picture
 from shoestring.tune.settings import Halving, Population
 from shoestring.tune.view.page import write as write_study
+from shoestring.verbs.predict import save_page
 from tests.browser import Browser, needs_chromium
 from tests.memory.observed import needs_compiler
 from tests.memory.test_tracing_feature import trained
@@ -30,7 +34,19 @@ def folder_of(new, name):
 
 
 def write_report(new, _):
-    return report.write(folder_of(new, "run").path)
+    folder = folder_of(new, "run").path
+    sink = Findings(folder)
+    wide = {f"{LONG} {number}": Picture(pixels=np.zeros((20, 900)), caption=LONG) for number in range(3)}
+    sink.show(3, wide | {"a table": Table(title=LONG, head=("name", LONG, "c"), rows=((LONG, 1.5, LONG),), note=LONG)})
+    sink.close()
+    return report.write(folder)
+
+
+def write_predictions(_, tmp_path):
+    wide = Picture(pixels=np.zeros((20, 900)))
+    rows = [{"file": f"{LONG}/{number}.png", "kind": LONG, "share": 0.5, "map": wide} for number in range(3)]
+    save_page([*rows, {"file": "broken", "error": LONG}], LONG, tmp_path, tmp_path / "predictions.html")
+    return tmp_path / "predictions.html"
 
 
 def write_runs_compared(new, tmp_path):
@@ -64,6 +80,7 @@ def write_memory(_, tmp_path):
     "write",
     [
         write_report,
+        write_predictions,
         write_runs_compared,
         write_halving,
         write_population,

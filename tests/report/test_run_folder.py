@@ -86,9 +86,9 @@ def test_a_run_that_diverged_does_not_look_as_if_it_had_not(new):
 
 def test_tokens_are_taken_as_logged_else_in_proportion(new):
     run = read(new(steps=4).metrics().summary(tokens=400).path)
-    assert digest.tokens_at(run, 1) == 100
+    assert digest.tokens_at(run, [1]) == [100]
     run.columns["tokens"] = {1: 7.0}
-    assert digest.tokens_at(run, 1) == 7
+    assert digest.tokens_at(run, [1]) == [7]
 
 
 def test_the_verdict_names_what_was_beaten_and_what_was_not(whole):

@@ -4,11 +4,14 @@ import logging
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from shoestring import run
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.core.feature import Table
+from shoestring.report.findings import Picture
 from shoestring.report.trackers import TRACKERS, Tracker
 from tests.report import own_sinks
 
@@ -57,6 +60,48 @@ def test_trackio_keeps_every_step_and_a_resume_continues_the_run(tmp_path, monke
     assert [row["step"] for row in values] == [1, 2, 3, 4]
 
 
+FINDINGS = {
+    "grid": Picture(pixels=np.arange(12, dtype=np.uint8).reshape(3, 4), caption="twelve"),
+    "ranks": Table(title="Ranks", head=("name|", "rank"), rows=(("a\nb", 1.5), ("c", 2))),
+}
+
+
+def shown(name, folder):
+    sink = Tracker(name, TRACKERS[name], folder, folder.name, SETTINGS, 0)
+    sink.show(2, FINDINGS)
+    sink.write(3, {"loss": 1.0})  # a sink that had failed would drop it
+    assert sink._sink is not None
+    sink.close()
+
+
+def test_tensorboard_holds_pictures_and_tables(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown("tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("grid")
+    assert (image.step, image.width, image.height) == (2, 4, 3) and image.encoded_image_string.startswith(b"\x89PNG")
+    (text,) = events.Tensors("ranks/text_summary")
+    assert text.tensor_proto.string_val[0].decode().splitlines()[2] == "| a b | 1.5 |"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("wandb", "*.table.json"), ("trackio", "*.png")])
+def test_other_trackers_hold_pictures_and_tables(tmp_path, monkeypatch, name, kind):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    pytest.importorskip(name)
+    shown(name, tmp_path)
+    assert list(tmp_path.rglob(kind)) and list(tmp_path.rglob("*.png"))
+
+
+def test_sinks_that_take_no_pictures_go_on(tmp_path):
+    sink = Tracker("own", own_sinks.Rows, tmp_path, "", SETTINGS, 0)
+    sink.show(1, FINDINGS)
+    assert sink._sink is not None
+
+
 def test_mlflow_keeps_metrics_and_settings_in_a_file_of_the_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("alembic")
@@ -74,7 +119,7 @@ def test_mlflow_keeps_metrics_and_settings_in_a_file_of_the_run(tmp_path, monkey
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_package_is_named_with_the_extra_to_install(name, tmp_path, monkeypatch):
-    for module in ("torch.utils.tensorboard", "wandb", "trackio", "mlflow"):
+    for module in ("torch.utils.tensorboard", "wandb", "trackio", "mlflow", "shoestring_hub.client.sink"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ShoestringError) as error:
         logged(name, tmp_path)

@@ -67,7 +67,7 @@ class LabRun:
     def losses(self, name: str) -> dict[int, float]:
         """The loss of each step that a run has done so far."""
         path = self.shared / name
-        return read(path).columns.get("loss", {}) if (path / "metrics.jsonl").is_file() else {}
+        return dict(read(path).columns.get("loss", {})) if (path / "metrics.jsonl").is_file() else {}
 
     def local(self, name: str, *overrides: str, workers: int = 2) -> dict[int, float]:
         """The losses of this machine's own ranks.

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 import tomli_w
 
-from shoestring import run
+from shoestring import recipes, run
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
 from shoestring.other_names import NAMES
@@ -52,7 +52,7 @@ def test_nothing_that_matches_is_an_error_with_the_nearest_name():
     assert refusal.value.hint == "did you mean `variant`?"
 
 
-@pytest.mark.parametrize("recipe", run.recipes())
+@pytest.mark.parametrize("recipe", recipes.find())
 def test_a_recipe_is_shown_with_each_value_that_it_sets(recipe):
     lines = list(keys_of_run(recipe))
     _, document = run.read(recipe)

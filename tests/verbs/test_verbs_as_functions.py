@@ -47,17 +47,14 @@ def copied(ours, tmp_path):
     return shutil.copytree(ours / "run", tmp_path / "run")
 
 
-def imported(module):
-    return import_module(f"shoestring.{module}")
-
-
 @pytest.mark.parametrize("name", VERBS)
 def test_the_table_names_a_function_and_the_command_that_calls_it(name):
     module, _, attribute = VERBS[name].function.partition(":")
-    function = getattr(imported(module), attribute)
-    assert inspect.isfunction(function) and function.__module__ == f"shoestring.{module}" and function.__doc__
+    module = f"{VERBS[name].package}.{module}"
+    function = getattr(import_module(module), attribute)
+    assert inspect.isfunction(function) and function.__module__ == module and function.__doc__
     source = inspect.getsource(VERBS[name].load())
-    assert f"from shoestring.{module} import" in source and attribute in source
+    assert f"from {module} import" in source and attribute in source
     assert name in VERBS and (" " not in name or name.split()[0] in GROUPS)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the verbs for trained models: generate, evaluate, chat, serve, skip, prune and quantize."""
+"""Arguments of the verbs for trained models: generate, predict, evaluate, chat, serve, skip, prune and quantize."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from shoestring.commands.printing import say, write_text
+from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Conversing, Decoding, Generation, SamplingOptions
-from shoestring.verbs.settings import OneShotPruning, Quantization, SkipChoice, TaskEvaluation
+from shoestring.verbs.settings import FilePrediction, OneShotPruning, Quantization, SkipChoice, TaskEvaluation
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,37 @@ class Talk(TrainedModel):
             if self.load is not None:
                 conversation.load(self.load)
             return talk(conversation)
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Arguments of `shoestring predict`."""
+
+    run: Positional[str]
+    """Run folder whose model is used; its run file names the functions that read files and describe outputs."""
+    folder: Positional[Path]
+    """Folder with the files, which is searched with its subfolders."""
+    out: Path = Path("predictions.csv")
+    """File to write the rows to, a .csv or .jsonl file; a page with the same name and the suffix .html lies beside
+    it."""
+    settings: FilePrediction = field(default_factory=FilePrediction)
+    """Settings of the predictions."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.predict import FORMATS, predict, save_page, save_table
+
+        if self.out.suffix not in FORMATS:
+            raise ConfigError(f"`{self.out}` is neither .csv nor .jsonl", hint="choose another --out")
+        rows = predict(self.run, self.folder, self.settings)
+        save_table(rows, self.out)
+        page = self.out.with_suffix(".html")
+        save_page(rows, f"{Path(self.run).resolve().name} on {self.folder.resolve().name}", self.folder, page)
+        failed = [row for row in rows if "error" in row]
+        for row in failed[:5]:
+            say(f"left out: {row['file']}: {row['error']}", sys.stderr)
+        more = f", {len(failed)} left out" if failed else ""
+        say(f"{len(rows) - len(failed)} rows{more}: {self.out}, {page}")
+        return 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Arguments of the verbs for runs and clusters: train, check, plan, distill, keys, probe, compare, report, trust."""
+"""Arguments of the verbs for runs and clusters: train, check, plan, distill, recipes, keys, probe, compare, report,
+trust."""
 
 from __future__ import annotations
 
@@ -243,6 +244,33 @@ class Build:
 
         for line in build():
             say(line)
+        return 0
+
+
+@dataclass(frozen=True)
+class ListRecipes:
+    """Arguments of `shoestring recipes list`: none."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.recipes import list_recipes
+
+        say_lines(list_recipes())
+        return 0
+
+
+@dataclass(frozen=True)
+class CopyRecipe:
+    """Arguments of `shoestring recipes copy`."""
+
+    name: Positional[str]
+    """Name of the recipe; `shoestring recipes` lists them."""
+    folder: Positional[Path]
+    """Folder to copy the recipe to, which must be new or empty."""
+
+    def __call__(self) -> int:
+        from shoestring.verbs.recipes import copy
+
+        say_lines(copy(self.name, self.folder))
         return 0
 
 

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from shoestring import facts
 from shoestring._torch import unscale_before_steps
 from shoestring.core.attachments import Attachments
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import Feature, Phase, Seam, arrange_mesh, check_owners, order_of_application, resolve_all
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Params
+from shoestring.core.whole_batch import is_over_whole_batch
 
 
 def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) -> Job:
@@ -51,6 +52,12 @@ def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) ->
         return job
     try:
         _apply_all(attachments)
+        if attachments.run_micro_batches is not None and is_over_whole_batch(attachments):
+            owner = attachments.owners["how micro-batches are run"]
+            raise ConflictError(
+                f"the loss is over the whole batch, and `{owner}` runs micro-batches one by one",
+                hint=f"remove [{owner}]",
+            )
     except BaseException:
         job.close()
         raise

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from shoestring.core import step
 from shoestring.core.attachments import Attachments
 from shoestring.core.kept import Across, Kept, Merge, Progress
-from shoestring.core.task import Batch, Forward, Loss, Params, call_model, cross_entropy
+from shoestring.core.task import Batch, Forward, Loss, Params, Repeated, call_model, cross_entropy
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 
@@ -112,8 +112,11 @@ class Job:
         """
         return step.take(self._attachments, batches)
 
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """(sum, count) of the user's loss over the batches of all ranks; all ranks need the same number of batches."""
+    def evaluate(self, batches: Iterable[Batch | Repeated]) -> tuple[float, int]:
+        """(sum, count) of the user's loss over the batches of all ranks; all ranks need the same number of batches.
+
+        A rank that has fewer passes some again as `Repeated`, which are not counted.
+        """
         return step.evaluate(self._attachments, batches)
 
     def stop(self) -> None:

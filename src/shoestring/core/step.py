@@ -22,8 +22,9 @@ from shoestring._torch import foreach_mul_
 from shoestring.auxiliary import with_auxiliary
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import Phase
-from shoestring.core.task import Batch, Output, cross_entropy, sum_and_count
+from shoestring.core.task import Batch, Output, Repeated, cross_entropy, sum_and_count
 from shoestring.core.trace import span
+from shoestring.core.whole_batch import is_over_whole_batch, joined, run_in_two_passes
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -37,7 +38,8 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
 
     # Forward and backward passes. Gradients accumulate; in the last micro-batch SHARD averages them over ranks.
     micro = MicroBatches(attachments, batches)
-    (attachments.run_micro_batches or run_in_order)(micro)
+    run = run_in_two_passes if micro.whole and len(batches) > 1 else run_in_order
+    (attachments.run_micro_batches or run)(micro)
     sums = micro.summed()
     attachments.check_gradients()
 
@@ -77,8 +79,11 @@ class MicroBatches:
     The micro-batches are run by `run_in_order`, or by a function that an owner of SHARD has set (`Attachments.shard`).
     """
 
-    def __init__(self, attachments: Attachments, batches: Sequence[Batch], *, training: bool = True) -> None:
-        self.attachments, self.batches, self.training = attachments, batches, training
+    def __init__(
+        self, attachments: Attachments, batches: Sequence[Batch], *, training: bool = True, repeated: bool = False
+    ) -> None:
+        self.attachments, self.batches, self.training, self.repeated = attachments, batches, training, repeated
+        self.whole = is_over_whole_batch(attachments)
         self.owned = attachments.run_micro_batches is not None
         self.sums = torch.zeros(3, dtype=torch.float64, device=attachments.world.device)  # loss, count, votes to stop
         self.sums[2] = float(attachments.stop_requested and training)
@@ -91,6 +96,10 @@ class MicroBatches:
         spread = (*attachments.data_axes, *attachments.replicas)
         self._repeating = [axis for axis in world.axes if axis not in spread]
         self._weight = 1.0 if self.owned else float(world.index_over(self._repeating) == 0)
+        if self.whole:  # all ranks compute the same loss, which the first of them counts
+            self._weight *= world.index_over(attachments.replicas) == 0
+        elif repeated:
+            self._weight = 0.0
         self._first = training and not attachments.progress.count
         if self.owned and self._first:
             attachments.progress.count = 1.0  # a provisional divisor: not every rank computes a loss
@@ -114,11 +123,19 @@ class MicroBatches:
         the tensor is the sum of the losses.
         """
         attachments = self.attachments
+        if self.whole:
+            group = attachments.world.group(attachments.replicas)
+            output, batch = joined(output, batch, group, repeated=self.repeated)
         total, count = sum_and_count((attachments.loss if self.training else attachments.task_loss)(output, batch))
         if self.training and attachments.task_loss is cross_entropy:  # a user's loss does this itself
             total = with_auxiliary(total, count, output, attachments.module, ConfigError)
-        self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
-        return attachments.scaler.scale(total / self._divisor(count)) if self.training else total
+        if self.training or self._weight:
+            self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
+        return (
+            attachments.scaler.scale(total / self._divisor(count / self._ranks if self.whole else count))
+            if self.training
+            else total
+        )
 
     def begin_sum(self) -> None:
         """Start the all-reduce of loss, count and votes, which overlaps the backward pass."""
@@ -148,6 +165,11 @@ class MicroBatches:
             foreach_mul_(gradients, float(ratio))
             progress.count = float(count)
 
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks whose gradients are averaged."""
+        return self.attachments.world.ranks_over(self.attachments.replicas)
+
     def _divisor(self, count: Tensor) -> Tensor | float:
         """The divisor of a micro-batch's loss before the backward pass.
 
@@ -156,7 +178,7 @@ class MicroBatches:
         adjusts the gradients to the true count later.
         """
         attachments, progress = self.attachments, self.attachments.progress
-        ranks, batches = attachments.world.ranks_over(attachments.replicas), len(self.batches)
+        ranks, batches = self._ranks, 1 if self.whole else len(self.batches)
         if ranks == batches == 1 and not self.owned:
             progress.count = 0.0
             return count
@@ -182,17 +204,22 @@ def run_in_order(micro: MicroBatches) -> None:
                 loss.backward()
 
 
-def evaluate(attachments: Attachments, batches: Iterable[Batch]) -> tuple[float, int]:
+def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> tuple[float, int]:
     """Sum the user's loss over the batches of all ranks, without training; see `Job.evaluate`."""
     sums = torch.zeros(2, dtype=torch.float64, device=attachments.world.device)
     with attachments.evaluating(), span("evaluate", "compute"):
-        for batch in batches:
-            micro = MicroBatches(attachments, [batch], training=False)
+        for item in batches:
+            repeated, batch = isinstance(item, Repeated), item.batch if isinstance(item, Repeated) else item
+            before = dict(attachments.evaluated)
+            micro = MicroBatches(attachments, [batch], training=False, repeated=repeated)
             if attachments.run_micro_batches is not None:
                 attachments.run_micro_batches(micro)
             else:
                 with micro.computing():
                     micro.loss(micro.forward(batch), batch)
+            if repeated:  # further metrics keep their names, because all ranks sum the same ones
+                zero = torch.zeros_like(sums)
+                attachments.evaluated = {name: before.get(name, zero) for name in attachments.evaluated}
             sums += micro.sums[:2]
     if attachments.world.size > 1:
         dist.all_reduce(sums)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,25 @@ from torch import Tensor, nn
 from shoestring.core.errors import ConfigError
 from shoestring.wrapped import unwrap
 
-Batch = Any  # what the loader yields: a mapping or tuple of tensors
+Batch = Any  # what the loader yields: a mapping or tuple of tensors, or what `run.collate` returns
 Output = Any  # what the model returns: a tensor, or an object with `.logits`
 Params = list[nn.Parameter]
 Forward = Callable[[nn.Module, Batch], Output]
 Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
+Collate = Callable[[list[Any]], Batch]
 
 IGNORED = -100
 """Target value that the loss ignores, as torch's `ignore_index`."""
 _OPTIONAL = ("attention_mask", "position_ids")
-_HINT = "for batches of another form, give Job(forward=…, loss=…)"
+_HINT = "for batches of another form, give Job(forward=…, loss=…), or run.forward and run.loss in a run file"
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A batch of samples that count on another rank, for `Job.evaluate`: the model and the loss are called, because
+    they may communicate with other ranks, and the loss is not counted."""
+
+    batch: Batch
 
 
 def call_model(model: nn.Module, batch: Batch) -> Output:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shoestring.core.errors import ConfigError, DataError
-from shoestring.core.task import IGNORED
+from shoestring.core.errors import ConfigError, DataError, ShoestringError
+from shoestring.core.task import Batch, Collate, Repeated
 from shoestring.data.draws import Draws, seed_of
 from shoestring.data.order import Order, Shuffled
 
 log = logging.getLogger("shoestring.data")
-Batch = dict[str, Tensor]
 AHEAD = 4
 """Number of optimizer steps whose samples a data set may fetch ahead."""
 
@@ -63,11 +62,63 @@ class _Identified(Dataset[Any]):
         return places.ids, samples
 
 
-def _collate(fetched: Any) -> Any:
-    """Stack the samples that `_Identified` returned; if a batch is a dict, the ids are added to it."""
-    ids, samples = fetched
-    batch = default_collate(samples)
-    return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
+@dataclass(frozen=True)
+class _Batches:
+    """Makes a batch of the samples that `_Identified` returned; if the batch is a dict, the ids are added to it.
+
+    In a worker process, an error that a user can act on is returned instead of raised, because torch would put the
+    worker's traceback into its message.
+    """
+
+    collate: Collate | None
+    fetch: Callable[[_Places], tuple[Sequence[int], list[Any]]]
+
+    def __call__(self, places: _Places) -> Any:
+        ids, samples = self.fetch(places)
+        batch = (self.collate or stacked)(samples)
+        return {**batch, "ids": torch.tensor(ids, dtype=torch.int64)} if isinstance(batch, dict) else batch
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A data set of batches, for torch's DataLoader; errors that a user can act on are returned."""
+
+    batches: _Batches
+
+    def __getitems__(self, places: _Places) -> Any:
+        try:
+            return self.batches(places)
+        except ShoestringError as error:
+            return error
+
+
+def stacked(samples: list[Any]) -> Batch:
+    """Stack samples to a batch: torch's `default_collate`, with an error that says which shapes differ.
+
+    Raises:
+        DataError: samples hold tensors of different shapes, or values that are no tensors, arrays, numbers or texts.
+    """
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        hint = "name a function that makes a batch of a list of such samples: run.collate = 'package.module:callable'"
+        raise DataError(f"samples cannot be stacked to a batch: {_difference(samples) or error}", hint=hint) from error
+
+
+def _difference(samples: list[Any]) -> str:
+    """Two different forms of samples, such as shapes; empty if all are alike."""
+    forms = sorted(set(map(_form, samples)))
+    return f"one is {forms[0]}, another {forms[1]}" if len(forms) > 1 else ""
+
+
+def _form(sample: Any) -> str:
+    """The shapes in a sample, and types of other values, as text."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{name}: {_form(value)}" for name, value in sample.items()) + "}"
+    if isinstance(sample, list | tuple):
+        return "(" + ", ".join(map(_form, sample)) + ")"
+    shape = getattr(sample, "shape", None)
+    return type(sample).__name__ if shape is None else str(tuple(shape))
 
 
 _MOST_REPEATS = 1024
@@ -78,9 +129,9 @@ class Loader:
     """Iterates over optimizer steps, each a tuple of this rank's micro-batches, through all epochs, without end.
 
     The global batch of `batch` samples is cut into `accumulate` micro-batches, and each micro-batch into `size` shards,
-    in order. Together the ranks get exactly the global batch, for any number of ranks. A shard is a dict of the
-    samples' tensors, stacked to (batch / (size · accumulate), ...), and "ids", the indices of the samples in the data
-    set (int64).
+    in order. Together the ranks get exactly the global batch, for any number of ranks. By default a shard is a dict of
+    the samples' tensors, stacked to (batch / (size · accumulate), ...), and "ids", the indices of the samples in the
+    data set (int64).
 
     The position is `consumed`, the number of samples that the training loops of all ranks have taken. Samples that
     workers have prefetched but training has not taken are not included. If a state is loaded during an iteration, the
@@ -100,6 +151,7 @@ class Loader:
         seed: seed of the order and of the samples' random draws.
         workers: number of processes that load data; 0 loads in this process.
         context: how workers start: `fork`, `forkserver` or `spawn`; defaults to the platform's default.
+        collate: list of samples -> batch, in place of stacking; "ids" are added to a batch that is a dict.
 
     Raises:
         ConfigError: `batch` is not divisible by `size` x `accumulate`, or a count is out of range or far beyond the
@@ -118,6 +170,7 @@ class Loader:
         seed: int = 0,
         workers: int = 0,
         context: str | None = None,
+        collate: Collate | None = None,
     ) -> None:
         check_batch(batch, rank, size, accumulate)
         self.samples = _length(dataset)
@@ -129,7 +182,7 @@ class Loader:
         if batch > self.samples:
             log.warning("a batch of %d takes samples more than once: the data set has %d", batch, self.samples)
         self.dataset, self.batch, self.rank, self.size, self.accumulate = dataset, batch, rank, size, accumulate
-        self.seed, self.workers, self.context = seed, workers, context
+        self.seed, self.workers, self.context, self.collate = seed, workers, context, collate
         self.consumed = 0
         """Number of samples taken so far, over all ranks."""
         self._jumps = 0
@@ -168,9 +221,9 @@ class Loader:
         """Start iterating at the current position; worker processes persist from one iteration to the next."""
         if self._fetcher is None:
             self._fetcher = DataLoader(
-                _Identified(self.dataset),
+                cast(Any, _Fetched(_Batches(self.collate, _Identified(self.dataset).__getitems__))),
                 batch_sampler=_Endless(self._micro_batches),
-                collate_fn=_collate,
+                collate_fn=_as_it_is,
                 num_workers=self.workers,
                 persistent_workers=self.workers > 0,
                 # This generator seeds the workers; torch would otherwise draw their seed from the generator of dropout.
@@ -185,7 +238,7 @@ class Loader:
             jumps, fetched = self._jumps, self._fetch()
             while True:
                 try:
-                    step = tuple(next(fetched) for _ in range(self.accumulate))
+                    step = tuple(map(_checked, (next(fetched) for _ in range(self.accumulate))))
                 except RuntimeError as error:
                     if "unable to allocate shared memory" not in str(error):  # part of torch's message, from a worker
                         raise
@@ -237,34 +290,67 @@ class _Endless:
         return self.batches()
 
 
-def sweep(dataset: Dataset[Any], *, batch: int, rank: int = 0, size: int = 1, limit: int = 0) -> Iterator[Batch]:
-    """Iterate once over this rank's shard of the first `limit` samples (0: all samples), in order, for evaluation.
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
-    All ranks get the same number of batches of `batch` samples, because sharded models communicate in each forward
-    pass. If the samples cannot be divided evenly, the last sample is repeated with targets of -100, which losses
-    ignore. For floating-point targets there is no such ignored value, so the last batches are smaller, and a remainder
-    of fewer samples than ranks is left out. Random draws depend only on the sample, so all evaluations see the same
-    samples.
+
+def _checked(batch: Any) -> Batch:
+    if isinstance(batch, ShoestringError):
+        raise batch
+    return batch
+
+
+class Share(NamedTuple):
+    """The samples of a batch of `sweep`."""
+
+    ids: list[int]
+    repeated: bool
+    """Whether the only sample is one that counts on another rank."""
+
+
+def shares(samples: int, batch: int, rank: int, size: int, rounds: int = 0) -> Iterator[Share]:
+    """The samples of each batch of a rank: every sample belongs to one rank, and all ranks have as many batches.
+
+    The samples of the last round are divided evenly. A rank that would get none has the last sample once more.
+
+    Args:
+        rounds: least number of batches.
+    """
+    for first in range(0, max(samples, rounds * batch * size), batch * size):
+        left = max(min(samples - first, batch * size), 0)
+        ids = list(range(first + left * rank // size, first + left * (rank + 1) // size))
+        yield Share(ids, repeated=False) if ids else Share([samples - 1], repeated=True)
+
+
+def sweep(
+    dataset: Dataset[Any],
+    *,
+    batch: int,
+    rank: int = 0,
+    size: int = 1,
+    limit: int = 0,
+    collate: Collate | None = None,
+    rounds: int = 0,
+) -> Iterator[Batch | Repeated]:
+    """Iterate once over this rank's share of the first `limit` samples (0: all samples), in order, for evaluation.
+
+    All ranks get the same number of batches, because sharded models communicate in each forward pass, and every sample
+    is in one batch of one rank. Batches have `batch` samples, except for the last ones, among which the remainder is
+    divided; if there are fewer samples left than ranks, some ranks get one once more, as `Repeated`. A batch that is a
+    dict has the entry `valid`, bool (samples,), which is False for such a sample. Random draws depend only on the
+    sample, so all evaluations see the same samples.
+
+    Args:
+        collate: list of samples -> batch, in place of stacking.
+        rounds: least number of batches; those without samples are `Repeated`.
     """
     check_batch(batch, rank, size, 1, whole=False)
-
-    def fetch(ids: list[int]) -> Any:
-        return _collate(identified.__getitems__(_Places(ids, ids, ("evaluation",))))
-
-    samples, identified = _length(dataset), _Identified(dataset)
-    samples = min(limit, samples) if limit else samples
-    for first in range(0, samples, batch * size):
-        start, left = first + rank * batch, samples - first
-        part = fetch([min(i, samples - 1) for i in range(start, start + batch)])
-        if left < batch * size:
-            targets = (part["targets"] if "targets" in part else part["labels"]) if isinstance(part, dict) else part[1]
-            if targets.is_floating_point():
-                if left < size:
-                    return
-                part = fetch(list(range(first + left * rank // size, first + left * (rank + 1) // size)))
-            else:
-                targets[max(samples - start, 0) :] = IGNORED
-        yield part
+    batches, samples = _Batches(collate, _Identified(dataset).__getitems__), _length(dataset)
+    for ids, repeated in shares(min(limit, samples) if limit else samples, batch, rank, size, rounds):
+        part = batches(_Places(ids, ids, ("evaluation",)))
+        if isinstance(part, dict):
+            part["valid"] = torch.full((len(ids),), not repeated)
+        yield Repeated(part) if repeated else part
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from dataclasses import field as dataclass_field
+from typing import Any, Literal
 
 from shoestring.core.errors import ConfigError
 
@@ -48,6 +50,12 @@ class Data:
     """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of
     your own (torch's CPU generator, NumPy's, Python's) depend on the seed and the sample's position alone, not on the
     number of workers."""
+    arguments: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    """Arguments of the function that `run.data` names: `[data.arguments]` with `fold = 2` calls it with `fold=2`."""
+    per_rank: bool = False
+    """Whether each rank has data of its own, such as that of a client. `run.data` names a function of (rank, number of
+    ranks) then, and the order, the position and the length of its data belong to the rank; an epoch is one of the rank
+    with most samples."""
     cache_memory: float = 0.0
     """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
     cache_disk: float = 0.0
@@ -84,6 +92,9 @@ class Data:
             raise ConfigError(
                 "data.cache_memory and data.cache_disk are sizes in GiB", hint="give 0 or a positive number"
             )
+        if self.per_rank and (self.cache_memory or self.cache_disk):
+            hint = "remove data.cache_memory and data.cache_disk"
+            raise ConfigError("data.per_rank and a cache that the ranks of a host share", hint=hint)
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from shoestring._torch import TorchDispatchMode, fake_ranks, fake_tensors, modules_stay, resizes_heard, tree_leaves
+from shoestring._torch import (
+    TorchDispatchMode,
+    fake_ranks,
+    fake_tensors,
+    modules_stay,
+    resizes_heard,
+    tree_leaves,
+    tree_map_only,
+)
 from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.feature import Divided, Feature, Inexact, Seam
 from shoestring.core.job import Job, attachments_of
-from shoestring.core.task import Batch, Loss, sum_and_count
+from shoestring.core.task import Batch, Forward, Loss, call_model, sum_and_count
 from shoestring.core.world import World
 from shoestring.memory.tracing.labels import optimizer_state, plain
 from shoestring.memory.tracing.recording import BlockName, MemoryWindow
@@ -356,15 +364,19 @@ def predict(
     ranks: int,
     accumulate: int = 1,
     live: LiveTensors | None = None,
+    forward: Forward = call_model,
+    batch: Batch = None,
 ) -> Prediction:
     """Predict the peak of an optimizer step of a run; it is the same on all ranks.
 
     Args:
-        model: a language model on the meta device.
+        model: the model, on the meta device.
         features: the resolved features of the run.
         shape: (samples per micro-batch, tokens per sample).
         accumulate: micro-batches of a step; more than two have the same peak as two.
         live: tracks the tensors of the step; None uses a plain `LiveTensors`.
+        forward: (model, batch) -> output.
+        batch: a micro-batch, of which only shapes and types count, for models that do not read token ids of `shape`.
 
     Raises:
         Exception: the error of a feature or operator that cannot work without values.
@@ -387,12 +399,17 @@ def predict(
             world.mesh_over(tuple(world.axes))  # before tensors are fake, because a mesh reads values
         stack.enter_context(fake_tensors())
         stack.enter_context(modules_stay())
-        job = stack.enter_context(compose(Job(_filled(model, device), loss=loss, world=world), applied))
-        tokens = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2 * min(accumulate, 2))]
-        pairs = zip(tokens[::2], tokens[1::2], strict=True)
-        batches = [{"inputs": inputs, "targets": targets} for inputs, targets in pairs]
+        job = stack.enter_context(compose(Job(_filled(model, device), forward, loss, world=world), applied))
+        if batch is None:
+            tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+            batch = {"inputs": tokens, "targets": tokens}
+        batches = [tree_map_only(Tensor, partial(_zeros, device), batch) for _ in range(min(accumulate, 2))]
         live = live or LiveTensors(ROUNDING.get(device, 1))
         return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
+
+
+def _zeros(device: str, tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _filled(model: nn.Module, device: str) -> nn.Module:

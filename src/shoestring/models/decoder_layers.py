@@ -24,9 +24,19 @@ from shoestring.models.cache import CachePlace, KVCache
 from shoestring.models.decoder_parts import Decoder, Layer, Norm
 from shoestring.models.gpt import GPT
 from shoestring.models.quantized import QuantizedLinear
+from shoestring.models.sublayers import SkippedForward
 
 MOST_TOKENS = 64
 """Maximum number of tokens in a pass of one native call, over all rows; the passes of prompts are longer."""
+LIBRARIES = (
+    "decoder_layers",
+    "skinny_dense",
+    "skinny_quantized",
+    "blocked_quantized",
+    "skinny_attention",
+    "lowrank_rows",
+)
+"""Native libraries that decoding uses."""
 _OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -56,7 +66,8 @@ _NORMS = ("attention_norm", "q_norm", "k_norm", "attention_end", "mlp_norm", "ml
 
 class _CLayer(ctypes.Structure):
     _fields_ = [
-        *_fields("window", pointers="cos sin k v"),
+        *(("window", ctypes.c_int64), ("skipped", ctypes.c_int64 * 2), ("ratio", ctypes.c_double * 2)),
+        *_fields("", pointers="cos sin k v"),
         *((name, _CNorm) for name in _NORMS),
         *(("qkv", _CLinear * 3), ("out", _CLinear), ("gate_up", _CLinear * 2), ("down", _CLinear)),
     ]
@@ -117,6 +128,7 @@ class DecoderLayers:
         ]
         self._addresses: list[int] = []
         self._products: list[RowProduct | None] = []
+        self._ratios: dict[int, float] = {}
         self._layers: Any = None
         self._struct = _CDecoder()
         self._low = 0
@@ -135,9 +147,14 @@ class DecoderLayers:
             or global_hooks._global_forward_pre_hooks
         ):
             return False
+        ratios: dict[int, float] = {}
         for module in self._others:
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            if module._forward_hooks or module._forward_pre_hooks:
                 return False
+            if (forward := module.__dict__.get("forward")) is not None:
+                if not isinstance(forward, SkippedForward):
+                    return False
+                ratios[id(module)] = float(forward.ratio)
         products: list[RowProduct | None] = []
         for linear in self._linears:
             if linear._forward_hooks or linear._forward_pre_hooks:
@@ -156,6 +173,8 @@ class DecoderLayers:
                 self._addresses = addresses
             if products != self._products:
                 self._adapt(products)
+            if ratios != self._ratios:
+                self._skip(ratios)
         except (_UnfitError, KeyError, RuntimeError):  # RuntimeError: a tensor without storage
             self._addresses = []
             return False
@@ -258,7 +277,7 @@ class DecoderLayers:
                 for index, module in enumerate(modules):
                     own[index] = self._linear(module)
             struct.out, struct.down = self._linear(layer.out), self._linear(layer.down)
-        self._products, self._low = [], 0
+        self._products, self._ratios, self._low = [], {}, 0
         self._struct = _CDecoder(
             layers=len(decoder.layers),
             width=decoder.width,
@@ -321,6 +340,14 @@ class DecoderLayers:
             struct.groups, struct.group, struct.rows = table
         self._products = products  # which keeps the tables in memory
         self._low = max((product.room for product in products if product), default=0)
+
+    def _skip(self, ratios: dict[int, float]) -> None:
+        """Set which sublayers the next passes skip."""
+        for layer, struct in zip(self.decoder.layers, self._layers, strict=True):
+            for index, module in enumerate((layer.attention, layer.mlp)):
+                struct.skipped[index] = id(module) in ratios
+                struct.ratio[index] = ratios.get(id(module), 1.0)
+        self._ratios = ratios
 
 
 def _linears_of(layer: Layer) -> Iterator[nn.Module]:

@@ -59,6 +59,8 @@ class Layer:
     Norms are None where the layer has none.
     """
 
+    attention: nn.Module
+    mlp: nn.Module
     qkv: Sequence[nn.Module]
     """The linear layers of queries, keys and values, or one for all three, in this order."""
     out: nn.Module
@@ -128,6 +130,8 @@ def _of_gpt(model: GPT) -> Decoder:
 
     def layer(block: Any) -> Layer:
         return Layer(
+            attention=block.attention,
+            mlp=block.mlp,
             qkv=[block.attention.qkv],
             out=block.attention.out,
             gate_up=[block.mlp.gate_up],
@@ -183,6 +187,8 @@ def _of_transformers(model: Any) -> Decoder:
         if config.model_type == "exaone4":  # in models with windows, layers without a window do not rotate
             rotates = attention.sliding_window is None or attention.is_sliding
         return Layer(
+            attention=attention,
+            mlp=mlp,
             qkv=[attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj],
             out=attention.o_proj,
             gate_up=[mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj],

@@ -319,6 +319,7 @@ def acceptance(
 
     Args:
         student, teacher: models in evaluation mode, on the device of the batches.
+        forward: (model, batch) -> output of the model.
     """
     total, count = 0.0, 0
     for batch in batches:

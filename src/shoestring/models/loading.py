@@ -21,7 +21,7 @@ from shoestring.models import adapter_folder, gguf, hf, llama, packed24, plausib
 from shoestring.models.adapters import merge
 from shoestring.models.gpt import GPT
 from shoestring.models.saving import MARKER, model_folder, trust_of
-from shoestring.naming import USER, Trust, TrustError, is_name, resolve
+from shoestring.naming import USER, Trust, TrustError, is_name, lies_in, resolve
 from shoestring.storage import foreign
 from shoestring.storage.fields import Fields
 
@@ -363,14 +363,20 @@ def _start_from(
     return built
 
 
-def origin_of(target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def origin_of(
+    target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], project: str = ""
+) -> dict[str, Any]:
     """The entries of config.json that are needed to build a run's model again.
 
     For a model folder, the result is where that folder's model came from, so that it does not depend on the folder.
+
+    Args:
+        project: folder that may hold the code that `target` names; empty for none.
     """
     folder = model_folder(target) if ":" not in target else None
     if folder is None:
-        return {"model": target, "arguments": dict(arguments), "offered": dict(offered)}
+        beside = {"project": project} if project and is_name(target) and lies_in(target, Path(project)) else {}
+        return {"model": target, "arguments": dict(arguments), "offered": dict(offered), **beside}
     config = _config(folder)
     form = _format(config, folder)
     if form == "transformers":
@@ -379,7 +385,9 @@ def origin_of(target: str, arguments: Mapping[str, Any], offered: Mapping[str, A
         shape = asdict(llama.from_llama_config(config, str(folder / "config.json")))
         return {"model": "shoestring.models.gpt:tiny", "arguments": shape, "offered": dict(offered)}
     mark = _mark(config, folder)
-    return {"model": mark.text("model"), "arguments": mark.table("arguments"), "offered": mark.table("offered")}
+    beside = {"project": mark.text("project")} if "project" in mark else {}
+    arguments, offered = mark.table("arguments"), mark.table("offered")
+    return {"model": mark.text("model"), "arguments": arguments, "offered": offered, **beside}
 
 
 def origin_trust(target: str, trust: Trust = USER) -> Trust:

@@ -199,8 +199,10 @@ def trust_of(folder: Path, config: Mapping[str, Any], *, granted: bool = False) 
     """
     mark = mark_of(config)
     plain = mark.get("of")
-    targets = [mark.get("model"), plain.get("model") if isinstance(plain, dict) else None]
-    return Trust(folder, config, naming.foreign(names_in(targets)), granted)
+    plain = plain if isinstance(plain, dict) else {}
+    project = mark.get("project") or plain.get("project")
+    names = naming.foreign(names_in([mark.get("model"), plain.get("model")]))
+    return Trust(folder, config, names, granted, project if isinstance(project, str) else "")
 
 
 def mark_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,9 +108,9 @@ def skipping(model: nn.Module, ratios: Mapping[str, float | Tensor]) -> Iterator
         for name, ratio in ratios.items():
             if name not in known:
                 raise ConfigError(f"{type(model).__name__} has no sublayer `{name}`", hint=nearest(name, list(known)))
-            patch(name, _scaling(ratio, known[name].items))
+            patch(name, SkippedForward(ratio, known[name].items))
             for norm in known[name].norms:
-                patch(norm, lambda x: x)
+                patch(norm, SkippedForward(1.0, 0, is_norm=True))
         yield
     finally:
         for module, before in reversed(patched):
@@ -125,15 +125,23 @@ def read(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
     return arguments[0] if arguments else named["hidden_states"]
 
 
-def _scaling(ratio: float | Tensor, items: int) -> Callable[..., Any]:
-    """The forward pass of a skipped sublayer, which returns (ratio - 1) times the stream."""
-    rest, scale = (None,) * (items - 1), ratio - 1
+class SkippedForward:
+    """The forward pass of a skipped sublayer, which returns (ratio - 1) times the stream, or of its norms, which return
+    the stream.
 
-    def forward(*arguments: Any, **named: Any) -> Any:
-        scaled = read(arguments, named) * scale
-        return (scaled, *rest) if items else scaled
+    Args:
+        items: as in `Sublayer`.
+    """
 
-    return forward
+    def __init__(self, ratio: float | Tensor, items: int, *, is_norm: bool = False) -> None:
+        self.ratio, self.items, self.is_norm = ratio, items, is_norm
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        x = read(arguments, named)
+        if self.is_norm:
+            return x
+        scaled = x * (self.ratio - 1)
+        return (scaled, *[None] * (self.items - 1)) if self.items else scaled
 
 
 def _find(model: nn.Module) -> Iterator[Sublayer]:

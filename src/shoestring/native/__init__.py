@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,11 +79,30 @@ def load(name: str) -> ctypes.CDLL:
     source, language, compiler = _found(name)
     try:
         path = _path(source, language, compiler)
-        if not path.is_file():
-            _compile(compiler, language, source, path)
+        with _lock(name):
+            if not path.is_file():
+                _compile(compiler, language, source, path)
         return _open(path, compiler, language, source)
     except OSError as error:  # such as a full disk
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
+
+
+@cache
+def _lock(name: str) -> threading.Lock:
+    """Held while a library is compiled, so that whoever needs it meanwhile waits instead of compiling it again."""
+    return threading.Lock()
+
+
+def compile_ahead(*names: str) -> None:
+    """Begin to compile libraries that are not in the cache, all at once, while the caller goes on."""
+
+    def attempt(name: str) -> None:
+        with suppress(CompileError):  # whoever needs the library says what is wrong
+            load(name)
+
+    for name in names:
+        if not is_built(name):
+            threading.Thread(target=attempt, args=(name,), daemon=True).start()
 
 
 def names() -> list[str]:

@@ -41,6 +41,8 @@ typedef struct { /* x w / rms(x); a null weight leaves x as it is */
 
 typedef struct {
     int64_t window;         /* positions that are attended to; 0 for all */
+    int64_t skipped[2];     /* whether attention and feed-forward only scale the stream, */
+    double ratio[2];        /* by this */
     const float *cos, *sin; /* positions x rotated / 2; null for a layer without rotation */
     void *k, *v;            /* caches of K heads */
     Norm attention_norm, q_norm, k_norm, attention_end, mlp_norm, mlp_end;
@@ -231,14 +233,26 @@ static void enter(const Decoder *d, const Pass *p, const Norm *before) {
     }
 }
 
+static void scale(const Decoder *d, const Pass *p, float ratio) {
+    for (int64_t i = 0; i < p->rows * p->tokens * d->width; i++) p->x[i] *= ratio;
+}
+
 void decoder_layers(const Decoder *d, const Pass *p) {
     for (int64_t i = 0; i < d->layers; i++) {
         const Layer *l = d->layer + i;
-        enter(d, p, &l->attention_norm);
-        attention(d, p, l);
-        add(d, p, &l->out, &l->attention_end, p->mixed);
-        enter(d, p, &l->mlp_norm);
-        feed_forward(d, p, l);
-        add(d, p, &l->down, &l->mlp_end, p->gate);
+        if (l->skipped[0]) {
+            scale(d, p, (float)l->ratio[0]);
+        } else {
+            enter(d, p, &l->attention_norm);
+            attention(d, p, l);
+            add(d, p, &l->out, &l->attention_end, p->mixed);
+        }
+        if (l->skipped[1]) {
+            scale(d, p, (float)l->ratio[1]);
+        } else {
+            enter(d, p, &l->mlp_norm);
+            feed_forward(d, p, l);
+            add(d, p, &l->down, &l->mlp_end, p->gate);
+        }
     }
 }

@@ -1,4 +1,4 @@
-"""Parameter groups by name pattern, which scale the learning rate and the weight decay."""
+"""Parameter groups by name pattern, which scale the learning rate and the weight decay, and set Adam's betas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Scales the learning rate and weight decay of the parameters whose names match a pattern."""
+    """Settings of the parameters whose names match a pattern."""
 
     pattern: str
     """Names of the parameters, with the wildcards `*` and `?`: `*.bias`, `blocks.0.*`."""
@@ -25,6 +25,8 @@ class Group:
     """Factor of the learning rate."""
     decay_scale: float = 1.0
     """Factor of the weight decay, for parameters that decay at all (matrices); 0 turns it off."""
+    betas: tuple[float, ...] = ()
+    """Decay rates of AdamW's two running averages in place of the optimizer's `betas`; `[]` keeps the optimizer's."""
 
 
 def matching(groups: Sequence[Group], name: str) -> Group | None:
@@ -43,11 +45,21 @@ def check_matched(groups: Sequence[Group], names: Iterable[str]) -> None:
             raise ConfigError(f"no trained parameter is in the group `{group.pattern}` of the optimizer", hint=hint)
 
 
-def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachments) -> None:
-    """Raise ConfigError if a scale is out of range, or a group contains no trained parameter."""
+def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachments, *, betas: bool = False) -> None:
+    """Raise ConfigError if a setting is out of range, or a group contains no trained parameter.
+
+    Args:
+        betas: whether groups may have betas of their own.
+    """
     for index, group in enumerate(groups):
         for key, value in (("lr_scale", group.lr_scale), ("decay_scale", group.decay_scale)):
             if not 0 <= value < math.inf:
                 raise ConfigError(f"`{feature.name}.groups[{index}].{key}` must be zero or positive, got {value}")
+        if group.betas and not betas:
+            hint = "use optim.adamw, optim.adamw8bit or optim.muon"
+            raise ConfigError(f"`{feature.name}` has no betas by group, which `groups[{index}]` sets", hint=hint)
+        if group.betas and (len(group.betas) != 2 or not all(0 <= beta < 1 for beta in group.betas)):
+            got = list(group.betas)
+            raise ConfigError(f"`{feature.name}.groups[{index}].betas` must be two numbers in [0, 1), got {got}")
     if not any(other.adds_parameters for other in attachments.features):  # a group may be for parameters added later
         check_matched(groups, attachments.trained)

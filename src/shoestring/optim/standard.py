@@ -53,9 +53,10 @@ def parameter_groups(
     for name, parameter in trained.items():
         group, is_vector = matching(groups, name), parameter.ndim < 2
         decay = 0.0 if is_vector else weight_decay
-        settings = {"weight_decay": decay, "lr": lr}
+        settings: dict[str, Any] = {"weight_decay": decay, "lr": lr}
         if group is not None:
             settings = {"weight_decay": decay * group.decay_scale, "lr": lr * group.lr_scale}
+            settings |= {"betas": tuple(group.betas)} if group.betas else {}
         key = (groups.index(group) + 1 if group else 0, is_vector)
         tables.setdefault(key, {"params": []} | settings)["params"].append(parameter)
     return [tables[key] for key in sorted(tables)]

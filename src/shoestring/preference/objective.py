@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.frozen import Reference
-from shoestring.core.task import IGNORED, Batch, call_model
+from shoestring.core.task import IGNORED, Batch
 from shoestring.core.trace import span
 from shoestring.data.preferences import ANSWERS, KINDS, MISMATCHED
 from shoestring.models.adapters import MAGNITUDE, A, B, adapters_off
@@ -67,6 +67,7 @@ class Objective:
         self.frozen: nn.Module | None = None
         self.divergence = DivergenceMeter(settings.tokens)
         self.compared = settings.compared
+        self.plain_forward = attachments.forward  # returns logits, as the frozen reference does
         if self.compared is not None:
             self._freeze_reference(self.compared)
         head = head_of(attachments.module)
@@ -151,7 +152,7 @@ class Objective:
         if not computed and cache is not None and not must_compute(cache, keys, self.attachments):
             return cache.read(keys)["sums"].to(batch[ANSWERS].device)
         if self.frozen is not None:
-            values = self._values(call_model(self.frozen, batch), batch)
+            values = self._values(self.plain_forward(self.frozen, batch), batch)
         else:
             with evaluating(self.attachments.module), adapters_off(self.attachments.module):
                 values = self._values(self.forward(model, batch), batch)

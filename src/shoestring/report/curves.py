@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from shoestring.report import digest
-from shoestring.report.reading import RunFolder, tables
+from shoestring.report.reading import RunFolder, arrays, tables, values_at
 
 LARGE, SMALL = 2000, 600  # maximum number of points of a curve in a large and in a small chart
 MEANS = 500  # number of stretches whose means replace a thinned curve's extremes for smoothing
@@ -69,7 +70,7 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {"runs": axes} | charts | {"tokens": bool(lines) and all(None not in axis["tokens"] for axis in axes)}
 
 
-def thin(values: Sequence[float], limit: int) -> list[int]:
+def thin(values: Sequence[float] | np.ndarray, limit: int) -> list[int]:
     """Indices of at most `limit` values that keep the curve's shape.
 
     The values are cut into equal stretches. The lowest, the highest and the first non-finite value of each stretch are
@@ -77,18 +78,35 @@ def thin(values: Sequence[float], limit: int) -> list[int]:
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    indices = {0, len(values) - 1}
-    for stretch in _stretches(len(values), max(1, (limit - 2) // 3)):
-        finite = [index for index in stretch if math.isfinite(values[index])]
-        if finite:
-            indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-        if len(finite) < len(stretch):
-            indices.add(next(index for index in stretch if not math.isfinite(values[index])))
-    return sorted(indices)
+    array = np.asarray(values, np.float64)
+    starts, labels = _stretches(len(array), max(1, (limit - 2) // 3))
+    finite = np.isfinite(array)
+    lowest = np.minimum.reduceat(np.where(finite, array, np.inf), starts)
+    highest = np.maximum.reduceat(np.where(finite, array, -np.inf), starts)
+    chosen = [np.array([0, len(array) - 1])]
+    for wanted in (finite & (array == lowest[labels]), finite & (array == highest[labels]), ~finite):
+        places = np.flatnonzero(wanted)
+        chosen.append(places[np.unique(labels[places], return_index=True)[1]])  # the first of each stretch
+    return np.unique(np.concatenate(chosen)).tolist()
 
 
-def _stretches(length: int, number: int) -> Iterator[range]:
-    return (range(part * length // number, (part + 1) * length // number) for part in range(number))
+def _stretches(length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each of `number` equal stretches starts, of at most `length`, and the stretch of each index."""
+    starts = np.arange(min(number, length)) * length // min(number, length)
+    return starts, np.repeat(np.arange(len(starts)), np.diff(np.append(starts, length)))
+
+
+def _means(steps: Sequence[int] | np.ndarray, values: np.ndarray) -> dict[str, list[Any]]:
+    """The mean of the finite values of each stretch, at the step in the stretch's middle."""
+    places = np.flatnonzero(np.isfinite(values))
+    _, labels = _stretches(len(values), MEANS)
+    _, first, counts = np.unique(labels[places], return_index=True, return_counts=True)
+    if not len(places):
+        return {"at": [], "value": []}
+    with np.errstate(over="ignore"):
+        means = np.add.reduceat(values[places], first) / counts
+    middles = places[first + counts // 2]
+    return {"at": [int(steps[place]) for place in middles], "value": [_as_json(float(mean)) for mean in means]}
 
 
 def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -132,24 +150,16 @@ def _line(
 
     `at` has steps here, which `_axes` later converts to indices.
     """
-    column = run.columns.get(metric, {})
-    steps, values = list(column), list(column.values())
-    if not values:
+    steps, values = arrays(run.columns.get(metric, {}))
+    if not len(values):
         return []
     indices = thin(values, limit)
     line: dict[str, Any] = {"run": position, "kind": kind, "label": label or kind, "tone": tone}
     line["logged"] = len(values)
-    line |= {"at": [steps[index] for index in indices], "value": [_as_json(values[index]) for index in indices]}
+    line["at"] = [int(steps[index]) for index in indices]
+    line["value"] = [_as_json(value) for value in values[indices].tolist()]
     if len(indices) < len(values):
-        stretches = [
-            [index for index in stretch if math.isfinite(values[index])] for stretch in _stretches(len(values), MEANS)
-        ]
-        means = [
-            (steps[stretch[len(stretch) // 2]], fmean(values[index] for index in stretch))
-            for stretch in stretches
-            if stretch
-        ]
-        line["means"] = {"at": [step for step, _ in means], "value": [_as_json(mean) for _, mean in means]}
+        line["means"] = _means(steps, values)
     return [line]
 
 
@@ -162,12 +172,12 @@ def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[st
         part["at"] = [index[step] for step in part["at"]]
     times = run.columns.get("time", {})
     start = next(iter(times.values()), 0.0)
-    elapsed = [times.get(step, math.nan) - start for step in steps]
+    elapsed = (values_at(times, steps) - start).tolist()
     return {
         "name": name,
         "step": steps,
         "seconds": [round(seconds, 2) if math.isfinite(seconds) else None for seconds in elapsed],
-        "tokens": [digest.tokens_at(run, step) for step in steps],
+        "tokens": digest.tokens_at(run, steps),
     }
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from shoestring.report import history_file
-from shoestring.report.reading import RunFolder, number, table, tables
+from shoestring.report.reading import RunFolder, number, table, tables, values_at
 
 STATUSES = {"finished": "✓", "stopped": "■", "failed": "✕"}
 UNFINISHED = "unfinished"
@@ -44,7 +44,7 @@ def started(run: RunFolder) -> dict[str, Any]:
 
 def last_step(run: RunFolder) -> int:
     """The number of the last step in the metrics or the summary; 0 if there is none."""
-    logged = max((max(column) for column in run.columns.values() if column), default=0)
+    logged = max((int(next(reversed(column))) for column in run.columns.values() if column), default=0)
     return max(logged, int(_finite(run.summary.get("steps")) or 0))
 
 
@@ -107,12 +107,12 @@ def verdict(run: RunFolder) -> str:
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
-def tokens_at(run: RunFolder, step: int) -> float | None:
-    """Tokens trained on up to `step`: as logged, or else estimated in proportion from the summary's total."""
+def tokens_at(run: RunFolder, steps: Sequence[int]) -> list[float | None]:
+    """Tokens trained on up to each step: as logged, or else estimated in proportion from the summary's total."""
     if "tokens" in run.columns:
-        return _finite(run.columns["tokens"].get(step))
-    tokens, steps = _finite(run.summary.get("tokens")), _finite(run.summary.get("steps"))
-    return step * tokens / steps if tokens and steps else None
+        return [value if math.isfinite(value) else None for value in values_at(run.columns["tokens"], steps).tolist()]
+    tokens, total = _finite(run.summary.get("tokens")), _finite(run.summary.get("steps"))
+    return [step * tokens / total if tokens and total else None for step in steps]
 
 
 def _join(labels: list[str]) -> str:

@@ -26,11 +26,12 @@ class PageFrame:
 
 
 def document(title: str, head: Markup, body: Markup, data: Any, frame: PageFrame) -> str:
-    """Build the whole page; its policy allows the inline style and script by their hashes, and nothing else."""
+    """Build the whole page; its policy allows the inline style and script by their hashes, pictures in
+    the page itself, and nothing else."""
     sources = f"script-src {_hash(frame.script)}; style-src {_hash(frame.style)}"
     return Template(packaged("shoestring.report", "page.html")).substitute(
         title=join([title]),
-        policy=f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'",
+        policy=f"default-src 'none'; {sources}; img-src data:; base-uri 'none'; form-action 'none'",
         style=frame.style,
         script=frame.script,
         footer=join([frame.footer]),

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,18 @@ def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Read all events that can be parsed, oldest first."""
-    path, events = Path(folder) / FILE, []
-    with suppress(OSError, ValueError):  # there is no file, or a line is too long
+    path = Path(folder) / FILE
+    with suppress(OSError):  # there is no file
         foreign.check_within(path, Path(folder))
-        for line in foreign.read_lines(path, _LINE):
+        return parse(foreign.read_lines(path, _LINE))
+    return []
+
+
+def parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The events in lines of a history; lines that are not events are left out, and a line too long ends the list."""
+    events = []
+    with suppress(OSError, ValueError):
+        for line in lines:
             with suppress(ValueError):
                 event = foreign.parse_json(line.decode("utf-8", "replace"))
                 if isinstance(event, dict) and isinstance(event.get("event"), str):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 
-VOID = frozenset({"meta", "input", "rect", "br"})
+VOID = frozenset({"meta", "input", "rect", "br", "img"})
 
 
 class Markup(str):

@@ -50,6 +50,7 @@ def _parts(run: RunFolder) -> tuple[Markup, Markup, dict[str, Any]]:
             sections.headline(run),
             sections.facts(run),
             charts(data),
+            sections.findings(run),
             sections.where(run),
             sections.reductions(run),
             sections.feature_tables(run),

@@ -7,18 +7,80 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shoestring.core.errors import ConfigError
-from shoestring.report import history_file
+from shoestring.report import findings, history_file
 from shoestring.storage import foreign
 
 Columns = dict[str, dict[int, float]]
 
 # Keys of a summary that describe the run itself and not its end: they still hold if the run was resumed and failed.
 _STANDING = ("name", "total_steps", "parameters", "features", "baselines")
+
+
+class _ArrayValues(ValuesView[float]):
+    """The values of an `ArrayColumn`, without a look-up for each."""
+
+    def __init__(self, column: ArrayColumn) -> None:
+        super().__init__(column)
+        self._array = column.array
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._array.tolist())
+
+    def __reversed__(self) -> Iterator[float]:
+        return iter(self._array[::-1].tolist())
+
+
+class ArrayColumn(Mapping[int, float]):
+    """A metric as two arrays of equal length: its steps, ascending and without repetition, and their values."""
+
+    def __init__(self, steps: np.ndarray, values: np.ndarray) -> None:
+        self.steps, self.array = steps, values
+
+    def __getitem__(self, step: int) -> float:
+        place = int(np.searchsorted(self.steps, step))
+        if place == len(self.steps) or self.steps[place] != step:
+            raise KeyError(step)
+        return float(self.array[place])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps.tolist())
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self.steps.tolist())
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def values(self) -> _ArrayValues:
+        """The values in the order of the steps."""
+        return _ArrayValues(self)
+
+
+Column = dict[int, float] | ArrayColumn
+
+
+def arrays(column: Mapping[int, float]) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
+    """The steps and the values of a metric. Steps are an array only where they are known to fit into 64 bits."""
+    if isinstance(column, ArrayColumn):
+        return column.steps, column.array
+    return list(column), np.fromiter(column.values(), np.float64, len(column))
+
+
+def values_at(column: Mapping[int, float], steps: Sequence[int]) -> np.ndarray:
+    """The values of a metric at some steps; NaN where it has none."""
+    if not isinstance(column, ArrayColumn) or not len(column):
+        return np.array([column.get(step, np.nan) for step in steps], np.float64)
+    wanted = np.array(steps, np.int64)
+    places = np.minimum(np.searchsorted(column.steps, wanted), len(column) - 1)
+    return np.where(column.steps[places] == wanted, column.array[places], np.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +94,12 @@ class RunFolder:
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    columns: Columns = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """The newest tables and pictures of evaluations; see `findings.read`."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -52,9 +116,7 @@ def read(folder: Path) -> RunFolder:
         raise ConfigError(f"{folder} is not a run folder: it has no run.toml and no metrics.jsonl")
     problems: list[str] = []
     events = history_file.read(folder)
-    summary = _document(folder / "summary.json", problems)
-    if events and events[-1]["event"] not in ("finished", "stopped"):
-        summary = {key: summary[key] for key in _STANDING if key in summary}
+    summary = standing(_document(folder / "summary.json", problems), events)
     traces = [_document(path, problems) for path in sorted(folder.glob("trace-*.jsonl"), key=_rank_of)]
     return RunFolder(
         path=folder,
@@ -64,8 +126,16 @@ def read(folder: Path) -> RunFolder:
         summary=summary,
         traces=[trace for trace in traces if trace],
         history=events,
+        findings=list(findings.read(folder, problems)),
         problems=problems,
     )
+
+
+def standing(summary: dict[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What of a summary holds after the events of the history: all of it, unless the run has started again since."""
+    if not events or events[-1]["event"] in ("finished", "stopped"):
+        return summary
+    return {key: summary[key] for key in _STANDING if key in summary}
 
 
 def number(value: object) -> float | None:
@@ -134,7 +204,7 @@ def _columns(path: Path, problems: list[str]) -> Columns:
     try:
         foreign.check_within(path, path.parent)
         for line in foreign.read_lines(path):
-            skipped += not _add(columns, line)
+            skipped += not add_row(columns, line)
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} could not be read: {error}")
     if skipped:
@@ -143,8 +213,8 @@ def _columns(path: Path, problems: list[str]) -> Columns:
     return {key: dict(sorted(column.items())) for key, column in sorted(columns.items())}
 
 
-def _add(columns: Columns, line: bytes) -> bool:
-    """Add the values of a line to `columns`; returns False if the line is not a row of metrics."""
+def add_row(columns: Columns, line: bytes) -> bool:
+    """Add the values of a line of metrics.jsonl to `columns`; returns False if the line is not a row of metrics."""
     if not line.strip():
         return True
     try:

@@ -254,18 +254,40 @@ def reduction(row: dict[str, Any]) -> str:
 
 def feature_tables(run: RunFolder) -> Markup:
     """The tables that features add to the report."""
-    parts = []
-    for row in tables(run.summary, "report_items"):
-        if row.get("as") == "table":
-            title, note = str(row.get("title", "")), str(row.get("note", ""))
-            head = [str(cell) for cell in _list(row.get("head"))]
-            lines = [zip_longest(_list(line), head[: len(_list(line))]) for line in _list(row.get("rows"))]
-            rows = [[_cell(cell, column) for cell, column in line] for line in lines]
-            caption = f"By {row.get('feature', 'a feature')}"
-            parts.append(
-                section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
-            )
-    return join(parts)
+    return join(
+        _table(row, f"By {row.get('feature', 'a feature')}")
+        for row in tables(run.summary, "report_items")
+        if row.get("as") == "table"
+    )
+
+
+def _table(row: dict[str, Any], caption: str) -> Markup:
+    """A section with a table that a feature or an evaluation adds to the report."""
+    title, note = str(row.get("title", "")), str(row.get("note", ""))
+    head = [str(cell) for cell in _list(row.get("head"))]
+    lines = [zip_longest(_list(line), head[: len(_list(line))]) for line in _list(row.get("rows"))]
+    rows = [[_cell(cell, column) for cell, column in line] for line in lines]
+    return section(title, tag("p", note, class_="quiet") if note else "", grid(caption, head, rows, figures=1))
+
+
+def findings(run: RunFolder) -> Markup:
+    """The newest tables and pictures of evaluations."""
+    shown = [row for row in run.findings if "picture" in row]
+    figures_ = [
+        tag(
+            "figure",
+            tag("img", src=row["source"], alt=str(row["name"])) if row.get("source") else "",
+            tag("figcaption", tag("b", str(row["name"])), f" {row.get('caption') or ''}, {_after(row)}"),
+        )
+        for row in shown
+    ]
+    gallery = section("Pictures of evaluations", tag("div", *figures_, class_="pictures")) if shown else Markup()
+    others = (row for row in run.findings if "picture" not in row)
+    return join([gallery, *(_table(row, f"By run.evaluate, {_after(row)}") for row in others)])
+
+
+def _after(row: dict[str, Any]) -> str:
+    return f"after step {row['step']:,}"
 
 
 def _list(value: object) -> list[Any]:

@@ -1,7 +1,8 @@
 """The interface of metric sinks (`Sink`), and the JSON lines sink of every run; `trackers.py` has all other sinks.
 
 A sink whose data outlives the process may also have a method `truncate_after(step)`: a resumed run calls this method so
-that repeated steps do not appear twice.
+that repeated steps do not appear twice. A sink may have a method `show(step, findings)`, which gets the tables and
+pictures of an evaluation by name (`findings.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of `step`; a value with key `time` replaces the current time."""
-        row = {"step": step, "time": time.time()} | {key: float(value) for key, value in values.items()}
+        self.append({"step": step, "time": time.time()} | {key: float(value) for key, value in values.items()})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row of JSON types that has an entry `step`."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 

@@ -1,4 +1,4 @@
-"""Sinks that log metrics to experiment trackers: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Sinks that log metrics to experiment trackers: TensorBoard, Weights & Biases, trackio, MLflow and the hub.
 
 A tracker, built-in or provided by the user, is a callable `(folder, name, settings) -> Sink`. A tracker's package is
 imported when its sink is opened, so importing this module imports neither torch nor any tracker.
@@ -13,14 +13,19 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
+from shoestring.core.feature import Table
 from shoestring.report.reading import flat
 from shoestring.report.sinks import Sink
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
+
+if TYPE_CHECKING:
+    from shoestring.report.findings import Finding
 
 log = logging.getLogger("shoestring")
 
@@ -38,6 +43,21 @@ class TensorBoard:
         """Write one scalar for each value."""
         for key, value in values.items():
             self._writer.add_scalar(key, float(value), step)
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Write pictures as images and tables as texts in Markdown."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
+
+        from shoestring.report.findings import png
+
+        for name, item in findings.items():
+            if isinstance(item, Table):
+                self._writer.add_text(name, _markdown(item), step)
+                continue
+            pixels = item.bytes_of_pixels()
+            height, width = pixels.shape[:2]
+            image = Summary.Image(height=height, width=width, encoded_image_string=png(pixels))
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def truncate_after(self, step: int) -> None:
         """Begin a new event file with a purge step, which makes TensorBoard hide later steps in earlier files."""
@@ -67,7 +87,7 @@ class Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shoestring"),
             name=name,
-            id=_remember(folder, "wandb", lambda: secrets.token_hex(4)),
+            id=remember(folder, "wandb", lambda: secrets.token_hex(4)),
             dir=str(folder),
             config=dict(settings),
             resume="allow",
@@ -77,6 +97,18 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one step."""
         self._run.log({"step": step} | dict(values))
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log pictures and tables in wandb's own forms."""
+        import wandb
+
+        shown = {
+            name: wandb.Table(columns=list(item.head), data=[[str(cell) for cell in row] for row in item.rows])
+            if isinstance(item, Table)
+            else wandb.Image(item.bytes_of_pixels(), caption=item.caption or None)
+            for name, item in findings.items()
+        }
+        self._run.log({"step": step} | shown)
 
     def close(self) -> None:
         """Finish the run; unless offline, wandb uploads the remaining data."""
@@ -89,12 +121,25 @@ class Trackio:
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
         with _import_or_hint("trackio"):
             import trackio
-        own = _remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        own = remember(folder, "trackio", lambda: f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._run = trackio.init("shoestring", name=own, config=flat(dict(settings)), resume="allow", embed=False)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one step."""
         self._run.log(dict(values), step=step)
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log pictures and tables in trackio's own forms."""
+        import trackio
+        from pandas import DataFrame
+
+        shown = {
+            name: trackio.Table(dataframe=DataFrame(item.rows, columns=item.head))
+            if isinstance(item, Table)
+            else trackio.Image(item.bytes_of_pixels(), caption=item.caption or None)
+            for name, item in findings.items()
+        }
+        self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Flush buffered values and finish the run."""
@@ -117,7 +162,7 @@ class MLflow:
             experiment_id = experiment.experiment_id if experiment else client.create_experiment("shoestring")
             return client.create_run(experiment_id, run_name=name).info.run_id
 
-        self._id = _remember(folder, "mlflow", create_run)
+        self._id = remember(folder, "mlflow", create_run)
         known = self._client.get_run(self._id).data.params
         new = [Param(key, value[:500]) for key, value in flat(dict(settings)).items() if key not in known]
         for start in range(0, len(new), 100):  # the limit of values per request
@@ -134,7 +179,20 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, Opener] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
+def _open_hub(folder: Path, name: str, settings: Mapping[str, Any]) -> Sink:
+    """Open the sink of the hub, which is a package of its own: this one knows only its name."""
+    with _import_or_hint("hub"):
+        module = import_module("shoestring_hub.client.sink")
+    return module.HubSink(folder, name, settings)
+
+
+TRACKERS: dict[str, Opener] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+    "hub": _open_hub,
+}
 
 
 def check(names: tuple[str, ...]) -> None:
@@ -181,15 +239,24 @@ class Tracker:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of one step."""
-        if self._sink is None:
-            return
+        if (sink := self._sink) is not None:
+            self._guarded(step, lambda: sink.write(step, values))
+
+    def _guarded(self, step: int, work: Callable[[], object]) -> None:
+        """Do something with the sink; if that fails, log a warning and stop using the sink."""
         try:
-            self._sink.write(step, values)
+            work()
         except Exception as error:
             log.warning("sink `%s` failed at step %d and gets no more metrics: %s", self.name, step, _reason(error))
             sink, self._sink = self._sink, None
             with suppress(Exception):
-                sink.close()
+                if sink is not None:
+                    sink.close()
+
+    def show(self, step: int, findings: Mapping[str, Finding]) -> None:
+        """Log the tables and pictures of an evaluation, if the sink takes any."""
+        if (show := getattr(self._sink, "show", None)) is not None:
+            self._guarded(step, lambda: show(step, findings))
 
     def close(self) -> None:
         """Close the sink, unless it has failed."""
@@ -215,7 +282,14 @@ def _import_or_hint(extra: str) -> Iterator[None]:
         raise ShoestringError(f"`run.sinks`: {extra} is not installed ({error})", hint=hint) from error
 
 
-def _remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
+def _markdown(table: Table) -> str:
+    """A table as Markdown."""
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
     """The run's id in a tracker; stored in `folder` at the first start, so that a resumed run continues it."""
     path = Path(folder) / "trackers.json"
     known: dict[str, str] = {}

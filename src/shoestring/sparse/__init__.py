@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from shoestring.core.task import Batch
+    from shoestring.core.task import Batch, Forward
     from shoestring.sparse.oneshot import Metric, PruningResult
 
 __all__ = ["AST", "SRSTE", "SSTE", "STE", "STEP", "TSRSTE", "prune"]
@@ -27,7 +27,12 @@ def attach(*_: object, **__: object) -> NoReturn:
 
 
 def prune(
-    model: nn.Module, layers: Sequence[str] = (), *, metric: Metric = "magnitude", batches: Sequence[Batch] = ()
+    model: nn.Module,
+    layers: Sequence[str] = (),
+    *,
+    metric: Metric = "magnitude",
+    batches: Sequence[Batch] = (),
+    forward: Forward | None = None,
 ) -> PruningResult:
     """Prune linear layers of a trained model to 2:4 in one pass, in place, without training.
 
@@ -37,10 +42,11 @@ def prune(
         metric: score that decides which two of four weights are kept: `magnitude`, or magnitude times the norm of the
             input (`wanda`).
         batches: calibration batches for `wanda`, on the model's device; about 128 samples suffice.
+        forward: (model, batch) -> output, for batches of another form than `Job` takes by default.
 
     Raises:
         ConfigError: no layer can be pruned, or the metric is `wanda` and there are no batches.
     """
     from shoestring.sparse.oneshot import prune_model
 
-    return prune_model(model, layers, metric=metric, batches=batches)
+    return prune_model(model, layers, metric=metric, batches=batches, forward=forward)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.task import Batch, call_model
+from shoestring.core.task import Batch, Forward, call_model
 from shoestring.models.blocks import is_in_block, repeated
 from shoestring.sparse.layers import choose
 from shoestring.sparse.masks import kept_energy, prune, row_mask
@@ -40,7 +40,12 @@ class PruningResult:
 
 @torch.no_grad()
 def prune_model(
-    model: nn.Module, layers: Sequence[str] = (), *, metric: Metric = "magnitude", batches: Sequence[Batch] = ()
+    model: nn.Module,
+    layers: Sequence[str] = (),
+    *,
+    metric: Metric = "magnitude",
+    batches: Sequence[Batch] = (),
+    forward: Forward | None = None,
 ) -> PruningResult:
     """See `sparse.prune`."""
     choice = choose(model, layers, rows_too=False, default=is_in_block)
@@ -52,7 +57,9 @@ def prune_model(
         raise ConfigError("the metric `wanda` needs batches to measure inputs", hint="give some, or prune by magnitude")
     result = PruningResult({}, choice.dense, list(choice.rest), choice.share)
     for block, group in _groups(model, choice.sparse):
-        norms = input_norms(model, group, batches, until=block) if metric == "wanda" else {}
+        norms = (
+            input_norms(model, group, batches, until=block, forward=forward or call_model) if metric == "wanda" else {}
+        )
         for name, layer in group.items():
             weight = layer.weight
             # An expert that received no token has no inputs to measure, so it is pruned by magnitude.
@@ -78,7 +85,12 @@ def _groups(model: nn.Module, layers: dict[str, nn.Linear]) -> Iterator[tuple[nn
 
 @torch.no_grad()
 def input_norms(
-    model: nn.Module, layers: dict[str, nn.Linear], batches: Sequence[Batch], *, until: nn.Module
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Sequence[Batch],
+    *,
+    until: nn.Module,
+    forward: Forward = call_model,
 ) -> dict[str, Tensor]:
     """The norm ‖X_j‖ of each input of each layer over all tokens of the batches; (columns,), in fp32 or wider.
 
@@ -95,7 +107,7 @@ def input_norms(
         stack.enter_context(_evaluating(model))
         for batch in batches:
             with suppress(_DoneError):
-                call_model(model, batch)
+                forward(model, batch)
     return {name: total.sqrt() for name, total in squares.items()}
 
 

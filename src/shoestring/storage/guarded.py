@@ -56,6 +56,21 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
     return path
 
 
+def state_folder(name: str, *, make: bool = True) -> Path:
+    """Return the folder `$XDG_STATE_HOME/shoestring/NAME`, private to this user, for what outlives a run.
+
+    Raises:
+        FileNotFoundError: this user has no home folder.
+        OSError, ShoestringError: as for `private_folder`.
+    """
+    own = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
+    root = Path(own) if Path(own).is_absolute() else home / ".local" / "state"
+    if not root.is_absolute():  # without a home folder; a relative path could lead to another user's folder
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", "~")
+    return private_folder(root, "shoestring", name, make=make)
+
+
 def _below(above: int, name: str, path: Path, make: bool) -> int | None:
     """Open a folder by its name in its parent, whose descriptor is `above`.
 

@@ -7,14 +7,13 @@ the original, and a folder whose content has changed is not. Several processes m
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
 
 from shoestring.core.errors import ShoestringError
-from shoestring.storage.guarded import private_folder
+from shoestring.storage.guarded import state_folder
 from shoestring.storage.whole import write_atomic
 
 
@@ -46,9 +45,4 @@ def forget(digest: str) -> bool:
 
 def _record(digest: str, *, make: bool) -> Path:
     """Return the path of the record for a digest; the file may not exist."""
-    own = os.environ.get("XDG_STATE_HOME", "")
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
-    root = Path(own) if Path(own).is_absolute() else home / ".local" / "state"
-    if not root.is_absolute():  # without a home folder; a relative path could lead to another user's folder
-        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", "~")
-    return private_folder(root, "shoestring", "trusted", make=make) / f"{digest}.json"
+    return state_folder("trusted", make=make) / f"{digest}.json"

@@ -14,7 +14,7 @@ import logging
 import sys
 import tomllib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from shoestring.models.loading import build_model
 from shoestring.optim import AdamW, AdamW8bit
 from shoestring.parallel import DDP, FSDP
 from shoestring.run import Run, parse
-from shoestring.training.data_loading import model_arguments
+from shoestring.training.data_loading import model_arguments, own_data
 from shoestring.training.named_files import is_own
 from shoestring.training.user_code import import_user_code
 
@@ -106,17 +106,15 @@ class BudgetSearch:
         run: the run, with the default features that `Run.completed` adds.
 
     Raises:
-        ConfigError: the shapes of the run's data are not known, because it is not text.
+        ConfigError, DataError: there is no such model or data.
     """
 
     def __init__(self, run: Run, world: World) -> None:
-        if is_own(run):
-            message = "`memory.budget` cannot predict memory for data sets of your own, whose shapes it does not know"
-            raise ConfigError(message, hint="choose memory features by hand")
         self.run = run
         self.world = arrange_mesh(world, run.features)
         self.arguments = model_arguments(run)
         self.code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
+        self.data = replace(own_data(run), collate=self.code.collate) if is_own(run) else None
         self.others = tuple(feature for feature in run.features if not isinstance(feature, Budget))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.readers = self.world.ranks_over(("hosts", "local"))
@@ -175,7 +173,15 @@ class BudgetSearch:
         shape = max(self.samples // accumulate, 1), self.run.data.sequence
         try:
             prediction = predict(
-                model, resolved, self.code.loss, shape, ranks=self.world.size, accumulate=accumulate, live=live
+                model,
+                resolved,
+                self.code.loss,
+                shape,
+                ranks=self.world.size,
+                accumulate=accumulate,
+                live=live,
+                forward=self.code.forward,
+                batch=self.data.first_batch(shape[0]) if self.data else None,
             )
             return PeakBytes(prediction.peak, prediction.host)
         except Exception as error:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from shoestring import figures
 from shoestring.core.compose import compose
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
-from shoestring.core.task import call_model
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.data.loader import Loader, check_batch
@@ -31,16 +32,35 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
     if not any(feature.places_model for feature in run.features):
         model = model.to(world.device)
-    job = Job(model, call_model, code.loss, progress=progress_of(settings), world=world, trace=trace)
+    job = Job(model, code.forward, code.loss, progress=progress_of(settings), world=world, trace=trace)
     attachments_of(job).exits.callback(torch.use_deterministic_algorithms, deterministic)
     compose(job, run.features)
     # All ranks initialised the weights from the same seed. From here on, ranks that read different samples use
     # different seeds, so that dropout masks differ between samples.
-    seed = (settings.seed * 1_000_003 + job.world.index_over(attachments_of(job).data_axes)) % 2**63
+    seed = _seed_of_rank(settings.seed, job.world.index_over(attachments_of(job).data_axes))
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     return job
+
+
+def _seed_of_rank(seed: int, rank: int) -> int:
+    return (seed * 1_000_003 + rank) % 2**63
+
+
+def keep_loader(job: Job, loader: Loader, data: DataSets) -> None:
+    """Let checkpoints hold the loader's position: one for all ranks, or one of each rank with data of its own."""
+    if data.of_ranks:
+        job.keep("loader", loader, across="own", merge=_same_ranks)
+    else:
+        job.keep("loader", loader)
+
+
+def _same_ranks(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Refuse to resume on another number of ranks."""
+    raise CheckpointError(
+        f"{len(states)} ranks had data of their own, and now there are {size}", hint=f"resume on {len(states)} ranks"
+    )
 
 
 def progress_of(settings: Settings) -> Progress:
@@ -57,17 +77,27 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
         workers: number of processes that load samples.
 
     Raises:
-        ConfigError: a batch does not fit into free memory, or is not a multiple of ranks times micro-batches.
+        ConfigError: a batch does not fit into free memory, or is not a multiple of ranks times micro-batches; or ranks
+            that work together on a sample have data of their own.
     """
     job.world.agree(lambda: check_loading(job, settings, sample_bytes(data.train[0])))
+    rank, size = (of(attachments_of(job).data_axes) for of in (job.world.index_over, job.world.ranks_over))
+    batch, seed = settings.batch, settings.seed
+    if data.of_ranks:
+        if size < job.world.size:
+            raise ConfigError(
+                "data.per_rank, and several ranks work together on each sample", hint="remove one of both"
+            )
+        batch, seed, rank, size = batch // size, _seed_of_rank(seed, rank), 0, 1
     return Loader(
         data.train,
-        batch=settings.batch,
-        rank=job.world.index_over(attachments_of(job).data_axes),
-        size=job.world.ranks_over(attachments_of(job).data_axes),
+        batch=batch,
+        rank=rank,
+        size=size,
         accumulate=settings.accumulate,
-        seed=settings.seed,
+        seed=seed,
         workers=workers,
+        collate=data.collate,
     )
 
 

@@ -25,6 +25,7 @@ from shoestring.run import Run, technique
 from shoestring.settings import structure
 from shoestring.storage.whole import write_atomic
 from shoestring.training.budget import BudgetSearch, rounded
+from shoestring.training.named_files import is_own
 
 FILE = "choices.json"
 """Name of the file in a run folder that holds the choice."""
@@ -93,7 +94,8 @@ def _conditions(run: Run, world: World) -> dict[str, Any]:
         "ranks": world.size,
         "ranks of a host": world.local_size,
     }
-    return json.loads(json.dumps(conditions))
+    own = {"data": settings.data} if is_own(run) else {}
+    return json.loads(json.dumps(conditions | own))
 
 
 def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +17,14 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.core.feature import Phase
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.leases import Priority
-from shoestring.core.task import Batch
+from shoestring.core.task import Batch, Collate, Repeated
 from shoestring.core.world import World
 from shoestring.data import BYTES, Data
 from shoestring.data.built_in_templates import with_template
 from shoestring.data.cache import Cached
 from shoestring.data.corpus import Corpus
 from shoestring.data.images import mnist
+from shoestring.data.loader import stacked
 from shoestring.data.piped import is_piped
 from shoestring.data.sources import is_mnist, open_source
 from shoestring.data.together import prepare
@@ -50,11 +52,33 @@ class DataSets:
     train: Dataset[Any]
     held_out: Dataset[Any] | None
     corpus: Corpus | None
+    collate: Collate | None = None
+    """Makes a batch of a list of samples; None stacks them."""
+    of_ranks: tuple[tuple[int, int], ...] = ()
+    """Number of training and of held-out samples of each rank; empty if all ranks have the same data."""
 
     def close(self) -> None:
         """Free the memory of the sample cache."""
         if isinstance(self.train, Cached):
             self.train.close()
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Number of training and of held-out samples."""
+        train, held_out = (0 if part is None else len(cast(Sized, part)) for part in (self.train, self.held_out))
+        return train, held_out  # torch leaves `__len__` out of Dataset
+
+    @property
+    def epoch(self) -> int:
+        """Number of samples that all ranks take in an epoch."""
+        if self.of_ranks:
+            return len(self.of_ranks) * max(samples for samples, _ in self.of_ranks)
+        return self.lengths[0]
+
+    def first_batch(self, samples: int) -> Batch:
+        """A batch of the first samples of the training data, to learn its shapes."""
+        length, _ = self.lengths
+        return (self.collate or stacked)([self.train[index % length] for index in range(samples)])
 
     def answer_calls(self, job: Job) -> None:
         """After each step, free the sample cache if uses of a higher `Priority` on this host need its memory."""
@@ -84,20 +108,23 @@ class DataSets:
         return part.targets_per_byte / math.log(2)
 
 
-def open_data(run: Run, world: World, folder: Path) -> DataSets:
+def open_data(run: Run, world: World, folder: Path, collate: Collate | None = None) -> DataSets:
     """Open the data, prepared in `folder` the first time, and check that all hosts have the same. A collective.
+
+    Args:
+        collate: what `run.collate` names.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
     """
     check_form(run)
     if is_own(run):
-        return _own(run, world)
+        return replace(_own(run, world), collate=collate)
     settings = world.agree(lambda: replace(run.data, tokenizer=tokenizer_of(run)))
     corpus = prepare(run.settings.data, folder, settings, world=world)
     world.agree(lambda: check_teachers(run, corpus.tokenizer))
     corpus = laid_out(corpus, world.decide(lambda: faults_of_layouts(run, corpus)))
-    return DataSets(corpus.train, corpus.held_out, corpus)
+    return DataSets(corpus.train, corpus.held_out, corpus, collate)
 
 
 def check_form(run: Run) -> None:
@@ -121,6 +148,11 @@ def check_form(run: Run) -> None:
     if not own and not forms and run.data.form in ("preference", "rated"):
         hint = "add [preference.dpo]" if run.data.form == "preference" else "add [preference.kto]"
         raise ConfigError(f'data.form is "{run.data.form}", and no feature learns from it', hint=hint)
+    if run.data.per_rank and (not own or is_mnist(run.sources[0])):
+        hint = "let run.data name a function of (rank, number of ranks)"
+        raise ConfigError("data.per_rank is only for data sets of your own", hint=hint)
+    if run.data.arguments and (not own or is_mnist(run.sources[0])):
+        raise ConfigError("[data.arguments] is for a function of your own", hint="let run.data name a function")
     if not own and (run.data.cache_memory or run.data.cache_disk):
         raise ConfigError(
             "data.cache_memory and data.cache_disk are only for data sets of your own; prepared text needs no cache"
@@ -193,8 +225,7 @@ def with_steps(settings: Settings, data: DataSets) -> Settings:
     """Return the settings with `steps` computed from `run.epochs` and the number of samples, if `run.epochs` is set."""
     if not settings.epochs:
         return settings
-    samples = settings.epochs * len(cast(Sized, data.train))  # torch leaves `__len__` out of Dataset
-    return replace(settings, steps=max(1, math.ceil(samples / settings.batch - 1e-6)))
+    return replace(settings, steps=max(1, math.ceil(settings.epochs * data.epoch / settings.batch - 1e-6)))
 
 
 def sample_bytes(sample: Any) -> int:
@@ -253,30 +284,59 @@ def _own(run: Run, world: World) -> DataSets:
     """Open the user's own data sets on all ranks, with the sample cache, and check that all ranks have the same."""
 
     def make() -> DataSets:
-        data = own_data(run)
+        data = own_data(run, world.rank, world.size)
         return replace(data, train=_cached(data.train, run.data, world))
 
     data, source = world.agree(make), run.sources[0]
+    if run.data.per_rank:
+        return _of_ranks(data, world)
     parts = {"training": data.train, "held-out": data.held_out}
     facts = {
         name: {"samples": len(cast(Sized, part)), "fingerprint": str(getattr(part, "fingerprint", ""))}
         for name, part in parts.items()
         if part is not None
     }
-    world.alike({f"data of {source}": facts}, "give all ranks the same data")
+    hint = "give all ranks the same data, or set data.per_rank if each has data of its own"
+    world.alike({f"data of {source}": facts}, hint)
     return data
 
 
-def own_data(run: Run) -> DataSets:
+def _of_ranks(data: DataSets, world: World) -> DataSets:
+    """Let each rank know the lengths of all ranks' data."""
+    return with_lengths(data, [json.loads(message) for message in world.gather(json.dumps(data.lengths).encode())])
+
+
+def with_lengths(data: DataSets, lengths: Sequence[Sequence[int]]) -> DataSets:
+    """Return the data sets with the lengths of all ranks' data.
+
+    Raises:
+        DataError: only some ranks have held-out data.
+    """
+    if len({held_out > 0 for _, held_out in lengths}) > 1:
+        lacking = next(rank for rank, (_, held_out) in enumerate(lengths) if not held_out)
+        raise DataError(f"rank {lacking} has no held-out data, and other ranks have some", hint="hold out some on all")
+    return replace(data, of_ranks=tuple((train, held_out) for train, held_out in lengths))
+
+
+def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     """Call the `package.module:callable` of `run.data`, which returns a data set or a pair (training, held-out).
 
-    Data sets are map-style: they have a length and are indexed.
+    Data sets are map-style: they have a length and are indexed. With `data.per_rank`, the callable gets `rank` and
+    `ranks`.
 
     Raises:
         ConfigError, DataError: there is no such callable, or it returns something else.
     """
     source = run.sources[0]
-    made = mnist(Path(source)) if is_mnist(source) else resolve(source, "run.data", run.trust("run.data"))()
+    if is_mnist(source):
+        made: Any = mnist(Path(source))
+    else:
+        open_own = resolve(source, "run.data", run.trust("run.data"))
+        try:
+            made = open_own(*((rank, ranks) if run.data.per_rank else ()), **run.data.arguments)
+        except TypeError as error:
+            with_arguments = f" with {dict(run.data.arguments)}" if run.data.arguments else ""
+            raise ConfigError(f"`{source}` cannot be called{with_arguments}: {error}") from error
     train, held_out = made if isinstance(made, tuple) else (made, None)
     for part in (train, held_out):
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__") and len(part)):
@@ -301,8 +361,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the device; copies from pinned memory are asynchronous."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if isinstance(batch, Repeated):
+        return Repeated(to_device(batch.batch, device))
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        items = [to_device(value, device) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a NamedTuple takes fields
     return batch

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.feature import Table
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import span
+from shoestring.core.whole_batch import is_over_whole_batch
 from shoestring.data.chat_ends import ends_learnt
-from shoestring.data.loader import sweep
 from shoestring.decode.harness.tasks import Tasks
 from shoestring.models.description import describe_model
+from shoestring.report.findings import MOST_ITEMS, Finding, Picture
 from shoestring.run import Settings
-from shoestring.training.data_loading import DataSets, to_device
+from shoestring.training.data_loading import DataSets
+from shoestring.training.held_out import HeldOut
 
-PART = 64  # number of held-out samples, and of documents of each task, that an evaluation during the run uses
+log = logging.getLogger("shoestring")
+
 Own = Callable[..., Any] | Tasks
 """What `run.evaluate` names: the user's own function, or tasks of lm-evaluation-harness."""
 
 
-def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = None, limit: int = 0) -> dict[str, float]:
+class Evaluated(NamedTuple):
+    """The results of an evaluation."""
+
+    values: dict[str, float]
+    """Metrics, the same on all ranks."""
+    findings: dict[str, Finding]
+    """Tables and pictures by name, on the first rank."""
+
+
+def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = None, limit: int = 0) -> Evaluated:
     """Compute the held-out loss, if there is held-out data, and the metrics that `own` returns. A collective.
 
     For a mixture, `held_out_loss` covers all sources, and `held_out_loss_NAME` covers one source.
@@ -34,21 +49,22 @@ def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = Non
     """
     values = _held_out(job, settings, data, limit) if data.held_out is not None else {}
     if isinstance(own, Tasks):
-        return values | _task_metrics(job, settings, data, own, limit)
-    return values | _own_metrics(job, own, settings.evaluate) if own is not None else values
+        return Evaluated(values | _task_metrics(job, settings, data, own, limit), {})
+    if own is None:
+        return Evaluated(values, {})
+    results = _own_results(job, settings, data, own, limit)
+    return Evaluated(values | results.values, results.findings)
 
 
 def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[str, float]:
     assert data.held_out is not None
-    axes = attachments_of(job).data_axes
-    rank, size, micro = job.world.index_over(axes), job.world.ranks_over(axes), _micro(job, settings)
+    micro = _micro(job, settings)
     parts = data.corpus.parts if data.corpus else {}
     held_out = {name: part.held_out for name, part in parts.items()} or {"": data.held_out}
     sums: dict[str, tuple[float, int]] = {}
     attachments_of(job).evaluated.clear()
     for name, samples in held_out.items():
-        batches = sweep(samples, batch=micro, rank=rank, size=size, limit=-(-limit // len(held_out)))
-        sums[name] = job.evaluate(to_device(batch, job.world.device) for batch in batches)
+        sums[name] = job.evaluate(HeldOut(job, data, samples, micro, -(-limit // len(held_out))).parts())
     total, count = (sum(column) for column in zip(*sums.values(), strict=True))
     loss = total / max(count, 1)
     values = {"held_out_loss": loss}
@@ -59,9 +75,13 @@ def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[
 
 
 def _micro(job: Job, settings: Settings) -> int:
-    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory."""
+    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory.
+
+    A loss over the whole batch gets as many samples as in training, however many micro-batches a step has.
+    """
     ranks = job.world.ranks_over(attachments_of(job).data_axes)
-    return max(1, settings.batch // (ranks * settings.accumulate))
+    passes = 1 if is_over_whole_batch(attachments_of(job)) else settings.accumulate
+    return max(1, settings.batch // (ranks * passes))
 
 
 def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, limit: int) -> dict[str, float]:
@@ -81,59 +101,120 @@ def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, li
     return job.world.decide(lambda: values)
 
 
-def _own_metrics(job: Job, own: Callable[..., Any], target: str) -> dict[str, float]:
+def takes_held_out(own: Callable[..., Any]) -> bool:
+    """Whether the user's evaluation needs two arguments, of which the second is the held-out data."""
+    try:
+        parameters = inspect.signature(own).parameters.values()
+    except ValueError:  # a builtin
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(entry.kind in positional and entry.default is entry.empty for entry in parameters) > 1
+
+
+def _own_results(job: Job, settings: Settings, data: DataSets, own: Callable[..., Any], limit: int) -> Evaluated:
     """Call the user's own evaluation on every rank, and return the metrics of the first rank on all ranks."""
-    with attachments_of(job).evaluating(), attachments_of(job).computing():
-        returned = own(job.model)
+    attachments, arguments = attachments_of(job), []
+    if takes_held_out(own):
+        assert data.held_out is not None  # `check_evaluations` has refused it
+        arguments = [HeldOut(job, data, data.held_out, _micro(job, settings), limit)]
+    with attachments.evaluating(), attachments.computing():
+        returned = own(attachments.module, *arguments)
+    findings: dict[str, Finding] = {}
 
     def numbers() -> dict[str, float]:
         try:
-            return {str(name): float(value) for name, value in returned.items()}
+            results = {str(name): _result(value) for name, value in returned.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            message = f"`run.evaluate`: `{target}` returned {returned!r}, not a dict of numbers"
-            raise ConfigError(message, hint='return {"accuracy": 0.5}, for example') from error
+            message = f"`run.evaluate`: `{settings.evaluate}` returned {_short(returned)}, not a dict of numbers"
+            raise ConfigError(
+                message, hint='return {"accuracy": 0.5}; tables and pictures may be among them'
+            ) from error
+        findings.update({name: value for name, value in results.items() if not isinstance(value, float)})
+        for name in list(findings)[MOST_ITEMS:]:
+            log.warning("`%s` is left out: an evaluation has at most %d tables and pictures", name, MOST_ITEMS)
+            del findings[name]
+        for item in findings.values():
+            if isinstance(item, Picture):
+                item.bytes_of_pixels()
+        return {name: value for name, value in results.items() if isinstance(value, float)}
 
-    return job.world.decide(numbers)
+    return Evaluated(job.world.decide(numbers), findings)
+
+
+def _result(value: Any) -> float | Finding:
+    """A result of the user's evaluation as a number, a table or a picture."""
+    if isinstance(value, Table | Picture):
+        return value
+    if hasattr(value, "getbands") or (getattr(value, "ndim", 0) > 1 and math.prod(value.shape) != 1):
+        return Picture(pixels=value)  # a Pillow image, or an array
+    return float(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}…"
 
 
 @dataclass(eq=False)
 class Best:
-    """The lowest held-out loss that evaluations have found so far in a run; saved in checkpoints."""
+    """The best value of `run.best_metric` that evaluations have found so far in a run; saved in checkpoints."""
 
-    loss: float = math.inf
+    metric: str = "held_out_loss"
+    mode: str = "min"
+    value: float = math.nan
     step: int = 0
-    """Step at which the lowest loss was found."""
+    """Step at which the best value was found; 0 before the first evaluation."""
     seen: int = 0
     """Step of the newest evaluation."""
     since: int = 0
-    """Number of evaluations since the lowest loss was found."""
+    """Number of evaluations since the best value was found."""
 
-    def take(self, step: int, loss: float) -> bool:
-        """Record the loss of an evaluation, and return whether it is the lowest so far."""
+    def take(self, step: int, value: float) -> bool:
+        """Record the value of an evaluation, and return whether it is the best so far; NaN never is."""
         self.seen = step
-        if better := loss < self.loss:
-            self.loss, self.step, self.since = loss, step, 0
-        else:
-            self.since += 1
-        return better
+        better = value < self.value if self.mode == "min" else value > self.value
+        if better or (self.step == 0 and not math.isnan(value)):
+            self.value, self.step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """The name of the metric, and the words for a better and for the best value."""
+        name = "held-out loss" if self.metric == "held_out_loss" else self.metric
+        return (name, "lower", "lowest") if self.mode == "min" else (name, "higher", "highest")
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        vars(self).update(state_dict)
+        """Restore the numbers, unless they are those of another metric."""
+        state = dict(state_dict)
+        if "loss" in state:  # checkpoints of earlier versions
+            state |= {"metric": "held_out_loss", "mode": "min", "value": state.pop("loss")}
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            vars(self).update(state)
 
 
-def check_evaluations(settings: Settings, data: DataSets | None) -> None:
-    """Raise ConfigError if a setting needs the held-out loss, but no data is held out.
+def check_evaluations(settings: Settings, data: DataSets | None, own: Own | None) -> None:
+    """Raise ConfigError if a setting needs held-out data, but no data is held out, or a metric that nothing returns.
 
     Args:
         data: the data sets; None for text that was not prepared, of which training will hold out some.
+        own: what `run.evaluate` names.
     """
+    none, metric = data is not None and data.held_out is None, settings.best_metric
+    hint = "let `run.data` return a pair of data sets, the second of them held out"
     for name in ("patience", "save_best"):
-        if getattr(settings, name) and data is not None and data.held_out is None:
-            hint = "let `run.data` return a pair of data sets, the second of them held out"
-            raise ConfigError(f"`run.{name}` needs the held-out loss, but there is no held-out data", hint=hint)
+        if getattr(settings, name) and none and metric.startswith("held_out_"):
+            what = "the held-out loss" if metric == "held_out_loss" else f"`{metric}`"
+            raise ConfigError(f"`run.{name}` needs {what}, but there is no held-out data", hint=hint)
+        if getattr(settings, name) and not metric.startswith("held_out_") and own is None:
+            hint = "let run.evaluate name a function that returns it"
+            raise ConfigError(f"`run.best_metric` is `{metric}`, which no evaluation returns", hint=hint)
+    if none and callable(own) and takes_held_out(own):
+        raise ConfigError(f"`{settings.evaluate}` takes held-out data, but there is none", hint=hint)
 
 
 @dataclass(eq=False)
@@ -150,39 +231,45 @@ class Evaluations:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.best = Best()
+        self.best = Best(settings.best_metric, settings.best_mode)
         self.lost_patience = False
-        check_evaluations(settings, self.data)
+        check_evaluations(settings, self.data, self.own)
         if isinstance(self.own, Tasks):
             self.own.load()  # before the first step, because a task's data may be missing
         if settings.patience or settings.save_best:
             self.job.keep("best", self.best)
 
-    def after_step(self, write: Callable[[int, Mapping[str, float]], None]) -> None:
+    def after_step(self, write: Callable[[int, Evaluated], None]) -> None:
         """Evaluate if due, save the model if it is the best so far, and end training if it stops early. A collective.
 
-        Training stops early after `run.patience` evaluations without a lower loss. The method is also called before
+        Training stops early after `run.patience` evaluations without a better value. The method is also called before
         the first step: a checkpoint is written before its step is evaluated, so a resumed run may have to do that
         evaluation.
 
         Args:
-            write: (step, metrics) -> None; writes the metrics of an evaluation.
+            write: (step, results) -> None; writes the results of an evaluation.
         """
         job, settings = self.job, self.settings
         step, follows = job.progress.step, "best" in job.kept
-        values: dict[str, float] = {}
+        results: Evaluated | None = None
         better = False
         if self.due and step != self.best.seen:
-            values = evaluate(job, settings, self.data, self.own, PART)
-            better = follows and self.best.take(step, values["held_out_loss"])
+            results = evaluate(job, settings, self.data, self.own, settings.evaluate_samples)
+            better = follows and self.best.take(step, self._value(results.values))
         ends = 0 < settings.patience <= self.best.since and not job.done
-        if values and not (ends or job.progress.done):  # otherwise the final evaluation is written for this step
-            write(step, values)
+        if results and not (ends or job.progress.done):  # otherwise the final evaluation is written for this step
+            write(step, results)
         if better and settings.save_best:
             self.save()
         if ends:
             self.lost_patience = True
             job.finish()
+
+    def _value(self, values: Mapping[str, float]) -> float:
+        metric = self.best.metric
+        if metric not in values:
+            raise ConfigError(f"`run.best_metric`: no evaluation returns `{metric}`", hint=nearest(metric, values))
+        return values[metric]
 
     @property
     def due(self) -> bool:
@@ -198,11 +285,10 @@ class Evaluations:
     def notes(self) -> list[str]:
         """Lines for the report."""
         lines = []
+        name, better, best = self.best.words
         if self.lost_patience:
-            lines.append(f"ended early: {self.best.since} evaluations without a lower held-out loss")
+            lines.append(f"ended early: {self.best.since} evaluations without a {better} {name}")
         if self.best.step:
             where = ", in the folder `best`" if self.settings.save_best else ""
-            lines.append(
-                f"lowest held-out loss during the run: {self.best.loss:.4f} after step {self.best.step}{where}"
-            )
+            lines.append(f"{best} {name} during the run: {self.best.value:.4f} after step {self.best.step}{where}")
         return lines

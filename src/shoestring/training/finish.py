@@ -33,12 +33,13 @@ from shoestring.models.saving import PRETRAINED, base_name, save_in_place_of_mod
 from shoestring.naming import Trust
 from shoestring.report import history_file, timeline
 from shoestring.report.console import Console
+from shoestring.report.findings import Findings
 from shoestring.report.sinks import JsonLines, Sink, evaluations_of
 from shoestring.report.trackers import Opener, Tracker
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets
-from shoestring.training.evaluation import Evaluations, evaluate
+from shoestring.training.evaluation import Best, Evaluations, evaluate
 from shoestring.training.newest_rows import NewestRows
 from shoestring.training.saved_memory import SavingsTables
 from shoestring.training.throughput import Meter, memory_gib
@@ -73,11 +74,12 @@ def open_meter(
     def open_sinks() -> list[Sink]:
         step, file = job.progress.step, folder / "metrics.jsonl"
         continues = file.exists()  # otherwise this is a new run, which starts from another run's checkpoint
-        rows = JsonLines(file)
+        rows, findings = JsonLines(file), Findings(folder)
         rows.truncate_after(step)
+        findings.truncate_after(step)
         if continues:
             newest.write_missing(rows)
-        sinks: list[Sink] = [Console(lambda: _total_steps(job)), rows]
+        sinks: list[Sink] = [Console(lambda: _total_steps(job)), findings, rows]
         for name, opener in openers.items():
             sinks.append(Tracker(name, opener, folder, folder.resolve().name, run.document, step))
         return sinks
@@ -191,9 +193,12 @@ def close(
     done = job.progress.done or evaluations.lost_patience
     status = "stopped" if attachments_of(job).stopping and not done else "finished"
     job.trace.steps, job.trace.training_seconds = job.progress.step, seconds
-    held_out = evaluate(job, run.settings, data, evaluations.own) if status == "finished" else {}
-    if held_out:
-        meter.write_evaluation(job.progress.step, held_out)
+    held_out: dict[str, float] = {}
+    if status == "finished":
+        results = evaluate(job, run.settings, data, evaluations.own)
+        held_out = results.values
+        if held_out or results.findings:
+            meter.write_evaluation(job.progress.step, results)
     compared = _baselines(job, data) if run.settings.baselines and status == "finished" else {}
     whole = save(folder / "model")
     rate = (job.progress.tokens - meter.tokens_before) / seconds / job.world.size if seconds else 0.0
@@ -218,7 +223,7 @@ def close(
         history_file.add(folder, status, rank=0, step=job.progress.step)
         before = history_file.spent_before(history_file.read(folder))
         page = report.write(folder)
-        for line in (*_closing(summary, before, page), *_next(folder, run, data)):
+        for line in (*_closing(summary, before, page), *_next(folder, run, data, evaluations.best)):
             log.info(line)
     job.world.barrier()
     return Result(status, folder, dict(meter.latest))
@@ -261,7 +266,7 @@ def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> Exp
         folder: the folder of the run.
     """
     target, tokenizer = run.settings.model, data.corpus.tokenizer if data.corpus else None
-    origin = origin_of(target, run.model, data.model_arguments)
+    origin = origin_of(target, run.model, data.model_arguments, run.settings.project)
     learnt = ends_learnt(data.corpus.train, data.corpus.tokenizer) if data.corpus else []
     beside = Beside(pretrained if (pretrained := folder / PRETRAINED).is_dir() else None, learnt)
     return ExportedModel(origin, origin_trust(target, trust), base_name(target), tokenizer, beside)
@@ -400,10 +405,11 @@ def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float])
     }
 
 
-def _next(folder: Path, run: Run, data: DataSets) -> Iterator[str]:
+def _next(folder: Path, run: Run, data: DataSets, best: Best) -> Iterator[str]:
     """Lines for the log when a run of text ends: where its models are, and how to try them."""
     if (folder / "best").is_dir():
-        yield f"the model of the lowest held-out loss: {folder / 'best'}; of the last step: {folder / 'model'}"
+        name, _, most = best.words
+        yield f"the model of the {most} {name}: {folder / 'best'}; of the last step: {folder / 'model'}"
     if run.data.tokenizer == "model" and run.data.form != "text":
         which = "that of the last step" if (folder / "best").is_dir() else "it"
         yield f"to talk with {which}: shoestring chat {folder}"

@@ -22,7 +22,7 @@ from shoestring.report.recorder import Recorder
 from shoestring.report.sinks import Sink, newest_step
 from shoestring.run import Run, Settings
 from shoestring.training import finish, run_folder
-from shoestring.training.build import build_job, build_loader
+from shoestring.training.build import build_job, build_loader, keep_loader
 from shoestring.training.choices import within_budget
 from shoestring.training.clock import TrainingClock
 from shoestring.training.data_loading import open_data, sequence_of, to_device, with_sequence, with_steps
@@ -67,7 +67,7 @@ def train(
         stack.enter_context(writable(path))
         run = within_budget(run, world, path).placed(path)
         code = world.agree(lambda: import_user_code(run, skip=() if world.first else ("run.sinks",)))
-        data = open_data(run, world, path)
+        data = open_data(run, world, path, code.collate)
         stack.callback(data.close)
         settings = with_steps(run.settings, data)
         run = replace(run, settings=settings)
@@ -80,7 +80,7 @@ def train(
             record.begin(path, world.rank, lambda: job.progress.step, **facts)
         loader = build_loader(job, data, settings, run.data.workers)
         stack.callback(loader.close)
-        job.keep("loader", loader)
+        keep_loader(job, loader, data)
         save = partial(finish.export, job, finish.describe_export(run, code.model, data, path))
         evaluations = world.agree(lambda: Evaluations(job, settings, data, code.evaluate, partial(save, path / "best")))
         newest = NewestRows(job)

@@ -38,6 +38,8 @@ def faults_of_layouts(run: Run, corpus: Corpus) -> dict[str, str]:
     """
     if not _has(ChatDataset, corpus.train):
         return {}
+    if run.settings.forward:
+        return {"packed": "`run.forward` is your own, which may leave out positions and masks"}
     settings, trust, length = run.settings, run.trust("run.model"), corpus.train.sequence
     arguments = {"vocab_size": corpus.vocab_size, "context": length}
 

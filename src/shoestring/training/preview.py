@@ -20,6 +20,7 @@ from shoestring.training.data_loading import (
     model_arguments,
     own_data,
     tokenizer_of,
+    with_lengths,
 )
 from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
@@ -42,20 +43,24 @@ class DataPreview:
     model_arguments: dict[str, object]
 
 
-def preview(run: Run, folder: Path) -> DataPreview:
+def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
     """Check the data of a run without a download.
 
     Writes to `folder` only, and to the cache of the `datasets` library for a small data set of that library.
 
     Args:
         folder: an empty folder, which may be deleted once the data sets are no longer used.
+        ranks: number of ranks, whose data is opened one after the other if each has data of its own.
 
     Raises:
         ConfigError, DataError: `open_data` would refuse the data; faults beyond what is read here are not found.
     """
     check_form(run)
     if is_own(run):
-        data = own_data(run)
+        data = own_data(run, 0, ranks)
+        if run.data.per_rank:
+            others = (own_data(run, rank, ranks) for rank in range(1, ranks))
+            data = with_lengths(data, [data.lengths, *(other.lengths for other in others)])
         return DataPreview(data, data.model_arguments)
     settings = replace(run.data, tokenizer=tokenizer_of(run))
     if all(map(_is_quick, run.sources)):

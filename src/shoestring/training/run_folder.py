@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from shoestring.checkpoint.tiers.file_acts import Files, Lock
 from shoestring.checkpoint.tiers.plain import none_in
 from shoestring.core.errors import ConfigError
+from shoestring.data import Data
 from shoestring.run import Run, vouch
 from shoestring.storage import foreign
 from shoestring.storage.whole import made_above, write_atomic
@@ -222,10 +224,14 @@ def _shown(value: object) -> str:
 
 
 def _at(document: dict[str, Any], keys: tuple[str, ...]) -> object:
+    """The value at some keys; of [data] with all defaults, because earlier versions had fewer keys."""
     value: Any = document
     for key in keys:
         value = value.get(key, {})
-    return json.loads(json.dumps(value))
+    value = json.loads(json.dumps(value))
+    if keys == ("data",) and isinstance(value, dict):
+        value = json.loads(json.dumps(asdict(Data()))) | value
+    return value
 
 
 def environment(seed: int) -> dict[str, Any]:

@@ -30,8 +30,10 @@ def check_ranks(run: Run, world: World) -> None:
     """
     if world.size == 1:
         return
+    document = run.document
+    document["run"].pop("project")  # hosts may have it in different folders; the code is compared below
     facts: dict[str, Any] = {
-        **run.document,
+        **document,
         "version of Python": ".".join(map(str, sys.version_info[:2])),
         "version of torch": torch.__version__,
         "version of shoestring": _version(),

@@ -35,7 +35,8 @@ from shoestring.memory.fact_names import KIND_FACT
 from shoestring.memory.predicted import is_predicted, predict
 from shoestring.models.loading import build_model
 from shoestring.run import Run, parse
-from shoestring.training.data_loading import model_arguments
+from shoestring.training.data_loading import model_arguments, own_data
+from shoestring.training.named_files import is_own
 from shoestring.training.user_code import import_user_code
 
 log = logging.getLogger("shoestring")
@@ -160,10 +161,19 @@ def predict_savings(run: Run, ranks: int, apply: Callable[..., Iterable[int]] = 
 def _peak(run: Run, ranks: int) -> int:
     world = arrange_mesh(World(size=ranks, local_size=ranks), run.features)
     settings, features = run.settings, resolve_all(run.completed(world).features, world)
-    loss = import_user_code(run, skip=("run.evaluate", "run.sinks")).loss
-    model = _outline(run)
+    code, model = import_user_code(run, skip=("run.evaluate", "run.sinks")), _outline(run)
     shape = settings.batch // ranks // settings.accumulate, run.data.sequence
-    return predict(model, features, loss, shape, ranks=ranks, accumulate=settings.accumulate).peak
+    data = replace(own_data(run), collate=code.collate) if is_own(run) else None
+    return predict(
+        model,
+        features,
+        code.loss,
+        shape,
+        ranks=ranks,
+        accumulate=settings.accumulate,
+        forward=code.forward,
+        batch=data.first_batch(shape[0]) if data else None,
+    ).peak
 
 
 def _outline(run: Run) -> nn.Module:

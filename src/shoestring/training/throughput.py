@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoestring.core.job import Job, attachments_of
 from shoestring.report.sinks import Sink
+from shoestring.training.evaluation import Evaluated
 from shoestring.training.newest_rows import MetricsRow
 
 # Peak FLOP/s of dense bf16 matrix products (fp16 before Ampere) by device name, from the vendors' data sheets. The
@@ -125,12 +126,16 @@ class Meter:
     def _numbers(self) -> dict[str, float | Tensor]:
         return {"lr": self.job.optimizer.param_groups[0]["lr"]} | self.job.numbers
 
-    def write_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of an evaluation, unless an earlier start of the run has written them already."""
+    def write_evaluation(self, step: int, results: Evaluated) -> None:
+        """Write the results of an evaluation, unless an earlier start of the run has written them already."""
         if step == self.began and self.evaluated:
-            self.latest |= values
-        else:
-            self.write(step, values)
+            self.latest |= results.values
+            return
+        for sink in self.sinks if results.findings else ():
+            if (show := getattr(sink, "show", None)) is not None:
+                show(step, results.findings)
+        if results.values:
+            self.write(step, results.values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write metrics to every sink."""

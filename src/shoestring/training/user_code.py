@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shoestring.core.task import Loss, cross_entropy
+from shoestring.core.task import Collate, Forward, Loss, call_model, cross_entropy
 from shoestring.decode.harness.tasks import Tasks
 from shoestring.naming import Trust, harness_tasks, resolve
 from shoestring.report.trackers import TRACKERS, Opener
@@ -19,16 +20,24 @@ class UserCode:
 
     model: Trust
     """Who vouches for the code that `run.model` names."""
+    forward: Forward
+    """The function that `run.forward` names; by default the model is called on the inputs of a batch."""
+    collate: Collate | None
+    """The function that `run.collate` names; by default samples are stacked."""
     loss: Loss
     """The function that `run.loss` names; by default the cross-entropy."""
     evaluate: Callable[..., Any] | Tasks | None
     """The function or the tasks that `run.evaluate` names; None if the setting is empty."""
+    read_file: Callable[[Path], Any] | None
+    """The function that `run.read_file` names; None if the setting is empty."""
+    predict: Callable[..., Any] | None
+    """The function that `run.predict` names; None if the setting is empty."""
     sinks: Mapping[str, Opener]
     """Name of a sink in `run.sinks` -> function that opens the sink."""
 
 
 def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
-    """Import the functions that `run.loss`, `run.evaluate` and `run.sinks` name.
+    """Import the functions that keys of [run] name, but `run.model` and `run.data`.
 
     Args:
         skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the packages.
@@ -48,7 +57,11 @@ def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
     names = settings.sinks if "run.sinks" not in skip else ()
     return UserCode(
         model=run.trust("run.model"),
+        forward=import_one("run.forward", settings.forward) or call_model,
+        collate=import_one("run.collate", settings.collate),
         loss=import_one("run.loss", settings.loss) or cross_entropy,
         evaluate=import_one("run.evaluate", settings.evaluate),
+        read_file=import_one("run.read_file", settings.read_file),
+        predict=import_one("run.predict", settings.predict),
         sinks={name: TRACKERS.get(name) or import_one("run.sinks", name) for name in names},
     )

@@ -26,7 +26,14 @@ from shoestring.planning.system import free_memory
 from shoestring.run import Run
 from shoestring.training.build import check_loading, progress_of
 from shoestring.training.choices import within_budget
-from shoestring.training.data_loading import check_form, sample_bytes, sequence_of, with_sequence, with_steps
+from shoestring.training.data_loading import (
+    DataSets,
+    check_form,
+    sample_bytes,
+    sequence_of,
+    with_sequence,
+    with_steps,
+)
 from shoestring.training.evaluation import check_evaluations
 from shoestring.training.named_files import check_named_files
 from shoestring.training.preview import DataPreview, preview
@@ -57,14 +64,15 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
     run = completed if run.unread else within_budget(completed, world)
     check_form(run)
     with TemporaryDirectory(prefix="shoestring-check-") as folder:
-        seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder))
+        seen = DataPreview(None, {}) if "run.data" in run.unread else preview(run, Path(folder), workers)
         code = import_user_code(run, skip=run.unread)
         if seen.data:
-            run = replace(run, settings=with_steps(run.settings, seen.data))
+            data = replace(seen.data, collate=code.collate)
+            seen, run = replace(seen, data=data), replace(run, settings=with_steps(run.settings, data))
         job = _job(run, code, world, seen)
         sample = sample_bytes(seen.data.train[0]) if seen.data else 2 * 8 * run.data.sequence
         check_loading(job, run.settings, sample)
-        check_evaluations(run.settings, seen.data)
+        check_evaluations(run.settings, seen.data, code.evaluate)
         check_resume(run)
         known = "run.model" not in run.unread
         yield "order of application:"
@@ -77,7 +85,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
             yield from _left_out(run)
         else:
             micro = run.settings.batch // world.ranks_over(attachments_of(job).data_axes) // run.settings.accumulate
-            yield from _memory(job, micro, run)
+            yield from _memory(job, micro, run, seen.data)
         yield from occupied
 
 
@@ -93,7 +101,7 @@ def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
     settings = run.settings
     with torch.device("meta"):
         model = build_model(settings.model, run.model, seen.model_arguments, settings.seed, trust=code.model)
-    return compose(Job(model, loss=code.loss, progress=progress, world=world), run.features, dry=True)
+    return compose(Job(model, code.forward, code.loss, progress=progress, world=world), run.features, dry=True)
 
 
 def _left_out(run: Run) -> Iterator[str]:
@@ -110,7 +118,8 @@ def _parameters(job: Job) -> str:
     return f"parameters: {sum(p.numel() for p in attachments_of(job).parameters):,}{more}"
 
 
-def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
+def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[str]:
+    own = data if data is not None and data.corpus is None else None
     shape, accumulate = (micro, run.data.sequence), run.settings.accumulate
     try:
         with _muted("torch._subclasses.fake_tensor"):  # this logger prints a traceback, but the message below is enough
@@ -121,6 +130,8 @@ def _memory(job: Job, micro: int, run: Run) -> Iterator[str]:
                 shape,
                 ranks=job.world.size,
                 accumulate=accumulate,
+                forward=attachments_of(job).forward,
+                batch=own.first_batch(micro) if own else None,
             )
     except ShoestringError:  # a feature refuses the job, as it would in training
         raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,18 @@ from torch import Tensor, nn
 from shoestring import figures
 from shoestring import run as runs
 from shoestring.core.errors import CheckpointError, ConfigError
+from shoestring.core.task import Batch, Forward
 from shoestring.core.world import World
 from shoestring.data import Data
+from shoestring.data.loader import stacked
 from shoestring.data.together import prepare
 from shoestring.data.tokenizer import Tokenizer
 from shoestring.models import gguf, hf
 from shoestring.models.loading import load_model
 from shoestring.models.saving import source_folder
+from shoestring.training.data_loading import own_data, to_device
+from shoestring.training.named_files import is_own
+from shoestring.training.user_code import import_user_code
 from shoestring.verbs.settings import SampleText
 
 
@@ -67,6 +73,26 @@ def sample_text(model: str, source: Path, built: nn.Module, text: SampleText) ->
         corpus = prepare(data, folder, settings, world=World())
         spread = range(0, len(corpus.train), max(1, len(corpus.train) // samples))[:samples]
         return torch.stack([corpus.train[number]["inputs"] for number in spread])
+
+
+def own_batches(model: str, samples: int, batch: int, device: torch.device) -> tuple[list[Batch], Forward] | None:
+    """Batches of the training data of a run whose data set is the user's own, and the run's forward pass; None if
+    `model` is no such run.
+
+    Args:
+        samples: number of samples, which are spread over the data set. batch: number of samples in a batch.
+
+    Raises:
+        TrustError: the run folder names code, and the user has not declared that it is trusted.
+    """
+    if not (Path(model) / "run.toml").is_file() or not is_own(runs.look(model)):
+        return None
+    run = runs.load(model, trusted=False)
+    code, data = import_user_code(run, skip=("run.evaluate", "run.sinks")), own_data(run).train
+    length = len(cast(Sized, data))  # torch leaves `__len__` out of Dataset
+    spread = range(0, length, max(1, length // samples))[:samples]
+    parts = [[data[index] for index in spread[start : start + batch]] for start in range(0, len(spread), batch)]
+    return [to_device((code.collate or stacked)(part), device) for part in parts], code.forward
 
 
 def change_of_size(source: Path, out: Path) -> str:

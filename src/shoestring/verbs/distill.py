@@ -12,6 +12,7 @@ from torch import nn
 
 from shoestring import figures
 from shoestring.core.errors import ConfigError
+from shoestring.core.task import Forward, Repeated
 from shoestring.core.world import World
 from shoestring.data.loader import sweep
 from shoestring.decode import Distill
@@ -22,6 +23,7 @@ from shoestring.report.recorder import Recorder
 from shoestring.run import Run
 from shoestring.training.data_loading import DataSets, open_data, to_device
 from shoestring.training.loop import train
+from shoestring.training.user_code import import_user_code
 
 REFERENCE, DRAFT = "reference", "draft"
 HELD_OUT = 512
@@ -96,7 +98,8 @@ def _vouch(stage: Run, model: Path, world: World) -> None:
 def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, float]:
     """Acceptance of the model before training, of the reference and of the draft model, by name; empty without held-out
     text."""
-    data = open_data(last, world, folder)
+    code = world.agree(lambda: import_user_code(last, skip=("run.evaluate", "run.sinks")))
+    data = open_data(last, world, folder, code.collate)
     if data.held_out is None:
         return {}
     feature = next(feature for feature in last.features if isinstance(feature, Distill))
@@ -108,14 +111,15 @@ def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, f
     if feature.reference:
         models[REFERENCE] = open_model(feature.reference)
     models[DRAFT] = open_model(str(folder))
-    return {name: _accepted(model, teacher, data, last, world) for name, model in models.items()}
+    return {name: _accepted(model, teacher, data, code.forward, last, world) for name, model in models.items()}
 
 
-def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, run: Run, world: World) -> float:
+def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, forward: Forward, run: Run, world: World) -> float:
     """Acceptance over the held-out samples, which are divided among the ranks. Every rank must call this function."""
     assert data.held_out is not None
     batch = max(1, run.settings.batch // (world.size * run.settings.accumulate))
-    batches = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT)
-    own = acceptance(model.to(world.device), teacher, (to_device(samples, world.device) for samples in batches))
+    shares = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT, collate=data.collate)
+    batches = (to_device(samples, world.device) for samples in shares if not isinstance(samples, Repeated))
+    own = acceptance(model.to(world.device), teacher, batches, forward)
     totals, counts = zip(*(json.loads(message) for message in world.gather(json.dumps(own).encode())), strict=True)
     return sum(totals) / sum(counts)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shoestring import native
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import own_device
 from shoestring.data.chat_template import template_source
@@ -24,6 +25,7 @@ from shoestring.decode.settings import SKIP, Decoding, Generation, Sampling, Sam
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.plan import SkipPlan
 from shoestring.models import hf
+from shoestring.models.decoder_layers import LIBRARIES
 from shoestring.models.description import Description, describe_model
 from shoestring.models.loading import load_model
 
@@ -96,11 +98,13 @@ def open_described(source: str | Path) -> tuple[nn.Module, Tokenizer, Descriptio
     Raises:
         CheckpointError: `source` holds no model. ConfigError: the model has no tokenizer.
     """
+    if (device := own_device(0)).type == "cpu":
+        native.compile_ahead(*LIBRARIES)
     model, tokenizer = load_model(source)
     if tokenizer is None:
         hint = hf.tokenizer_hint(str(source).removeprefix(hf.PREFIX))
         raise ConfigError(f"`{source}` has no tokenizer.json", hint=hint)
-    return model.to(own_device(0)), tokenizer, describe_model(source, tokenizer, model)
+    return model.to(device), tokenizer, describe_model(source, tokenizer, model)
 
 
 def build_engine(

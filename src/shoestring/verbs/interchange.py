@@ -94,7 +94,7 @@ def read_origin(archive: Archive) -> ModelOrigin:
     trust = origin_trust(target, run.trust("run.model"))
     learnt = ends_learnt_in(archive.run, tokenizer) if tokenizer is not None else []
     beside = Beside(pretrained if pretrained.is_dir() else None, learnt)
-    return ModelOrigin(origin_of(target, run.model, offered), tokenizer, trust, beside)
+    return ModelOrigin(origin_of(target, run.model, offered, run.settings.project), tokenizer, trust, beside)
 
 
 def _export_model(archive: Archive, content: exports.Saved, to: Path) -> None:

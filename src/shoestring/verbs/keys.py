@@ -66,7 +66,13 @@ def keys_of(table: str, settings: type) -> list[RunKey]:
     """The keys of one table, without the keys of tables inside it."""
     texts, hints = help_texts(settings), get_type_hints(settings)
     return [
-        RunKey(table, field.name, describe(hints[field.name]), toml_of(field.default), texts.get(field.name, ""))
+        RunKey(
+            table,
+            field.name,
+            describe(hints[field.name]),
+            toml_of(field.default if field.default_factory is MISSING else field.default_factory()),
+            texts.get(field.name, ""),
+        )
         for field in fields(settings)
     ]
 
@@ -75,7 +81,7 @@ def toml_of(value: object) -> str:
     """A value as it is written in a run file; empty if a key has no default."""
     if value is MISSING:
         return ""
-    if is_dataclass(value):
+    if is_dataclass(value) or value == {}:
         return "{}"
     if isinstance(value, tuple | list) and not any(isinstance(item, Mapping) for item in value):
         return json.dumps(list(value), ensure_ascii=False)

@@ -67,7 +67,8 @@ def plan(run: Run, world: World, out: Path | None = None) -> PlannedRun:
     trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
     code = import_user_code(trial, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
-        data = open_data(trial, world, Path(run.settings.folder or Path("runs") / run.name))
+        folder = Path(run.settings.folder or Path("runs") / run.name)
+        data = open_data(trial, world, folder, code.collate)
         stack.callback(data.close)
         job = stack.enter_context(build_job(trial, code, world, data, stack.enter_context(Trace(rank=world.rank))))
         loader = build_loader(job, data, trial.settings, trial.data.workers)

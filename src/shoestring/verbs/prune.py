@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor
-
 from shoestring import figures, sparse
 from shoestring._torch import own_device
+from shoestring.core.task import Batch, call_model
 from shoestring.models.saving import save_like, save_packed
 from shoestring.sparse.oneshot import PruningResult
-from shoestring.verbs.conversion import change_of_size, check_new, described, open_source, sample_text
+from shoestring.verbs.conversion import change_of_size, check_new, described, open_source, own_batches, sample_text
 from shoestring.verbs.settings import OneShotPruning
 
 BATCH = 8  # number of samples in a forward pass
@@ -32,13 +31,18 @@ def prune(model: str, out: Path, settings: OneShotPruning | None = None) -> list
     settings = settings or OneShotPruning()
     check_new(out)
     source, built, _ = open_source(model)
-    batches: list[dict[str, Tensor]] = []
+    batches: list[Batch] = []
+    forward = call_model
     if settings.method == "wanda":
         device = own_device(0)
         built.to(device)
-        inputs = sample_text(model, source, built, settings.text)
-        batches = [{"inputs": batch} for batch in inputs.to(device).split(BATCH)]
-    result = sparse.prune(built, settings.layers, metric=settings.method, batches=batches)
+        own = None if settings.text.data else own_batches(model, settings.text.samples, BATCH, device)
+        if own is not None:
+            batches, forward = own
+        else:
+            inputs = sample_text(model, source, built, settings.text)
+            batches = [{"inputs": batch} for batch in inputs.to(device).split(BATCH)]
+    result = sparse.prune(built, settings.layers, metric=settings.method, batches=batches, forward=forward)
     built.cpu()
     why_others = "no pattern matches" if settings.layers else "outside of the blocks"
     lines = [*_described(result, settings.method, why_others)]

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from shoestring.core.errors import ConfigError
+
 ExportFormat = Literal["safetensors", "dcp", "hf"]
 ImportFormat = Literal["safetensors", "dcp"]
 
@@ -69,6 +71,22 @@ class SkipChoice:
     to the length of a sample."""
     text: SampleText = SampleText(samples=32)
     """Text on which the cost of skipping is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePrediction:
+    """Settings of the predictions for one's own files."""
+
+    pattern: str = "*"
+    """Names of the files to read, with the wildcards `*` and `?`, in the folder and in its subfolders."""
+    batch: int = 32
+    """Number of files in a forward pass; more are faster on a GPU and take more memory."""
+    best: bool = False
+    """Use the model in the folder `best` of the run in place of that of the last step."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"--batch is {self.batch}", hint="give at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ def vouch(path: Path) -> list[str]:
         except OSError as error:
             raise ConfigError(f"cannot remember `{trust.place}`: {error}") from error
         for name in trust.names:
-            files = source_files(name)
+            files = source_files(name, trust.project)
             more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
             lines.append(f"{trust.place} may run {name}: {files[0][0] if files else 'not found here'}{more}")
     return lines or [f"{path} names no code: it opens without your word"]

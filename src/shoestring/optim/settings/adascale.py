@@ -58,8 +58,14 @@ class AdaScale(Feature):
         """Raise ConfigError if gradients are inexact, because the errors would be measured as noise, or if ranks take
         local steps."""
         from shoestring._torch import has_hook
+        from shoestring.core.whole_batch import is_over_whole_batch
 
         apart = trains_apart(attachments)
+        if is_over_whole_batch(attachments):
+            raise ConfigError(
+                f"`{self.name}` compares gradients of parts of a batch, and the loss is over the whole batch",
+                hint=f"remove [{self.name}]",
+            )
         exchanges = [feature for feature in attachments.features if Seam.WIRE in feature.seams and feature.inexact]
         if self.consecutive:  # compares averaged gradients, where rounding is negligible
             exchanges = [feature for feature in exchanges if feature.inexact != "numbers"]

@@ -46,7 +46,8 @@ class Muon(Feature):
     """Whether replicas divide the matrices among them and send each other the steps: less arithmetic, more traffic.
     Ranks that hold shards of a matrix do so in any case."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
+    """Tables with `pattern`, `lr_scale`, `decay_scale` and `betas`, which adjust parameters by name; the first match
+    applies."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
@@ -57,7 +58,7 @@ class Muon(Feature):
         betas_below_one(self, self.betas)
         if self.iterations < 1:
             raise ConfigError(f"`{self.name}.iterations` must be at least 1, got {self.iterations}")
-        check_groups(self, self.groups, attachments)
+        check_groups(self, self.groups, attachments, betas=True)
         if not any(feature.adds_parameters for feature in attachments.features):  # they are added after the checks
             from shoestring.optim.muon import matrices_of
 

@@ -26,7 +26,8 @@ class AdamW(Feature):
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
+    """Tables with `pattern`, `lr_scale`, `decay_scale` and `betas`, which adjust parameters by name; the first match
+    applies."""
 
     seams: ClassVar = (Seam.OPTIM,)
 
@@ -34,7 +35,7 @@ class AdamW(Feature):
         positive(self, "lr", "eps")
         at_least_zero(self, "weight_decay")
         betas_below_one(self, self.betas)
-        check_groups(self, self.groups, attachments)
+        check_groups(self, self.groups, attachments, betas=True)
 
     def apply(self, attachments: Attachments, seam: Seam) -> None:
         import torch

@@ -1,0 +1,69 @@
+"""Pictures in files that somebody else may have made, read by Pillow as bytes of one or three channels."""
+
+from __future__ import annotations
+
+import warnings
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.storage import foreign
+
+_BYTES = 256 << 20
+"""Maximum size of a file."""
+_PIXELS = 100_000_000
+"""Maximum number of pixels; a file of a few kB may claim any number."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
+
+def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
+    """Read a picture as uint8 (channels, height, width), turned as its EXIF entry says.
+
+    Of 16 bits the upper 8 are kept, of several frames the first; what is transparent becomes white.
+
+    Raises:
+        DataError: the file cannot be read, is no picture of a known format (BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), is
+            damaged, or has too many pixels.
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError("reading pictures needs Pillow", hint='pip install "shoestring[pictures]"') from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged metadata, and of sizes, which are compared here
+            content = BytesIO(foreign.read_bytes(path, _BYTES))
+            picture = Image.open(content, formats=_FORMATS)  # own file: bytes that foreign.py has read
+            if picture.width * picture.height > _PIXELS:
+                raise ValueError(f"it has {picture.width:,} × {picture.height:,} pixels")
+            picture = ImageOps.exif_transpose(picture)
+            pixels = _pixels(picture, "L" if channels == 1 else "RGB")
+    except Exception as error:  # a damaged file may raise any error in a decoder
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0:1]
+        words = reason if isinstance(reason, str) else " ".join(reason)
+        raise DataError(f"`{path}` is no picture that can be read: {foreign.one_line(words)[:200]}") from error
+    tensor = torch.from_numpy(pixels.copy())
+    return tensor[None] if channels == 1 else tensor.permute(2, 0, 1).contiguous()
+
+
+def _pixels(picture: Any, mode: str) -> np.ndarray:
+    """The pixels of a Pillow image in a mode of bytes."""
+    from PIL import Image
+
+    if picture.mode.startswith("I"):  # whole numbers of 16 bits, which Pillow would clip at 255
+        values = np.asarray(picture).astype(np.int64)
+        picture = Image.fromarray(
+            (values >> 8 if values.max(initial=0) > 255 else values).clip(0, 255).astype(np.uint8)
+        )
+    elif picture.mode == "F":
+        raise ValueError("its pixels are real numbers")
+    elif picture.has_transparency_data:
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return np.asarray(picture.convert(mode))

@@ -1,0 +1,75 @@
+"""`shoestring recipes`: listing the installed recipes, and copying one to change it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from shoestring import recipes
+from shoestring.areas import AREAS
+from shoestring.core.errors import ConfigError, nearest
+from shoestring.storage import foreign
+from shoestring.storage.whole import write_atomic
+
+_TEXTS = (".py", ".toml")
+"""Suffixes of the files in which the recipe's package is named."""
+
+
+def list_recipes() -> Iterator[str]:
+    """For each installed recipe a line with its purpose and one with its areas and its time.
+
+    The purpose is the first comment of the run file, the time its second comment.
+    """
+    installed = recipes.find()
+    width = max(map(len, installed), default=0)
+    for name, recipe in installed.items():
+        comments = [line[1:].strip() for line in foreign.read_text(recipe.file).splitlines()[:2] if line[:1] == "#"]
+        areas = [area for area in AREAS if area in foreign.read_toml(recipe.file)]
+        yield f"{name:{width}}  {comments[0] if comments else ''}".rstrip()
+        facts = [", ".join(areas), *comments[1:]]
+        yield f"{'':{width}}  {'; '.join(filter(None, facts))}".rstrip()
+
+
+def copy(name: str, folder: Path) -> list[str]:
+    """Copy a recipe to a new folder: its run file, its README, and its code as a package that the run file names.
+
+    Returns:
+        Lines with the files, and how to train.
+
+    Raises:
+        ConfigError: there is no such recipe, or the folder is not empty or cannot be written.
+    """
+    installed = recipes.find()
+    if name not in installed:
+        raise ConfigError(f"there is no recipe `{name}`", hint=nearest(name, installed))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"`{folder}` is not empty", hint="name a new folder")
+    recipe, package = installed[name], _free_name(name)
+    lines = []
+    for source in sorted(recipe.file.parent.rglob("*")):
+        below = source.relative_to(recipe.file.parent)
+        if not source.is_file() or "__pycache__" in below.parts:
+            continue
+        target = folder / below if source.suffix != ".py" else folder / package / below
+        content = foreign.read_bytes(source)
+        if source.suffix in _TEXTS:
+            named = rf"(?<![\w.]){re.escape(recipe.package)}(?!\w)"
+            content = re.sub(named, package, content.decode()).encode()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, content)
+        except OSError as error:
+            raise ConfigError(f"cannot write `{target}`: {error.strerror}", hint="name another folder") from error
+        lines.append(str(target))
+    return [*lines, f"to train it: shoestring train {folder}"]
+
+
+def _free_name(recipe: str) -> str:
+    """A name for a recipe's package that no installed package has, because those are found first."""
+    name = re.sub(r"\W", "_", recipe, flags=re.ASCII)
+    name = name if name.isidentifier() else f"recipe_{name}"
+    while find_spec(name) is not None:
+        name = f"my_{name}"
+    return name

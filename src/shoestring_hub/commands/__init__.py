@@ -1,0 +1,1 @@
+"""The arguments of `shoestring hub`, and how its results are printed; imports neither torch nor Django."""

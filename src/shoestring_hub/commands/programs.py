@@ -1,0 +1,69 @@
+"""Arguments of `shoestring hub login`, `push` and `pull`."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from shoestring.commands.printing import say, say_lines
+
+
+@dataclass(frozen=True)
+class ChosenProject:
+    """The project of the hub that is meant."""
+
+    project: str = ""
+    """Name of the project, as `shoestring hub login` has printed it; defaults to that of the last login."""
+
+
+@dataclass(frozen=True)
+class LogIn:
+    """Arguments of `shoestring hub login`, which asks for the token, or reads it from standard input."""
+
+    address: Positional[str]
+    """Address of the hub, such as https://hub.example.org."""
+
+    def __call__(self) -> int:
+        from shoestring_hub.client.logins import log_in
+
+        token = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline(1000)
+        say(log_in(self.address, token.strip()))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(ChosenProject):
+    """Arguments of `shoestring hub push`."""
+
+    folder: Positional[Path]
+    """Folder of the run to send, such as runs/quickstart."""
+    checkpoints: bool = False
+    """Whether to send checkpoints as well, from which training resumes after `shoestring hub pull`."""
+
+    def __call__(self) -> int:
+        from shoestring_hub.client.push import push
+
+        outcome = push(self.folder, project=self.project, checkpoints=self.checkpoints)
+        say_lines(outcome.lines)
+        return 1 if outcome.left_out else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull(ChosenProject):
+    """Arguments of `shoestring hub pull`."""
+
+    run: Positional[int]
+    """Number of the run, as its page on the hub shows it."""
+    folder: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Folder to write; defaults to a folder of the run's name in `runs/`. A pull that broke off continues in it."""
+
+    def __call__(self) -> int:
+        from shoestring_hub.client.pull import pull
+
+        say_lines(pull(self.run, self.folder, project=self.project))
+        return 0

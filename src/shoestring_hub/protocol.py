@@ -1,0 +1,51 @@
+"""What the client and the server of the hub agree on: sizes, limits, and which paths a run folder may have.
+
+A file travels as chunks of `CHUNK` bytes, each named by its SHA-256, so a push that broke off continues with the chunks
+that are missing, and chunks may arrive twice and in any order. `metrics.jsonl` grows while a run trains and is
+rewritten when the run resumes, so it travels as a log: a request replaces all bytes from `at` on, and is carried out
+only if the hub still has the size and the attempt that the client has seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import PurePosixPath
+
+CHUNK = 4 << 20
+"""Size of the chunks of a file, in bytes; the last one may be shorter."""
+LOG = "metrics.jsonl"
+"""Name of the file that travels as a log."""
+LOG_PART = 1 << 20
+"""Maximum number of bytes of a log in one request."""
+BATCH = 32 << 20
+"""Approximate number of bytes of files that are read, sent and committed together."""
+PATH_LIMIT = 1000
+"""Maximum length of a path inside a run folder, in characters."""
+FILES_LIMIT = 10_000
+"""Maximum number of files of a run."""
+CHECKPOINTS = "checkpoints/"
+"""Folder of a run that is sent only when asked for."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+KEY = re.compile(r"[0-9a-f]{32}")
+"""Form of a run's key, which the client draws at the first push and keeps in the run folder."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The name of a chunk: SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def fault_of_path(path: str) -> str:
+    """Why a path cannot be that of a file in a run folder; empty if it can."""
+    if len(path) > PATH_LIMIT:
+        return f"it has more than {PATH_LIMIT} characters"
+    if _CONTROL.search(path):
+        return "it holds control characters, or bytes that are not UTF-8"
+    parts = path.split("/")
+    if path != PurePosixPath(path).as_posix() or path.startswith("/") or not {"", ".", ".."}.isdisjoint(parts):
+        return "it is not a path below the run folder"
+    if any(len(part.encode()) > 255 for part in parts):
+        return "it has a name of more than 255 bytes"
+    return ""

@@ -1,0 +1,187 @@
+"""Who may do what: every route has one rule, checked here before its view runs.
+
+A person without a role in a project gets the same answer as for a project that does not exist. A role is read at every
+request, so whoever loses it, is deactivated or has a token revoked loses access at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from typing import Any
+
+from django.contrib.auth.views import redirect_to_login
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed, JsonResponse, QueryDict
+from django.shortcuts import render
+from django.urls import URLPattern, path
+from django.utils import timezone
+from django.views.decorators.csrf import csrf_exempt
+
+from shoestring.core.errors import ShoestringError
+from shoestring_hub.server.models import (
+    NAME,
+    AuditEvent,
+    HubRun,
+    Member,
+    Person,
+    Project,
+    Role,
+    Token,
+    digest_of,
+)
+
+
+class AccessRule(Enum):
+    """Who may use a route."""
+
+    PUBLIC = "everybody"
+    PERSON = "whoever is signed in"
+    READER = Role.READER
+    WRITER = Role.WRITER
+    OWNER = Role.OWNER
+    TOKEN = "programs with a token"
+    TOKEN_READ = "programs with a token that may read"
+    TOKEN_WRITE = "programs with a token of a writer"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a request may use: set by the rule of its route."""
+
+    person: Person
+    project: Project
+    role: Role
+    run: HubRun | None = None
+    token: Token | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether the person may change runs; for templates."""
+        return self.role >= Role.WRITER
+
+    @property
+    def owns(self) -> bool:
+        """Whether the person may change the project; for templates."""
+        return self.role >= Role.OWNER
+
+
+class RefusedError(Exception):
+    """The answer to a program's request that is refused: a status, what is wrong, and facts by which to continue."""
+
+    def __init__(self, status: int, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.status, self.facts = status, facts
+
+
+View = Callable[..., HttpResponse]
+
+
+def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPattern:
+    """A route with its rule; there is no other way to make one. Its name is the view's.
+
+    The arguments `project` (a slug) and `run` (its number) of the pattern are looked up here; the view finds what they
+    name in `access_of(request)`, and gets the other arguments.
+    """
+    methods = methods or ("GET",)
+    guard = _guard_program if rule in (AccessRule.TOKEN, AccessRule.TOKEN_READ, AccessRule.TOKEN_WRITE) else _guard_page
+    guarded = guard(view, rule, {*methods, "HEAD"} if "GET" in methods else set(methods))
+    guarded.rule, guarded.methods = rule, methods  # type: ignore[attr-defined]
+    return path(pattern, guarded, name=view.__name__)
+
+
+def access_of(request: HttpRequest) -> Access:
+    """What the route's rule found for this request."""
+    return request.access  # type: ignore[attr-defined]
+
+
+def text_of(fields: QueryDict, name: str, limit: int) -> str:
+    """A text that somebody has sent; without the character that PostgreSQL cannot store, and cut at a length."""
+    return fields.get(name, "").replace("\0", "")[:limit]
+
+
+def run_of(request: HttpRequest) -> HubRun:
+    """The run of the request's route."""
+    run = access_of(request).run
+    assert run is not None
+    return run
+
+
+def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
+    @wraps(view)
+    def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
+        if request.method not in methods:
+            return HttpResponseNotAllowed(sorted(methods))
+        if "\0" in request.path:
+            raise Http404
+        if rule is AccessRule.PUBLIC:
+            return view(request, **names)
+        if not request.user.is_authenticated:
+            return redirect_to_login(request.get_full_path())
+        if rule is not AccessRule.PERSON:
+            access = _access_of_person(request.user, names.pop("project"), names.pop("run", None))
+            if access.role < rule.value:
+                return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)
+            request.access = access
+        response = view(request, **names)
+        if request.method == "POST" and response.status_code < 400:
+            note(view.__name__, request.user.username, request.path, getattr(request, "access", None))
+        return response
+
+    return guarded
+
+
+def note(act: str, person: str, path: str, access: Access | None = None) -> None:
+    """Record that somebody has done something, or tried to."""
+    AuditEvent.objects.create(
+        act=act, person=person.replace("\0", "")[:150], path=path[:NAME], project=access.project if access else None
+    )
+
+
+def _guard_program(view: View, rule: AccessRule, methods: set[str]) -> Any:
+    @csrf_exempt  # a token is not a cookie: no other site can make a browser send it
+    @wraps(view)
+    def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
+        try:
+            if request.method not in methods:
+                raise RefusedError(405, "this address has no such method")
+            request.access = _access_of_token(request, rule)
+            return view(request, **names)
+        except RefusedError as error:
+            return JsonResponse({"error": str(error)} | error.facts, status=error.status)
+        except ShoestringError as error:
+            return JsonResponse({"error": error.parts()[1]}, status=400)
+
+    return guarded
+
+
+def _access_of_person(person: Any, slug: str, number: int | None) -> Access:
+    member = Member.objects.select_related("project").filter(person=person, project__slug=slug).first()
+    if member is None:
+        raise Http404
+    run = None
+    if number is not None:
+        run = HubRun.objects.filter(project=member.project, number=number).select_related("person", "project").first()
+        if run is None or (run.deleted and member.role < Role.WRITER):
+            raise Http404
+    return Access(person, member.project, Role(member.role), run)
+
+
+def _access_of_token(request: HttpRequest, rule: AccessRule) -> Access:
+    scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+    token = Token.objects.select_related("person", "project").filter(digest=digest_of(secret)).first()
+    role = None
+    if scheme == "Bearer" and token and token.person.is_active:
+        held = Member.objects.filter(person=token.person, project=token.project).first()
+        role = Role(held.role) if held else None
+    if token is None or role is None:
+        raise RefusedError(401, "the token is not valid: it was revoked, or its person has no role in the project")
+    if rule is AccessRule.TOKEN_WRITE and role < Role.WRITER:
+        raise RefusedError(403, "the person of this token may only read in this project")
+    if rule is AccessRule.TOKEN_READ and token.write_only:
+        raise RefusedError(403, "this token may only write")
+    now = timezone.now()
+    if token.used is None or (now - token.used).total_seconds() > 60:  # not a write for each request
+        Token.objects.filter(pk=token.pk).update(used=now)
+    return Access(token.person, token.project, role, token=token)

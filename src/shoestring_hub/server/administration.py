@@ -1,0 +1,85 @@
+"""What administrators do on the hub's machine: people, cleaning, and checks. Web pages have no administrators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoestring.core.errors import ConfigError
+from shoestring_hub.server.configure import Place, configure
+from shoestring_hub.server.serve import prepare
+
+
+def add_person(place: Place, name: str) -> list[str]:
+    """Make a person if there is none of this name, and a link by which the person sets a password.
+
+    Raises:
+        ConfigError: the name is malformed.
+    """
+    configure(place)
+    prepare()
+    from django.contrib.auth.tokens import default_token_generator
+    from django.core.exceptions import ValidationError
+    from django.urls import reverse
+    from django.utils.encoding import force_bytes
+    from django.utils.http import urlsafe_base64_encode
+
+    from shoestring_hub.server.models import Person
+
+    person = Person.objects.filter(username=name).first()
+    if person is None:
+        person = Person(username=name)
+        person.set_unusable_password()
+        try:
+            person.full_clean(exclude=["password"])
+        except ValidationError as error:
+            raise ConfigError(f"`{name}` cannot be a name: {' '.join(error.messages)}") from error
+    person.is_active = True
+    person.save()
+    names = {
+        "uidb64": urlsafe_base64_encode(force_bytes(person.pk)),
+        "token": default_token_generator.make_token(person),
+    }
+    start = f"https://{place.name}" if place.name else "http://127.0.0.1:8000"
+    return [f"{name} sets a password here, once:", f"{start}{reverse('reset_password', kwargs=names)}"]
+
+
+def deactivate(place: Place, name: str) -> str:
+    """End all access of a person at once: sessions, tokens and pages. The person's runs stay.
+
+    Raises:
+        ConfigError: there is no such person.
+    """
+    configure(place)
+    from shoestring_hub.server.models import Person, Token
+
+    person = Person.objects.filter(username=name).first()
+    if person is None:
+        raise ConfigError(f"there is no person `{name}`")
+    Person.objects.filter(pk=person.pk).update(is_active=False)
+    removed, _ = Token.objects.filter(person=person).delete()
+    return f"{name} is deactivated; {removed} tokens and what they had deposited were removed"
+
+
+def clean(place: Place) -> str:
+    """Remove runs that were deleted longer than the grace period ago, unused chunks, and sessions that have expired."""
+    configure(place)
+    from django.core.management import call_command
+    from django.utils import timezone
+
+    from shoestring_hub.server import chunks
+    from shoestring_hub.server.models import GRACE, HubRun
+
+    old: Any = HubRun.objects.filter(deleted__lt=timezone.now() - GRACE)
+    count = old.count()
+    old.delete()
+    removed = chunks.remove_unused()
+    call_command("clearsessions")
+    return f"removed {count} deleted runs and {removed} chunks that no run has"
+
+
+def check(place: Place) -> list[str]:
+    """What Django's `check --deploy` objects to in the settings of a hub; empty if it objects to nothing."""
+    configure(place)
+    from django.core.checks import run_checks
+
+    return [f"{message.id}: {message.msg}" for message in run_checks(include_deployment_checks=True)]

@@ -1,0 +1,173 @@
+"""What programs with a token ask the hub, by JSON and plain bytes; `client/connection.py` is the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.urls import URLPattern
+
+from shoestring.core.errors import ShoestringError
+from shoestring.storage import foreign
+from shoestring.storage.fields import Fields
+from shoestring_hub.protocol import CHUNK, DIGEST, KEY, LOG_PART, digest
+from shoestring_hub.server import chunks, logs, runs
+from shoestring_hub.server.access import AccessRule, RefusedError, access_of, route
+from shoestring_hub.server.models import Deposit, File, HubRun
+
+ASKED = 5000
+"""Maximum number of chunks in one question, and of files in one commit."""
+
+
+def whoami(request: HttpRequest) -> HttpResponse:
+    """What the token is for."""
+    access = access_of(request)
+    assert access.token is not None
+    facts = {"person": access.person.username, "project": access.project.slug, "role": access.role.label}
+    return JsonResponse(facts | {"write_only": access.token.write_only, "machine": access.token.machine})
+
+
+def open_run(request: HttpRequest, key: str) -> HttpResponse:
+    """Find or make a run, begin an attempt if asked to, and describe its log."""
+    fields, access = _body(request), access_of(request)
+    if not KEY.fullmatch(key):
+        raise RefusedError(400, "a run's key has 32 hexadecimal digits")
+    run = runs.open_run(access, key, fields.text("name", "run"))
+    if fields.flag("begin", False):
+        run = logs.begin(run)
+    return JsonResponse(logs.describe(run) | {"number": run.number, "page": _page(run)})
+
+
+def splice_log(request: HttpRequest, key: str) -> HttpResponse:
+    """Replace the end of a run's log by the body."""
+    try:
+        at, have, attempt = (int(request.GET[name]) for name in ("at", "have", "attempt"))
+    except (KeyError, ValueError) as error:
+        raise RefusedError(400, "`at`, `have` and `attempt` must be whole numbers") from error
+    data = _bytes(request, LOG_PART)
+    return JsonResponse({"size": logs.splice(_own_run(request, key), data, at=at, have=have, attempt=attempt)})
+
+
+def missing_chunks(request: HttpRequest) -> HttpResponse:
+    """Which of these chunks the project does not have; a token that only writes is told of its own chunks alone."""
+    access, asked = access_of(request), _digests(_body(request).get("digests"))
+    token = access.token
+    if token is not None and token.write_only:
+        asked_of = set(Deposit.objects.filter(token=token, digest__in=asked).values_list("digest", flat=True))
+    else:
+        asked_of = set(asked)
+    there = {name for name in asked_of if chunks.touch(access.project.pk, name)}
+    return JsonResponse({"missing": [name for name in asked if name not in there]})
+
+
+def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
+    """Store a chunk, if its name is the digest of its bytes."""
+    access, data = access_of(request), _bytes(request, CHUNK)
+    if digest(data) != digest_:
+        raise RefusedError(400, "the bytes do not have this digest")
+    try:
+        chunks.put(access.project.pk, digest_, data)
+    except OSError as error:
+        raise RefusedError(507, f"the hub cannot store more: {error.strerror}") from error
+    if access.token is not None and access.token.write_only:
+        Deposit.objects.get_or_create(token=access.token, digest=digest_)
+    return JsonResponse({"size": len(data)})
+
+
+def commit_files(request: HttpRequest, key: str) -> HttpResponse:
+    """Set files of a run, all or none; 409 with the chunks that the project lacks."""
+    run, access = _own_run(request, key), access_of(request)
+    files = _body(request).tables("files")[:ASKED]
+    token = access.token
+    if token is not None and token.write_only:  # else naming a chunk would tell whether the project has it
+        named = {name for file in files if isinstance(file.get("chunks"), list) for name in file["chunks"]}
+        own = set(Deposit.objects.filter(token=token, digest__in=named).values_list("digest", flat=True))
+        if named - own:
+            raise RefusedError(409, "chunks are missing", missing=sorted(map(str, named - own)))
+    if missing := runs.commit(run, files):
+        raise RefusedError(409, "chunks are missing", missing=missing)
+    return JsonResponse({"files": len(files)})
+
+
+def keep_only(request: HttpRequest, key: str) -> HttpResponse:
+    """Remove the files of a run that its folder no longer has."""
+    run, fields = _own_run(request, key), _body(request)
+    runs.keep_only(run, fields.texts("paths"), checkpoints=fields.flag("checkpoints", False))
+    return JsonResponse({})
+
+
+def list_files(request: HttpRequest, number: int) -> HttpResponse:
+    """The files of a run with their chunks, and its log with its segments."""
+    run = _run_to_read(request, number)
+    files = File.objects.filter(run=run).order_by("path").values("path", "size", "chunks")
+    return JsonResponse({"name": run.name, "key": run.key, "files": list(files), "log": logs.describe(run)})
+
+
+def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
+    """The bytes of one chunk of a file of a run; asked by a body, because a path may be longer than an address."""
+    run, fields = _run_to_read(request, number), _body(request)
+    file = File.objects.filter(run=run, path=fields.text("path").replace("\0", "")).first()
+    if file is None or fields.count("chunk", least=0) >= len(file.chunks):
+        raise RefusedError(404, "the run has no such chunk")
+    data = chunks.read(run.project_id, file.chunks[fields.count("chunk", least=0)])
+    return HttpResponse(data, content_type="application/octet-stream")
+
+
+def get_log(request: HttpRequest, number: int) -> HttpResponse:
+    """The bytes of a run's log."""
+    return StreamingHttpResponse(logs.read(_run_to_read(request, number)), content_type="application/octet-stream")
+
+
+def _own_run(request: HttpRequest, key: str) -> HubRun:
+    access = access_of(request)
+    run = HubRun.objects.filter(project=access.project, key=key).first()
+    if run is None:
+        raise RefusedError(404, "the project has no such run")
+    runs.check_run(access, run)
+    return run
+
+
+def _run_to_read(request: HttpRequest, number: int) -> HubRun:
+    run = HubRun.objects.filter(project=access_of(request).project, number=number, deleted=None).first()
+    if run is None:
+        raise RefusedError(404, "the project has no such run")
+    return run
+
+
+def _page(run: HubRun) -> str:
+    return f"/{run.project.slug}/runs/{run.number}"
+
+
+def _bytes(request: HttpRequest, limit: int) -> bytes:
+    data = request.read(limit + 1)
+    if len(data) > limit:
+        raise RefusedError(413, f"the body has more than {limit:,} bytes")
+    return data
+
+
+def _body(request: HttpRequest) -> Fields:
+    try:
+        return Fields(foreign.parse_json(_bytes(request, 8 << 20) or b"{}"), "the body", ShoestringError)
+    except ValueError as error:
+        raise RefusedError(400, f"the body is not JSON: {error}") from error
+
+
+def _digests(value: Any) -> list[str]:
+    names: Iterable[Any] = value if isinstance(value, list) else ()
+    return [name for name in islice(names, ASKED) if isinstance(name, str) and DIGEST.fullmatch(name)]
+
+
+ROUTES: list[URLPattern] = [
+    route("api/whoami", whoami, AccessRule.TOKEN),
+    route("api/chunks/missing", missing_chunks, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/chunks/<str:digest_>", put_chunk, AccessRule.TOKEN_WRITE, "PUT"),
+    route("api/own/<str:key>", open_run, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/own/<str:key>/log", splice_log, AccessRule.TOKEN_WRITE, "PUT"),
+    route("api/own/<str:key>/files", commit_files, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/own/<str:key>/keep", keep_only, AccessRule.TOKEN_WRITE, "POST"),
+    route("api/runs/<int:number>", list_files, AccessRule.TOKEN_READ),
+    route("api/runs/<int:number>/chunk", get_chunk, AccessRule.TOKEN_READ, "POST"),
+    route("api/runs/<int:number>/log", get_log, AccessRule.TOKEN_READ),
+]

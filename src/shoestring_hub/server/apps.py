@@ -1,0 +1,11 @@
+"""Registers the hub's tables with Django."""
+
+from django.apps import AppConfig
+
+
+class HubConfig(AppConfig):
+    """The one application of the project; `label` is the prefix of its tables."""
+
+    name = "shoestring_hub.server"
+    label = "hub"
+    default_auto_field = "django.db.models.BigAutoField"

@@ -1,0 +1,114 @@
+"""Backup and restore of a hub: its rows as JSON, which either database reads, its key, and its chunks.
+
+Chunks never change, so a backup copies only those that it lacks. The rows are read first, in one transaction: chunks
+that come later are in no row of the backup, and chunks that rows name are not removed within a day.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from shoestring import figures
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.storage import foreign
+from shoestring.storage.guarded import private_folder
+from shoestring.storage.whole import put_aside, write_atomic
+from shoestring_hub.protocol import CHUNK, digest
+from shoestring_hub.server.configure import Place, configure
+from shoestring_hub.server.serve import prepare
+
+ROWS, KEY = "rows.jsonl", "secret.key"
+
+
+def back_up(place: Place, to: Path) -> str:
+    """Copy a hub to a folder while it serves.
+
+    Raises:
+        ConfigError: there is no hub.
+        OSError: the folder cannot be written; a former backup in it stays whole.
+    """
+    if not (place.folder / KEY).is_file():
+        raise ConfigError(f"there is no hub in {place.folder}")
+    configure(place)
+    prepare()
+    from django.core import serializers
+    from django.db import transaction
+
+    to = private_folder(to.resolve().parent, to.name)
+    with transaction.atomic(), put_aside(to / ROWS) as file:
+        for model in _models():
+            rows = model.objects.order_by("pk").iterator(chunk_size=200)
+            for text in (serializers.serialize("jsonl", [row]) for row in rows):
+                file.write(text.encode())
+    copied = 0
+    for path in sorted(place.chunks.glob("*/*/*")):
+        target = to / "chunks" / path.relative_to(place.chunks)
+        if not target.exists() and not path.name.startswith("."):
+            write_atomic(target, foreign.read_bytes(path, CHUNK))
+            copied += path.stat().st_size
+    shutil.copyfile(place.folder / KEY, to / KEY)  # own file: serve wrote it
+    (to / KEY).chmod(0o600)
+    return f"{to}: all rows, and {figures.size(copied)} of new chunks"
+
+
+def restore(backup: Path, place: Place) -> str:
+    """Make a hub in an empty folder, and in an empty database, from a backup.
+
+    Raises:
+        ConfigError: there is no backup, or the hub is not empty.
+        DataError: the backup is damaged: rows cannot be read, or chunks are missing or have other bytes.
+    """
+    if not (backup / ROWS).is_file():
+        raise ConfigError(f"there is no backup in {backup}")
+    if place.folder.exists() and any(place.folder.iterdir()):
+        raise ConfigError(f"`{place.folder}` is not empty", hint="restore to a new folder")
+    private_folder(place.folder.resolve().parent, place.folder.name)
+    write_atomic(place.folder / KEY, foreign.read_bytes(backup / KEY, 1000))
+    (place.folder / KEY).chmod(0o600)
+    configure(place)
+    prepare()
+    from django.core import serializers
+    from django.core.management import call_command
+    from django.core.management.color import no_style
+    from django.db import connection, transaction
+
+    from shoestring_hub.server.models import File, Person
+
+    if Person.objects.exists():
+        raise ConfigError("the database is not empty", hint="name another one with --database")
+    with transaction.atomic():
+        for number, line in enumerate(foreign.read_lines(backup / ROWS), 1):
+            try:
+                for row in serializers.deserialize("jsonl", line.decode()):
+                    row.save()
+            except (serializers.base.DeserializationError, ValueError) as error:
+                raise DataError(f"{backup / ROWS}: line {number} is damaged: {error}") from error
+        for statement in connection.ops.sequence_reset_sql(no_style(), _models()):
+            connection.cursor().execute(statement)
+    count = _copy_chunks(backup, place)
+    for project, named in File.objects.values_list("run__project", "chunks").iterator():
+        for name in named:
+            if not (place.chunks / str(project) / name[:2] / name).is_file():
+                raise DataError(f"the backup lacks the chunk {name}")
+    call_command("clearsessions")
+    return f"{place.folder}: all rows and {count} chunks, each of them checked"
+
+
+def _copy_chunks(backup: Path, place: Place) -> int:
+    count = 0
+    for path in sorted((backup / "chunks").glob("*/*/*")):
+        data = foreign.read_bytes(path, CHUNK)
+        if digest(data) != path.name:
+            raise DataError(f"`{path}` is damaged: its bytes do not have the digest that names it")
+        write_atomic(place.chunks / path.relative_to(backup / "chunks"), data)
+        count += 1
+    return count
+
+
+def _models() -> list[type]:
+    """The tables in an order in which rows refer to earlier ones only."""
+    from shoestring_hub.server import models
+
+    names = ("Person", "Project", "Member", "Invitation", "Token", "Deposit", "HubRun", "Tag", "File", "Segment")
+    return [getattr(models, name) for name in (*names, "ValueKey", "Points", "RunValue", "AuditEvent")]

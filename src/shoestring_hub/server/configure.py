@@ -1,0 +1,172 @@
+"""Sets Django up for a hub's folder. Settings follow from the arguments alone; none comes from the environment."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from shoestring.core.errors import ConfigError, ShoestringError
+from shoestring.storage.guarded import private_folder, read_regular
+from shoestring.storage.whole import write_atomic
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+DAYS_SIGNED_IN = 14
+_PARTS = {name: Path(str(resources.files(name))) for name in ("shoestring.report", "shoestring_hub.server")}
+STATIC = (_PARTS["shoestring.report"] / "web", _PARTS["shoestring_hub.server"] / "static")
+"""Folders of scripts and styles: those of reports, which draw the charts here too, and the hub's own."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A hub: the folder of its files, its database, and the name by which browsers reach it."""
+
+    folder: Path
+    database: str = ""
+    """URL of a PostgreSQL database; empty for SQLite in the folder."""
+    name: str = ""
+    """Name of the host, if the hub is reached by TLS; empty if it is reached on this machine only."""
+
+    @property
+    def chunks(self) -> Path:
+        """Folder of the chunks of all projects."""
+        return self.folder / "chunks"
+
+
+def configure(place: Place) -> None:
+    """Set Django up; once in a process, before any module of the server but this one is imported.
+
+    Raises:
+        ConfigError: Django is not installed, or the URL of the database is malformed.
+    """
+    try:
+        import django
+        from django.conf import settings
+    except ImportError as error:
+        raise ConfigError(f"the hub needs Django ({error})", hint='pip install "shoestring[hub]"') from error
+    private_folder(place.folder.parent.resolve(), place.folder.name)
+    settings.configure(**django_settings(place))
+    django.setup()
+
+
+def django_settings(place: Place) -> dict[str, Any]:
+    """Django's settings. Cookies are for TLS only and browsers are told to use TLS only where `place` has a name."""
+    tls = bool(place.name)
+    server = "shoestring_hub.server"
+    return {
+        "HUB": place,
+        "SECRET_KEY": _secret_key(place.folder / "secret.key"),
+        "DEBUG": False,
+        "ALLOWED_HOSTS": [place.name] if tls else list(LOOPBACK),
+        "INSTALLED_APPS": [
+            "django.contrib.auth",
+            "django.contrib.contenttypes",
+            "django.contrib.sessions",
+            "django.contrib.staticfiles",
+            f"{server}.apps.HubConfig",
+        ],
+        "MIDDLEWARE": [
+            "django.middleware.security.SecurityMiddleware",
+            "whitenoise.middleware.WhiteNoiseMiddleware",
+            f"{server}.policy.ContentSecurityPolicy",
+            "django.contrib.sessions.middleware.SessionMiddleware",
+            "django.middleware.csrf.CsrfViewMiddleware",
+            "django.contrib.auth.middleware.AuthenticationMiddleware",
+            "django.middleware.clickjacking.XFrameOptionsMiddleware",
+        ],
+        "ROOT_URLCONF": f"{server}.urls",
+        "TEMPLATES": [
+            {
+                "BACKEND": "django.template.backends.django.DjangoTemplates",
+                "APP_DIRS": True,
+                "OPTIONS": {
+                    "context_processors": ["django.template.context_processors.request"],
+                    "builtins": [f"{server}.pages.filters"],
+                },
+            }
+        ],
+        "DATABASES": {"default": _database(place)},
+        "AUTH_USER_MODEL": "hub.Person",
+        "AUTH_PASSWORD_VALIDATORS": [
+            {"NAME": f"django.contrib.auth.password_validation.{rule}"}
+            for rule in ("UserAttributeSimilarityValidator", "MinimumLengthValidator", "CommonPasswordValidator")
+        ],
+        "LOGIN_URL": "/sign-in",
+        "SESSION_COOKIE_AGE": DAYS_SIGNED_IN * 24 * 3600,
+        "SESSION_COOKIE_SECURE": tls,
+        "CSRF_COOKIE_SECURE": tls,
+        "CSRF_COOKIE_HTTPONLY": True,
+        "CSRF_TRUSTED_ORIGINS": [f"https://{place.name}"] if tls else [],
+        "SECURE_HSTS_SECONDS": 31_536_000 if tls else 0,
+        "SECURE_HSTS_INCLUDE_SUBDOMAINS": tls,
+        "SECURE_HSTS_PRELOAD": tls,
+        "SECURE_SSL_REDIRECT": tls,
+        "SECURE_PROXY_SSL_HEADER": ("HTTP_X_FORWARDED_PROTO", "https") if tls else None,
+        "SECURE_REFERRER_POLICY": "same-origin",
+        "X_FRAME_OPTIONS": "DENY",
+        "STATIC_URL": "/static/",
+        "STATIC_ROOT": place.folder / "static",
+        "STATICFILES_DIRS": STATIC,
+        "STORAGES": {
+            "default": {"BACKEND": "django.core.files.storage.FileSystemStorage"},
+            "staticfiles": {"BACKEND": "whitenoise.storage.CompressedManifestStaticFilesStorage"},
+        },
+        "USE_TZ": True,
+        "TIME_ZONE": "UTC",
+        "USE_I18N": False,
+        "DATA_UPLOAD_MAX_MEMORY_SIZE": 8 << 20,
+        "DATA_UPLOAD_MAX_NUMBER_FIELDS": 200,
+        "LOGGING": {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "handlers": {"console": {"class": "logging.StreamHandler"}},
+            "loggers": {
+                "django": {"handlers": ["console"], "level": "WARNING"},
+                "django.request": {"level": "ERROR"},  # refusals are ordinary
+            },
+        },
+    }
+
+
+def _secret_key(path: Path) -> str:
+    """The key that signs sessions, drawn at the first start."""
+    if not path.exists():
+        write_atomic(path, secrets.token_urlsafe(64).encode())
+        path.chmod(0o600)
+    try:
+        return read_regular(path, 1000, private=True).decode()
+    except (OSError, ValueError) as error:
+        raise ShoestringError(f"cannot read `{path}`: {error}", hint="only its owner may write to it") from error
+
+
+def _database(place: Place) -> dict[str, Any]:
+    if not place.database:
+        return {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": place.folder / "hub.sqlite3",
+            "OPTIONS": {
+                # Writers wait for each other from the start of a transaction, instead of failing in its middle.
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 30,
+                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA cache_size=-65536",
+            },
+        }
+    url = urlsplit(place.database)
+    if url.scheme not in ("postgresql", "postgres") or not url.path.strip("/"):
+        hint = "postgresql://USER:PASSWORD@HOST/NAME"
+        raise ConfigError("`--database` is not the URL of a PostgreSQL database", hint=hint)
+    query = dict(parse_qsl(url.query))
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": unquote(url.path.strip("/")),
+        "USER": unquote(url.username or ""),
+        "PASSWORD": unquote(url.password or ""),
+        "HOST": query.pop("host", None) or url.hostname or "",
+        "PORT": url.port or "",
+        "CONN_MAX_AGE": 60,
+        "CONN_HEALTH_CHECKS": True,
+        "OPTIONS": query,
+    }

@@ -1,0 +1,214 @@
+"""The hub's tables. Chunks of files are not in the database: they lie in the folder of their project (`chunks.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import timedelta
+
+from django.contrib.auth.models import AbstractUser
+from django.db import models
+from django.utils import timezone
+
+from shoestring_hub.protocol import PATH_LIMIT
+
+NAME = 200
+"""Maximum length of names, in characters; longer names of runs are cut."""
+TEXT = 500
+"""Maximum length of a value in the table of runs, in characters; longer values are cut."""
+INVITED_FOR = timedelta(days=7)
+GRACE = timedelta(days=30)
+"""Time for which a deleted run can be restored."""
+
+
+class Role(models.IntegerChoices):
+    """What a person may do in a project; each role may do all that the one before may."""
+
+    READER = 1, "reader"
+    WRITER = 2, "writer"
+    OWNER = 3, "owner"
+
+
+class Person(AbstractUser):
+    """Somebody who can sign in. Deactivating a person ends all access at once; the person's runs stay."""
+
+
+class Project(models.Model):
+    """A set of runs and the people who may see them; nobody else learns that it exists."""
+
+    slug = models.SlugField(max_length=60, unique=True)
+    notes = models.TextField(blank=True, max_length=50_000)
+    created = models.DateTimeField(default=timezone.now)
+    people = models.ManyToManyField(Person, through="Member", related_name="projects")
+
+
+class Member(models.Model):
+    """The role of a person in a project."""
+
+    project = models.ForeignKey(Project, models.CASCADE, related_name="memberships")
+    person = models.ForeignKey(Person, models.CASCADE, related_name="memberships")
+    role = models.PositiveSmallIntegerField(choices=Role)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["project", "person"], name="one_role_per_project")]
+
+
+def digest_of(secret: str) -> str:
+    """What is stored of a token. Tokens have 256 random bits, so one round of SHA-256 is enough."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def draw_secret(prefix: str) -> str:
+    """Draw a new token, which is shown once."""
+    return f"{prefix}_{secrets.token_urlsafe(32)}"
+
+
+class Invitation(models.Model):
+    """A link by which one person joins a project; it is used once and expires."""
+
+    project = models.ForeignKey(Project, models.CASCADE, related_name="invitations")
+    role = models.PositiveSmallIntegerField(choices=Role)
+    digest = models.CharField(max_length=64, unique=True)
+    made_by = models.ForeignKey(Person, models.CASCADE)
+    created = models.DateTimeField(default=timezone.now)
+    used = models.DateTimeField(null=True)
+
+
+class Token(models.Model):
+    """A secret by which a program of a person acts in one project, with the person's present role at most."""
+
+    project = models.ForeignKey(Project, models.CASCADE, related_name="tokens")
+    person = models.ForeignKey(Person, models.CASCADE, related_name="tokens")
+    machine = models.CharField(max_length=NAME)
+    digest = models.CharField(max_length=64, unique=True)
+    write_only = models.BooleanField(default=False)
+    created = models.DateTimeField(default=timezone.now)
+    used = models.DateTimeField(null=True)
+
+
+class Deposit(models.Model):
+    """A chunk that a write-only token has sent: such a token is told only of its own chunks."""
+
+    token = models.ForeignKey(Token, models.CASCADE, related_name="deposits")
+    digest = models.CharField(max_length=64)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["token", "digest"], name="one_deposit_per_chunk")]
+
+
+class HubRun(models.Model):
+    """A run. `size` and `attempt` are those of its log: every write to the log compares and sets them."""
+
+    project = models.ForeignKey(Project, models.CASCADE, related_name="runs")
+    number = models.PositiveIntegerField()
+    """Counts the runs of the project, so that it says nothing of other projects."""
+    key = models.CharField(max_length=32)
+    name = models.CharField(max_length=NAME)
+    person = models.ForeignKey(Person, models.PROTECT, related_name="runs")
+    token = models.ForeignKey(Token, models.SET_NULL, null=True)
+    created = models.DateTimeField(default=timezone.now)
+    updated = models.DateTimeField(default=timezone.now, db_index=True)
+    status = models.CharField(max_length=20, default="unfinished")
+    attempt = models.PositiveIntegerField(default=0)
+    size = models.BigIntegerField(default=0)
+    rewrites = models.PositiveIntegerField(default=0)
+    """Number of times that a part of the log was replaced, after which an open page has to be read anew."""
+    notes = models.TextField(blank=True, max_length=50_000)
+    archived = models.BooleanField(default=False)
+    deleted = models.DateTimeField(null=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["project", "key"], name="one_run_per_key"),
+            models.UniqueConstraint(fields=["project", "number"], name="one_run_per_number"),
+        ]
+
+
+class Tag(models.Model):
+    """A word by which runs are found."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="tags")
+    name = models.CharField(max_length=50)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["run", "name"], name="one_tag_per_name")]
+
+
+class File(models.Model):
+    """A file of a run: its path, and the chunks of which it consists."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="files")
+    path = models.CharField(max_length=PATH_LIMIT)
+    size = models.BigIntegerField()
+    chunks = models.JSONField(default=list)
+    changed = models.DateTimeField(default=timezone.now)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["run", "path"], name="one_file_per_path")]
+
+
+class Segment(models.Model):
+    """A stretch of a run's log, compressed; its numbers are in `Points`."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="segments")
+    offset = models.BigIntegerField()
+    size = models.IntegerField()
+    digest = models.CharField(max_length=64)
+    data = models.BinaryField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["run", "offset"], name="one_segment_per_offset")]
+
+
+class ValueKey(models.Model):
+    """The name of a setting or of a metric in a project."""
+
+    SETTING, METRIC = "setting", "metric"
+
+    project = models.ForeignKey(Project, models.CASCADE, related_name="keys")
+    kind = models.CharField(max_length=7)
+    name = models.CharField(max_length=NAME)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["project", "kind", "name"], name="one_key_per_name")]
+
+
+class Points(models.Model):
+    """The values of one metric in one segment: the steps as 64-bit integers, then the values as 64-bit floats."""
+
+    segment = models.ForeignKey(Segment, models.CASCADE, related_name="points")
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="points")
+    key = models.ForeignKey(ValueKey, models.CASCADE)
+    offset = models.BigIntegerField()
+    data = models.BinaryField()
+
+    class Meta:
+        indexes = [models.Index(fields=["run", "key", "offset"], name="points_in_order")]
+
+
+class RunValue(models.Model):
+    """A setting, or the last value of a metric: as text to show, and as a finite number to sort and filter by."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="values")
+    key = models.ForeignKey(ValueKey, models.CASCADE)
+    text = models.CharField(max_length=TEXT)
+    number = models.FloatField(null=True)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["run", "key"], name="one_value_per_key")]
+
+
+class AuditEvent(models.Model):
+    """What somebody has done by a page, or tried: the name of the act is that of its route."""
+
+    SIGNED_IN, REFUSED = "sign_in", "sign_in_failed"
+
+    time = models.DateTimeField(default=timezone.now, db_index=True)
+    project = models.ForeignKey(Project, models.SET_NULL, null=True, related_name="events")
+    person = models.CharField(max_length=150)
+    """Name of the person, which stays when the person goes; of somebody who failed to sign in, what was typed."""
+    act = models.CharField(max_length=40)
+    path = models.CharField(max_length=NAME)
+
+    class Meta:
+        indexes = [models.Index(fields=["act", "person", "time"], name="acts_of_a_person")]

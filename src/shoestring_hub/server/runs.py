@@ -1,0 +1,191 @@
+"""Runs as programs send them: opening, files, and what the table of runs shows of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from django.db import IntegrityError, transaction
+from django.db.models import Max
+from django.utils import timezone
+
+from shoestring.report import digest, history_file
+from shoestring.report.reading import ArrayColumn, RunFolder, flat, standing
+from shoestring.storage import foreign
+from shoestring_hub.protocol import CHECKPOINTS, CHUNK, DIGEST, FILES_LIMIT, LOG, fault_of_path
+from shoestring_hub.server import chunks, logs, numbers
+from shoestring_hub.server.access import Access, RefusedError
+from shoestring_hub.server.models import NAME, File, HubRun, Points, RunValue, ValueKey
+
+log = logging.getLogger("shoestring")
+
+DESCRIBING = ("run.toml", "environment.json", "summary.json", "history.jsonl")
+"""Files of a run folder that say what the run is and how it ended."""
+SETTINGS_LIMIT = 1000
+"""Maximum number of settings of a run that the table of runs knows."""
+
+
+def open_run(access: Access, key: str, name: str) -> HubRun:
+    """Find the run with a key in the token's project, or make it.
+
+    Raises:
+        RefusedError: the token may only write, and another token has made the run; or the run was deleted.
+    """
+    run = HubRun.objects.filter(project=access.project, key=key).first() or _make(access, key, name)
+    check_run(access, run)
+    return run
+
+
+def _make(access: Access, key: str, name: str) -> HubRun:
+    for _ in range(100):
+        newest = HubRun.objects.filter(project=access.project).aggregate(newest=Max("number"))["newest"] or 0
+        try:
+            with transaction.atomic():
+                return HubRun.objects.create(
+                    project=access.project,
+                    number=newest + 1,
+                    key=key,
+                    name=foreign.one_line(name)[:NAME] or "run",
+                    person=access.person,
+                    token=access.token,
+                )
+        except IntegrityError:  # another request has taken the number, or made the run
+            if run := HubRun.objects.filter(project=access.project, key=key).first():
+                return run
+    raise RefusedError(503, "too many runs begin at once")
+
+
+def check_run(access: Access, run: HubRun) -> None:
+    """Refuse a run that the token does not reach: a token that only writes knows only the runs that it has made."""
+    token = access.token
+    if token is not None and token.write_only and run.token_id != token.pk:
+        raise RefusedError(404, "this token may only write, and did not make this run")
+    if run.deleted:
+        raise RefusedError(410, "the run was deleted on the hub; restore it there first")
+
+
+def commit(run: HubRun, files: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Set files of a run to what these chunks hold, all or none; whole chunks and one last, shorter one make a file.
+
+    Returns:
+        Digests of chunks that the project does not have; then nothing was changed.
+
+    Raises:
+        RefusedError: an entry is malformed.
+    """
+    entries = [_checked(entry) for entry in files]
+    named = {chunk for entry in entries for chunk in entry.chunks}
+    missing = [chunk for chunk in sorted(named) if not chunks.touch(run.project_id, chunk)]
+    if missing:
+        return missing
+    for entry in entries:
+        entry.run, entry.changed = run, timezone.now()
+        sizes = [chunks.path_of(run.project_id, chunk).stat().st_size for chunk in entry.chunks]
+        if sum(sizes) != entry.size or any(size != CHUNK for size in sizes[:-1]):
+            raise RefusedError(400, f"the chunks of `{entry.path}` do not have the size of the file")
+    with transaction.atomic():
+        HubRun.objects.select_for_update().get(pk=run.pk)  # one commit at a time counts the files
+        File.objects.bulk_create(
+            entries,
+            update_conflicts=True,
+            unique_fields=["run", "path"],
+            update_fields=["size", "chunks", "changed"],
+        )
+        if File.objects.filter(run=run).count() > FILES_LIMIT:
+            raise RefusedError(400, f"a run has at most {FILES_LIMIT:,} files")
+        HubRun.objects.filter(pk=run.pk).update(updated=timezone.now())
+        if any(entry.path in DESCRIBING for entry in entries):
+            describe(run)
+    return []
+
+
+def _checked(entry: Mapping[str, Any]) -> File:
+    path, size, named = (entry.get(key) for key in ("path", "size", "chunks"))
+    if not isinstance(path, str) or not isinstance(size, int) or not isinstance(named, list):
+        raise RefusedError(400, "a file needs `path`, `size` and `chunks`")
+    if path == LOG or (reason := fault_of_path(path)):
+        reason = "it travels as a log" if path == LOG else reason
+        raise RefusedError(400, f"`{foreign.one_line(path)[:100]}` cannot be a file of a run: {reason}")
+    if len(named) != -(-size // CHUNK) or not all(isinstance(name, str) and DIGEST.fullmatch(name) for name in named):
+        raise RefusedError(400, f"`{foreign.one_line(path)[:100]}` has malformed chunks")
+    return File(path=path, size=size, chunks=named)
+
+
+def keep_only(run: HubRun, paths: Sequence[str], *, checkpoints: bool) -> None:
+    """Remove the files of a run that its folder no longer has.
+
+    Args:
+        checkpoints: whether the client has sent checkpoints; otherwise those that the hub has stay.
+    """
+    gone = set(File.objects.filter(run=run).values_list("path", flat=True)) - set(paths)
+    gone = {path for path in gone if checkpoints or not path.startswith(CHECKPOINTS)}
+    with transaction.atomic():
+        for path in gone:
+            File.objects.filter(run=run, path=path).delete()
+        if gone.intersection(DESCRIBING):
+            describe(run)
+
+
+# -- what is shown of a run -------------------------------------------------------------------------------------------
+
+
+def describe(run: HubRun) -> None:
+    """Set name, status and settings of a run in the table of runs from the files that describe it."""
+    folder = read(run, ())
+    settings = dict(list(flat(folder.settings).items())[:SETTINGS_LIMIT])
+    settings = {key: value for key, value in settings.items() if len(key) <= NAME and key.isprintable()}
+    name = foreign.one_line(digest.name(folder))[:NAME] if folder.settings or folder.summary else run.name
+    HubRun.objects.filter(pk=run.pk).update(status=digest.status(folder)[:20], name=name)
+    RunValue.objects.filter(run=run, key__kind=ValueKey.SETTING).exclude(key__name__in=settings).delete()
+    logs.store_values(run, ValueKey.SETTING, settings)
+
+
+def label_of(run: HubRun) -> Path:
+    """A path that distinguishes a run from others of its project, as reports distinguish runs of the same name."""
+    return Path(f"/{run.name.replace('/', '_')} {run.number}")
+
+
+def read(run: HubRun, metrics: Sequence[str] | None = None) -> RunFolder:
+    """A run as the report's functions take it, with all metrics or some; nothing that was uploaded is unpickled."""
+    stored = {file.path: file for file in File.objects.filter(run=run, path__in=DESCRIBING)}
+    problems: list[str] = []
+    documents = {name: _document(run, stored.get(name), problems) for name in DESCRIBING[:3]}
+    history = history_file.parse(_lines(run, stored.get("history.jsonl")))
+    return RunFolder(
+        path=label_of(run),
+        settings=documents["run.toml"],
+        environment=documents["environment.json"],
+        summary=standing(documents["summary.json"], history),
+        history=history,
+        columns=_columns(run, metrics),
+        problems=problems,
+    )
+
+
+def _columns(run: HubRun, metrics: Sequence[str] | None) -> dict[str, ArrayColumn]:
+    points = Points.objects.filter(run=run).order_by("key", "offset")
+    if metrics is not None:
+        points = points.filter(key__name__in=metrics)
+    return numbers.columns_of(points.values_list("key__name", "data").iterator(chunk_size=500))
+
+
+def _document(run: HubRun, file: File | None, problems: list[str]) -> dict[str, Any]:
+    """A table that describes the run; {} if there is none, or it is longer than one chunk or damaged."""
+    if file is None or len(file.chunks) != 1:
+        return {}
+    path = chunks.path_of(run.project_id, file.chunks[0])
+    try:
+        if file.path.endswith(".toml"):
+            return foreign.read_toml(path, CHUNK)
+        return foreign.read_json_object(path, CHUNK)
+    except (OSError, ValueError) as error:
+        problems.append(f"{file.path} could not be read: {error}")
+        return {}
+
+
+def _lines(run: HubRun, file: File | None) -> list[bytes]:
+    if file is None or len(file.chunks) != 1:
+        return []
+    return chunks.read(run.project_id, file.chunks[0]).split(b"\n")

@@ -1,0 +1,28 @@
+"""All routes of the hub. The tests and the benchmark of leaks go through this table."""
+
+from __future__ import annotations
+
+from django.db import connection
+from django.http import HttpRequest, HttpResponse
+from django.urls import URLPattern
+
+from shoestring_hub.server import api
+from shoestring_hub.server.access import AccessRule, route
+from shoestring_hub.server.pages import accounts, projects, run, table
+
+
+def health(request: HttpRequest) -> HttpResponse:
+    """Whether the hub and its database answer."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1")
+    return HttpResponse("well\n", content_type="text/plain")
+
+
+urlpatterns: list[URLPattern] = [
+    route("health", health, AccessRule.PUBLIC),
+    *api.ROUTES,
+    *accounts.ROUTES,
+    *projects.ROUTES,
+    *table.ROUTES,
+    *run.ROUTES,
+]
