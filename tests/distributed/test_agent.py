@@ -86,3 +86,11 @@ class Running:
 
     def output(self, host):
         return f"it ended with {self.process.poll()}"
+
+
+def test_a_worker_whose_agent_ended_while_it_imported_ends_too():
+    program = "from shoestring.distributed import join; join.end_with_agent(); print('goes on')"
+    for run, goes_on in (("shoestring-999999999", False), (f"shoestring-{os.getpid()}", True), ("other", True)):
+        command, environment = [sys.executable, "-c", program], os.environ | {"TORCHELASTIC_RUN_ID": run}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == ((0, "goes on\n") if goes_on else (-signal.SIGKILL, ""))

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoestring._torch import Store, TCPStore
 from shoestring.core.errors import STOPPED, ShoestringError
+from shoestring.distributed.join import OWN_RUN
 from shoestring.processors import processors
 
 LOOPBACK = "127.0.0.1"
@@ -95,7 +96,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": workers,
-        "run_id": f"shoestring-{os.getpid()}",
+        "run_id": f"{OWN_RUN}{os.getpid()}",
         "rdzv_backend": "shoestring-local",
         "rdzv_endpoint": LOOPBACK,
         "max_restarts": 0,  # the agent would also restart after errors that a restart cannot help
