@@ -325,3 +325,9 @@ def test_the_largest_seed_trains(trained, tmp_path):
 )
 def test_what_a_plan_was_off_by_is_said_of_what_it_predicted(measured, said):
     assert _deviation(measured, 0.003).startswith(said)
+
+
+def test_more_ranks_than_memory_holds_are_refused_before_they_start(capsys):
+    assert main(["train", "quickstart", "--workers", "1000000"]) == 2
+    said = capsys.readouterr().err
+    assert "1000000 ranks take about" in said and "set --workers to the" in said

@@ -158,7 +158,7 @@ def prepared(folder, lines=None, template=CHATML, **settings):
     tokenizer(template).save(folder / "tokenizer.json")
     path = folder / "chats.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in (lines if lines is not None else records())))
-    data = Data(form="chat", tokenizer=str(folder / "tokenizer.json"), held_out=0.2, **{"sequence": 128} | settings)
+    data = Data(form="chat", tokenizer=str(folder / "tokenizer.json"), **{"sequence": 128, "held_out": 0.2} | settings)
     return prepare_source(str(path), data, folder / "prepared")
 
 
@@ -351,3 +351,13 @@ def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
     assert corpus.tokenizer.companions["chat_template.jinja"].decode() == CHATML
     with pytest.raises(ConfigError, match=r"data.template only applies to chats"):
         Data(template="own.jinja")
+
+
+def test_without_held_out_chats_all_are_learnt_and_evaluated(tmp_path, caplog):
+    corpus = prepared(tmp_path, records(3), held_out=0.0)
+    assert corpus.train.documents == corpus.held_out.documents == 3 and "held-out are of the same chats" in caplog.text
+    assert corpus.train.fingerprint == corpus.held_out.fingerprint
+    with pytest.raises(DataError, match=r"the data has no chats to learn[\s\S]*empty"):
+        prepared(tmp_path / "none", [], held_out=0.0)
+    with pytest.raises(ConfigError, match=r"held_out is 0[\s\S]*0.001 holds out one of few"):
+        Data(held_out=0.0)

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from shoestring import figures
 from shoestring.commands.printing import say, say_lines
 from shoestring.core.errors import STOPPED, ConfigError
 from shoestring.processors import processors
 
 if TYPE_CHECKING:
     from shoestring.run import Run
+
+
+_RANK_BYTES = 200 << 20
+"""Memory in bytes that a rank takes for Python and torch."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,13 @@ class Ranks:
         if number <= 1:
             return None
         from shoestring.distributed.launch import launch
+        from shoestring.planning.system import free_memory
 
+        if (needed := number * _RANK_BYTES) > (free := free_memory()):
+            message = (
+                f"{number} ranks take about {figures.size(needed)} before they hold a model, of {figures.size(free)}"
+            )
+            raise ConfigError(message, hint=f"set --workers to the {processors()} processors of this host, or fewer")
         debug = ["--debug"] if logging.getLogger("shoestring").isEnabledFor(logging.DEBUG) else []
         return launch([*debug, *arguments], number, restarts)
 

@@ -95,10 +95,17 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
         log.warning("data: %d records have a weight of 0 and are left out", muted)
     chats.sort(key=lambda chat: chat.key)
     keys = sorted({chat.key for chat in chats})
-    if len(keys) < 2:
-        raise DataError("there are fewer than two different chats, so none can be held out", hint="give more chats")
-    bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
-    train, held_out = ([chat for chat in chats if (chat.key < bound) is side] for side in (False, True))
+    if not keys:
+        raise DataError("the data has no chats to learn", hint="are the files empty?")
+    if settings.held_out == 0:
+        log.warning("data.held_out is 0: all chats are learnt, and losses called held-out are of the same chats")
+        train = held_out = chats
+    elif len(keys) > 1:
+        bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
+        train, held_out = ([chat for chat in chats if (chat.key < bound) is side] for side in (False, True))
+    else:
+        hint = "give more chats, or set data.held_out = 0 to learn all"
+        raise DataError("there are fewer than two different chats, so none can be held out", hint=hint)
     for name, part in zip(FILES, (train, held_out), strict=True):
         _write_file(folder / name, part, tokenizer, recipe)
 

@@ -42,7 +42,8 @@ class Data:
     """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step. 0
     takes what the model reads, but at most 1,024 tokens, or 2,048 for pairs of answers."""
     held_out: float = 0.05
-    """Fraction of the documents held out of training for evaluation, between 0 and 1."""
+    """Fraction of the documents held out of training for evaluation, between 0 and 1. They are not learnt. 0 learns all
+    chats, and evaluates on the same ones."""
     weights: tuple[float, ...] = ()
     """Proportions in which the sources of a mixture are sampled, one number a source; they need not add up to 1.
     Without weights every sample of every source is used once an epoch."""
@@ -76,11 +77,9 @@ class Data:
         if self.sequence < 0:
             hint = "give the tokens of a sample, or 0 for what the model reads"
             raise ConfigError(f"data.sequence is {self.sequence}", hint=hint)
-        if not 0 < self.held_out < 1:
-            raise ConfigError(
-                f"data.held_out is {self.held_out}",
-                hint="give a fraction between 0 and 1: 0.001 holds out a single one of few",
-            )
+        if not 0 <= self.held_out < 1 or (self.held_out == 0 and self.form != "chat"):
+            none = "0 holds out none" if self.form == "chat" else "0.001 holds out one of few"
+            raise ConfigError(f"data.held_out is {self.held_out}", hint=f"give a fraction between 0 and 1: {none}")
         if not all(0 < weight < math.inf for weight in self.weights):
             raise ConfigError(f"data.weights is {list(self.weights)}", hint="give a positive number for each source")
         if self.weights and min(self.weights) < 1e-4 * sum(self.weights):
