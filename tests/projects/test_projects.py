@@ -55,7 +55,9 @@ def elsewhere(tmp_path, monkeypatch):
     """Another folder as the current one, an import path of its own, and a record of trust of its own."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    ours = str(Path(__file__).parents[1])  # pytest puts folders of other tests there, one of which has a module `toy`
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.startswith(ours)])
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     before = set(sys.modules)
     yield tmp_path
