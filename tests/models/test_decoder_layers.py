@@ -1,5 +1,7 @@
 """All layers of a decoder in one native call give what the modules give, for each model for which they are used."""
 
+import gc
+import weakref
 from copy import deepcopy
 from itertools import pairwise
 
@@ -7,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
 
 from shoestring.decode.adapted import AdaptedRows
 from shoestring.decode.adapter import adapt
@@ -14,7 +18,7 @@ from shoestring.models import decoder_parts, quantized, sublayers
 from shoestring.models.adapters import LowRank
 from shoestring.models.adapters_by_row import place
 from shoestring.models.cache import KVCache
-from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.gpt import GPT, Block, GPTConfig
 
 ROOM = 64
 
@@ -162,7 +166,7 @@ def test_a_row_is_the_same_bits_alone_and_beside_others(bits, dtype):
         cache, results = KVCache(len(passes[0][0]), ROOM), []
         with torch.inference_mode():
             for tokens, counts in passes:
-                assert layers.fits(tokens)
+                assert layers.fits(tokens, cache)
                 place = cache.place(tokens.shape[1], tokens.device, counts=counts)
                 stream = layers.run(tokens, cache, place)
                 cache.lengthen(tokens.shape[1], place, counts)
@@ -194,15 +198,54 @@ def test_weights_that_change_in_any_way_are_the_ones_that_are_used():
     second = changed()
     model.blocks[1].mlp.gate_up.weight.data = torch.randn_like(model.blocks[1].mlp.gate_up.weight)
     third = changed()
+    model.blocks[1].mlp.down = type(model.blocks[1].mlp.down)(96, 32, 1.0)
+    fourth = changed()
+    model.blocks[0] = Block(model.config, 0).eval()
+    fifth = changed()
     quantized.replace(model, quantized.choose(model, 8)[0], rounded=True)
-    fourth = read(adapter, passes)
-    for one, other in ((before, first), (first, second), (second, third), (third, fourth)):
+    sixth = changed()
+    for one, other in pairwise([before, first, second, third, fourth, fifth, sixth]):
         assert apart(one, other) > 1e-5
+
+
+def test_modules_that_compute_something_else_are_run_themselves():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Other(nn.Module):
+        def forward(self, x):
+            return x
+
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    for change in (
+        lambda model: setattr(model.blocks[0].mlp, "down", Doubled(96, 32, bias=False)),
+        lambda model: setattr(model.blocks[0], "mlp", Other()),
+        lambda model: setattr(model.blocks[0], "mlp_norm", nn.LayerNorm(32)),
+        lambda model: parametrize.register_parametrization(model.blocks[0].mlp.down, "weight", Other()),
+        lambda model: model.blocks[0].mlp.down.bfloat16(),
+    ):
+        model = gpt()
+        adapter = adapt(model)
+        assert passes_of(adapter, token)
+        change(model)
+        assert not passes_of(adapter, token)
+        assert adapt(model).native_layers is None or not passes_of(adapt(model), token)
+
+
+def test_a_cache_of_another_type_is_not_written_to():
+    model = gpt()
+    adapter = adapt(model)
+    cache = adapter.new_cache(1, ROOM)
+    adapter.read(torch.zeros(1, 3, dtype=torch.int64), cache)
+    model.bfloat16()
+    with torch.inference_mode():
+        assert not adapter.native_layers.fits(torch.zeros(1, 1, dtype=torch.int64), cache)
 
 
 def passes_of(adapter, tokens):
     with torch.inference_mode():
-        return adapter.native_layers.fits(tokens)
+        return adapter.native_layers.fits(tokens, KVCache(1, 1))
 
 
 def test_a_model_that_somebody_watches_or_changes_runs_its_modules():
@@ -221,7 +264,7 @@ def test_a_model_that_somebody_watches_or_changes_runs_its_modules():
     model.blocks[1].mlp.forward = lambda x: x
     assert not passes_of(adapter, token)
     del model.blocks[1].mlp.forward
-    assert not adapter.native_layers.fits(token)  # gradients
+    assert not adapter.native_layers.fits(token, KVCache(1, 1))  # gradients
     assert not passes_of(adapter, torch.zeros(1, 17, dtype=torch.int64))
     assert not passes_of(adapter, torch.zeros(1, 0, dtype=torch.int64))
     assert passes_of(adapter, token)
@@ -289,3 +332,12 @@ def test_what_is_not_finite_stays():
     cache = adapter.new_cache(3, ROOM)
     logits = adapter.read(torch.tensor([[4], [5], [6]]), cache)
     assert logits[0].isfinite().all() and logits[1].isnan().all() and not logits[2].isfinite().any()
+
+
+def test_a_model_is_freed_with_its_adapters():
+    model = gpt()
+    adapter, gone = adapt(model), weakref.ref(model)
+    read(adapter, texts(1, [2]))
+    del model, adapter
+    gc.collect()
+    assert gone() is None

@@ -99,7 +99,7 @@ class Adapter(ABC):
         place = cache.place(length, self.device, rows=rows, counts=counts)
         # The rows' last tokens lie among these final positions.
         last = None if wanted == "all" else length + 1 - min(count for count in counts or [length] if count)
-        if self.native_layers is not None and self.native_layers.fits(tokens):
+        if self.native_layers is not None and self.native_layers.fits(tokens, cache):
             stream = self.native_layers.run(tokens, cache, place)
             with self.products:
                 logits = self.native_layers.decoder.head(stream if last is None else stream[:, -last:])

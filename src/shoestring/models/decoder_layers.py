@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +94,10 @@ class _UnfitError(Exception):
     """A module is not what native code computes."""
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, DecoderLayers | None] = WeakKeyDictionary()
-
-
 def of(model: nn.Module) -> DecoderLayers | None:
     """What runs the layers of a model by native code; None if the model is of another form, or not on a CPU."""
-    if model not in _KNOWN:
-        decoder = decoder_parts.find(model) if _on_cpu(model) else None
-        _KNOWN[model] = None if decoder is None else DecoderLayers(decoder)
-    return _KNOWN[model]
+    decoder = decoder_parts.find(model) if _on_cpu(model) else None
+    return None if decoder is None else DecoderLayers(model, decoder)
 
 
 def _on_cpu(model: nn.Module) -> bool:
@@ -111,35 +105,46 @@ def _on_cpu(model: nn.Module) -> bool:
 
 
 class DecoderLayers:
-    """Runs the layers of a decoder by native code.
+    """Runs the layers of a decoder by native code, for one thread at a time.
 
-    Whether it may is checked in every pass: modules may get hooks or other forward passes, and weights be replaced.
+    Whether it may is checked in every pass: modules may get hooks or other forward passes, and modules and weights may
+    be replaced.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, model: nn.Module, decoder: Decoder) -> None:
+        self.model = model
         self.dtype = torch.float32
-        modules = [module for block in decoder.blocks for module in block.modules()]
+        self._workspace: dict[str, Tensor] = {}
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._layers: Any = None
+        self._struct = _CDecoder()
+        self._look_at(decoder)
+
+    def _look_at(self, decoder: Decoder) -> None:
+        """Note where the modules and tensors of the layers are."""
+        self.decoder = decoder
+        inside = [module for block in decoder.blocks for module in block.modules()]
         self._linears = [linear for layer in decoder.layers for linear in _linears_of(layer)]
         linears = {id(linear) for linear in self._linears}
-        self._others = [*decoder.around, *(module for module in modules if id(module) not in linears)]
+        self._others = [*decoder.around, *(module for module in inside if id(module) not in linears)]
+        self._modules = [
+            (module._modules, name, child)
+            for module in (*decoder.around, decoder.holder, *inside)
+            for name, child in module._modules.items()
+        ]
         self._tensors: list[tuple[dict[str, Any], str]] = [
-            (held, name) for module in modules for held in (module._parameters, module._buffers) for name in held
+            (held, name) for module in inside for held in (module._parameters, module._buffers) for name in held
         ]
         self._addresses: list[int] = []
         self._products: list[RowProduct | None] = []
         self._ratios: dict[int, float] = {}
-        self._layers: Any = None
-        self._struct = _CDecoder()
         self._low = 0
-        self._workspace: dict[str, Tensor] = {}
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def fits(self, tokens: Tensor) -> bool:
+    def fits(self, tokens: Tensor, cache: KVCache) -> bool:
         """Whether a pass over tokens (B, T) may be run by native code now."""
         if not 0 < tokens.numel() <= MOST_TOKENS or tokens.shape[1] > skinny.FEW_ROWS or torch.is_grad_enabled():
             return False
-        if self.decoder.around[0].training and not isinstance(self.decoder.around[0], GPT):  # which may have dropout
+        if self.model.training and not isinstance(self.model, GPT):  # which may have dropout
             return False
         if (
             torch.compiler.is_compiling()
@@ -147,6 +152,10 @@ class DecoderLayers:
             or global_hooks._global_forward_pre_hooks
         ):
             return False
+        if any(held.get(name) is not module for held, name, module in self._modules):
+            if (decoder := decoder_parts.find(self.model)) is None:
+                return False
+            self._look_at(decoder)
         ratios: dict[int, float] = {}
         for module in self._others:
             if module._forward_hooks or module._forward_pre_hooks:
@@ -178,7 +187,7 @@ class DecoderLayers:
         except (_UnfitError, KeyError, RuntimeError):  # RuntimeError: a tensor without storage
             self._addresses = []
             return False
-        return True
+        return all(keys.dtype is self.dtype and keys.device.type == "cpu" for keys, _ in cache.layers.values())
 
     def run(self, tokens: Tensor, cache: KVCache, place: CachePlace) -> Tensor:
         """Read tokens (B, T) into the cache at `place`; returns the residual stream (B, T, C) after the last layer."""
@@ -297,11 +306,9 @@ class DecoderLayers:
     def _norm(self, norm: Norm | None) -> _CNorm:
         if norm is None:
             return _CNorm()
-        module: Any = norm.module
-        return _CNorm(eps=norm.eps, offset=norm.offset, weight=self._address(module.weight))
+        return _CNorm(eps=norm.eps, offset=norm.offset, weight=self._address(norm.module, "weight"))
 
-    def _linear(self, module: Any) -> _CLinear:
-        bias = None if module.bias is None else self._address(module.bias)
+    def _linear(self, module: nn.Module) -> _CLinear:
         if type(module) is QuantizedLinear:
             places = module.places
             return _CLinear(
@@ -312,17 +319,23 @@ class DecoderLayers:
                 weight=module.weight.data_ptr(),
                 scales=module.scales.data_ptr(),
                 places=None if places is None else places.data_ptr(),
-                bias=bias,
+                bias=None if module.bias is None else self._address(module, "bias"),
             )
         if not (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
             raise _UnfitError
-        outputs, inputs = module.weight.shape
-        bits, weight = 8 * module.weight.itemsize, self._address(module.weight)
-        return _CLinear(bits=bits, outputs=outputs, inputs=inputs, weight=weight, bias=bias)
+        return _CLinear(
+            bits=8 * self.dtype.itemsize,
+            outputs=module.out_features,
+            inputs=module.in_features,
+            weight=self._address(module, "weight"),
+            bias=None if module.bias is None else self._address(module, "bias"),
+        )
 
-    def _address(self, tensor: Tensor) -> int:
-        plain = type(tensor) in (nn.Parameter, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
-        if not plain or tensor.dtype is not self.dtype:
+    def _address(self, module: nn.Module, name: str) -> int:
+        tensor = module._parameters.get(name, module._buffers.get(name))  # a parametrized weight is in neither
+        if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not self.dtype:
+            raise _UnfitError
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise _UnfitError
         return tensor.data_ptr()
 

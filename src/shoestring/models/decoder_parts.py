@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.models import hf
-from shoestring.models.gpt import GPT, rotary_table
+from shoestring.models.gpt import GPT, MLP, Attention, Block, rotary_table
 from shoestring.models.hf_cache import RaggedPasses
 
 FAMILIES = frozenset(
@@ -39,6 +39,8 @@ FAMILIES = frozenset(
     ]
 )
 """Families of transformers (`model_type`) whose layers have the form of `Layer`; `behaviour` tries each model."""
+_KNOWN_CODE = ("torch.nn.", "transformers.", "shoestring.")
+"""Beginnings of the names of modules of Python whose classes are known; others may compute anything."""
 _STATIC = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary positions whose angles do not depend on the length of a text."""
 
@@ -92,6 +94,8 @@ class Decoder:
     """The modules of the layers."""
     around: Sequence[nn.Module]
     """The modules that contain `blocks`, the model first."""
+    holder: nn.Module
+    """The list of blocks."""
     width: int
     heads: int
     kv_heads: int
@@ -114,8 +118,9 @@ class Decoder:
 
 def find(model: nn.Module) -> Decoder | None:
     """The parts of a model; None if it is of another form."""
-    if isinstance(model, GPT):
-        return _of_gpt(model)
+    if type(model) is GPT:
+        own = all(map(_is_own, model.blocks))
+        return _of_gpt(model) if own else None
     family = getattr(getattr(model, "config", None), "model_type", None)
     if not hf.is_pretrained(model) or family not in FAMILIES:
         return None
@@ -123,6 +128,15 @@ def find(model: nn.Module) -> Decoder | None:
         return _of_transformers(model)
     except (AttributeError, _OtherFormError):  # releases of transformers rename modules
         return None
+
+
+def _is_own(block: nn.Module) -> bool:
+    """Whether a block of `GPT` computes what ours do."""
+    kinds = [
+        type(block),
+        *(type(block.get_submodule(name)) for name in ("attention", "mlp", "attention_norm", "mlp_norm")),
+    ]
+    return kinds == [Block, Attention, MLP, nn.RMSNorm, nn.RMSNorm]
 
 
 def _of_gpt(model: GPT) -> Decoder:
@@ -148,6 +162,7 @@ def _of_gpt(model: GPT) -> Decoder:
         layers=[layer(block) for block in model.blocks],
         blocks=list(model.blocks),
         around=[model],
+        holder=model.blocks,
         width=config.dim,
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -171,6 +186,9 @@ def _of_transformers(model: Any) -> Decoder:
     config, inner, passes = model.config, model.model, RaggedPasses(model, "", 0)
     blocks, rotary = list(inner.layers), inner.rotary_emb
     kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    modules = [module for block in blocks for module in block.modules()]
+    if not all(type(module).__module__.startswith(_KNOWN_CODE) for module in modules):
+        raise _OtherFormError
     if not blocks or not set(kinds.values()) <= _STATIC or getattr(config, "attn_logit_softcapping", None):
         raise _OtherFormError
     of_layers = passes.kinds or [""] * len(blocks)
@@ -217,6 +235,7 @@ def _of_transformers(model: Any) -> Decoder:
         layers=[layer(block, kind) for block, kind in zip(blocks, of_layers, strict=True)],
         blocks=blocks,
         around=[model, inner],
+        holder=inner.layers,
         width=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,

@@ -168,7 +168,7 @@ def check_native(model: nn.Module, texts: ReferenceTexts) -> None:
     for start in range(0, text.shape[1], FEW_ROWS):
         tokens = text[:, start : start + FEW_ROWS]
         place = cache.place(tokens.shape[1], tokens.device)
-        if not layers.fits(tokens):
+        if not layers.fits(tokens, cache):
             raise _UnlikeError("native code does not compute its layers")
         logits = layers.decoder.head(layers.run(tokens, cache, place))[0]
         cache.lengthen(tokens.shape[1], place)
