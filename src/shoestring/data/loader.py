@@ -101,8 +101,10 @@ def stacked(samples: list[Any]) -> Batch:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
+        if not (difference := _difference(samples)) and isinstance(error, RuntimeError):
+            raise  # such as no room in shared memory
         hint = "name a function that makes a batch of a list of such samples: run.collate = 'package.module:callable'"
-        raise DataError(f"samples cannot be stacked to a batch: {_difference(samples) or error}", hint=hint) from error
+        raise DataError(f"samples cannot be stacked to a batch: {difference or error}", hint=hint) from error
 
 
 def _difference(samples: list[Any]) -> str:

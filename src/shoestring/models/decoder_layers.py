@@ -8,8 +8,8 @@ same cache. What does not fit (other types, hooks, replaced forward passes, long
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,15 +27,8 @@ from shoestring.models.sublayers import SkippedForward
 
 MOST_TOKENS = 64
 """Maximum number of tokens in a pass of one native call, over all rows; the passes of prompts are longer."""
-LIBRARIES = (
-    "decoder_layers",
-    "skinny_dense",
-    "skinny_quantized",
-    "blocked_quantized",
-    "skinny_attention",
-    "lowrank_rows",
-)
-"""Native libraries that decoding uses."""
+LIBRARIES = ("decoder_layers", "skinny_dense", "skinny_attention")
+"""Native libraries that decoding with any weights uses."""
 _OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -117,7 +110,7 @@ class DecoderLayers:
         self._workspace: dict[str, Tensor] = {}
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._layers: Any = None
-        self._struct = _CDecoder()
+        self._struct, self._kernels = _CDecoder(), _CKernels()
         self._look_at(decoder)
 
     def _look_at(self, decoder: Decoder) -> None:
@@ -215,8 +208,7 @@ class DecoderLayers:
             x=x.data_ptr(),
             **{name: tensor.data_ptr() for name, tensor in self._workspace.items()},
         )
-        kernel, _ = _kernels()
-        kernel(ctypes.byref(self._struct), ctypes.byref(work))
+        _kernel()(ctypes.byref(self._struct), ctypes.byref(work))
         return x.to(dtype)
 
     def _use(self, cache: KVCache) -> Tensor:
@@ -273,8 +265,7 @@ class DecoderLayers:
             _UnfitError: a module is not what native code computes.
         """
         decoder = self.decoder
-        _, kernels = _kernels()
-        if kernels is None or decoder.head_width % 16 or decoder.head_width > 256:
+        if decoder.head_width % 16 or decoder.head_width > 256:
             raise _UnfitError
         self.dtype = _dtype_of(decoder)
         self._layers = (_CLayer * len(decoder.layers))()
@@ -287,6 +278,10 @@ class DecoderLayers:
                     own[index] = self._linear(module)
             struct.out, struct.down = self._linear(layer.out), self._linear(layer.down)
         self._products, self._ratios, self._low = [], {}, 0
+        linears = {struct.bits in (4, 8) for layer in self._layers for struct in _structs_of(layer)}
+        self._need(
+            "attention", *(("few", "many") if True in linears else ()), *(("dense",) if False in linears else ())
+        )
         self._struct = _CDecoder(
             layers=len(decoder.layers),
             width=decoder.width,
@@ -299,7 +294,7 @@ class DecoderLayers:
             norm_whole=decoder.norm_whole,
             bf16=self.dtype is torch.bfloat16,
             scale=decoder.scale * decoder.head_width**0.5,
-            kernels=ctypes.addressof(kernels),
+            kernels=ctypes.addressof(self._kernels),
             layer=ctypes.addressof(self._layers),
         )
 
@@ -345,6 +340,8 @@ class DecoderLayers:
         Raises:
             _UnfitError: factors have another type than the inputs of the layer's product.
         """
+        if any(products):
+            self._need("low_rank")
         structs = (struct for layer in self._layers for struct in _structs_of(layer))
         for struct, product in zip(structs, products, strict=True):
             if product is not None and product.dtype is not (torch.bfloat16 if struct.bits == 16 else torch.float32):
@@ -353,6 +350,17 @@ class DecoderLayers:
             struct.groups, struct.group, struct.rows = table
         self._products = products  # which keeps the tables in memory
         self._low = max((product.room for product in products if product), default=0)
+
+    def _need(self, *names: str) -> None:
+        """Load functions that decoder_layers.c calls.
+
+        Raises:
+            _UnfitError: one of them cannot be compiled.
+        """
+        for name in names:
+            if (function := _FUNCTIONS[name]()) is None or _kernel() is None:
+                raise _UnfitError
+            setattr(self._kernels, name, ctypes.cast(function, ctypes.c_void_p).value)
 
     def _skip(self, ratios: dict[int, float]) -> None:
         """Set which sublayers the next passes skip."""
@@ -381,16 +389,16 @@ def _dtype_of(decoder: Decoder) -> torch.dtype:
 
 
 @cache
-def _kernels() -> tuple[Any, _CKernels | None]:
-    """The function of decoder_layers.c, and the functions that it calls; None if one cannot be compiled."""
-    kernel = native.function("decoder_layers", [ctypes.c_void_p, ctypes.c_void_p], _OTHERWISE)
-    functions = {
-        "dense": skinny.kernel(),
-        "few": quantized.kernel("skinny_quantized"),
-        "many": quantized.kernel("blocked_quantized"),
-        "attention": skinny.attention_kernel(),
-        "low_rank": adapters_by_row.kernel(),
-    }
-    if kernel is None or None in functions.values():
-        return None, None
-    return kernel, _CKernels(**{name: ctypes.cast(it, ctypes.c_void_p).value for name, it in functions.items()})
+def _kernel() -> Any:
+    """The function of decoder_layers.c, or None if it cannot be compiled."""
+    return native.function("decoder_layers", [ctypes.c_void_p, ctypes.c_void_p], _OTHERWISE)
+
+
+_FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "dense": skinny.kernel,
+    "few": partial(quantized.kernel, "skinny_quantized"),
+    "many": partial(quantized.kernel, "blocked_quantized"),
+    "attention": skinny.attention_kernel,
+    "low_rank": adapters_by_row.kernel,
+}
+"""Maps the functions that decoder_layers.c calls to what loads them; each is compiled when it is first needed."""
