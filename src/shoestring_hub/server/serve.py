@@ -84,10 +84,13 @@ def prepare() -> None:
         ShoestringError: the database cannot be reached or migrated.
     """
     from django.core.management import call_command
-    from django.db import Error
+    from django.db import Error, connection, transaction
 
     try:
-        call_command("migrate", verbosity=0, interactive=False)
+        # Django notes some migrations as done after their own transactions, so a kill in between would leave tables that
+        # the next start could not make. SQLite changes tables inside a transaction only if it checks no references.
+        with connection.constraint_checks_disabled(), transaction.atomic():
+            call_command("migrate", verbosity=0, interactive=False)
     except Error as error:
         reason = str(error).strip().splitlines()[0]
         raise ShoestringError(f"cannot prepare the hub's database: {reason}", hint="see --database") from error
