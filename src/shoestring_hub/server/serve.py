@@ -87,7 +87,7 @@ def prepare() -> None:
     from django.db import Error, connection, transaction
 
     try:
-        # Django notes some migrations as done after their own transactions, so a kill in between would leave tables that
+        # Django notes some migrations as done after their own transactions: a kill in between would leave tables that
         # the next start could not make. SQLite changes tables inside a transaction only if it checks no references.
         with connection.constraint_checks_disabled(), transaction.atomic():
             call_command("migrate", verbosity=0, interactive=False)
