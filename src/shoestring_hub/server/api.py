@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
@@ -79,14 +78,9 @@ def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
 def commit_files(request: HttpRequest, key: str) -> HttpResponse:
     """Set files of a run, all or none; 409 with the chunks that the project lacks."""
     run, access = _own_run(request, key), access_of(request)
-    files = _body(request).tables("files")[:ASKED]
-    token = access.token
-    if token is not None and token.write_only:  # else naming a chunk would tell whether the project has it
-        named = {name for file in files if isinstance(file.get("chunks"), list) for name in file["chunks"]}
-        own = set(Deposit.objects.filter(token=token, digest__in=named).values_list("digest", flat=True))
-        if named - own:
-            raise RefusedError(409, "chunks are missing", missing=sorted(map(str, named - own)))
-    if missing := runs.commit(run, files):
+    files = _body(request).tables("files")
+    _check_count(files)
+    if missing := runs.commit(run, files, access.token):
         raise RefusedError(409, "chunks are missing", missing=missing)
     return JsonResponse({"files": len(files)})
 
@@ -155,8 +149,14 @@ def _body(request: HttpRequest) -> Fields:
 
 
 def _digests(value: Any) -> list[str]:
-    names: Iterable[Any] = value if isinstance(value, list) else ()
-    return [name for name in islice(names, ASKED) if isinstance(name, str) and DIGEST.fullmatch(name)]
+    names: Sequence[Any] = value if isinstance(value, list) else ()
+    _check_count(names)
+    return [name for name in names if isinstance(name, str) and DIGEST.fullmatch(name)]
+
+
+def _check_count(asked: Sequence[Any]) -> None:
+    if len(asked) > ASKED:
+        raise RefusedError(413, f"more than {ASKED:,} at once")
 
 
 ROUTES: list[URLPattern] = [

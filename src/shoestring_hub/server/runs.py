@@ -17,7 +17,7 @@ from shoestring.storage import foreign
 from shoestring_hub.protocol import CHECKPOINTS, CHUNK, DIGEST, FILES_LIMIT, LOG, fault_of_path
 from shoestring_hub.server import chunks, logs, numbers
 from shoestring_hub.server.access import Access, RefusedError
-from shoestring_hub.server.models import NAME, File, HubRun, Points, RunValue, ValueKey
+from shoestring_hub.server.models import NAME, Deposit, File, HubRun, Points, RunValue, Token, ValueKey
 
 log = logging.getLogger("shoestring")
 
@@ -66,8 +66,12 @@ def check_run(access: Access, run: HubRun) -> None:
         raise RefusedError(410, "the run was deleted on the hub; restore it there first")
 
 
-def commit(run: HubRun, files: Sequence[Mapping[str, Any]]) -> list[str]:
+def commit(run: HubRun, files: Sequence[Mapping[str, Any]], token: Token | None = None) -> list[str]:
     """Set files of a run to what these chunks hold, all or none; whole chunks and one last, shorter one make a file.
+
+    Args:
+        token: what the request came with; one that only writes may name only chunks that were sent with it, because
+            the answer would otherwise tell whether the project has a chunk.
 
     Returns:
         Digests of chunks that the project does not have; then nothing was changed.
@@ -77,7 +81,10 @@ def commit(run: HubRun, files: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     entries = [_checked(entry) for entry in files]
     named = {chunk for entry in entries for chunk in entry.chunks}
-    missing = [chunk for chunk in sorted(named) if not chunks.touch(run.project_id, chunk)]
+    allowed = named
+    if token is not None and token.write_only:
+        allowed = set(Deposit.objects.filter(token=token, digest__in=named).values_list("digest", flat=True))
+    missing = [chunk for chunk in sorted(named) if chunk not in allowed or not chunks.touch(run.project_id, chunk)]
     if missing:
         return missing
     for entry in entries:
