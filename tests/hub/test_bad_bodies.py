@@ -4,7 +4,7 @@ import http.client
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shoestring_hub.protocol import CHUNK, digest
@@ -79,6 +79,8 @@ def asked(server, project, ada):
     | st.sampled_from([b"", b"{", b"[" * 5000, b'{"a": 1, "a": NaN}', b"\xff\xfe", b"there"]),
     token=st.integers(0, 1),
 )
+@example(route=("POST", "own/KEY/files"), body=b'{"files": [{"path": "a", "size": 0, "chunks": [{}]}]}', token=1)
+@example(route=("POST", "own/KEY/files"), body=b'{"files": [{"path": "a", "size": 1, "chunks": [[]]}]}', token=0)
 def test_no_body_is_an_error_of_the_hub(asked, route, body, token):
     assert asked(*route, body, token) < 500
 
