@@ -397,7 +397,7 @@ def _run(line: _CommandLine) -> int:
     verb = VERBS[name]
     run_named = verb.rest == "overrides" and arguments and not arguments[0].startswith("-")
     if verb.rest == "overrides" and not run_named:
-        _check_run_is_named(name, arguments)
+        _check_run_is_named(name, verb.load(), arguments)
     try:
         parsed, rest = tyro.cli(
             verb.load(),
@@ -418,9 +418,13 @@ def _run(line: _CommandLine) -> int:
     return parsed(rest if verb.rest == "overrides" else line.command) if verb.rest else parsed()
 
 
-def _check_run_is_named(name: str, arguments: list[str]) -> None:
-    """Check that the arguments of a verb that takes a run name one somewhere; the parser would say it less clearly."""
+def _check_run_is_named(name: str, verb: type, arguments: list[str]) -> None:
+    """Check that the arguments of a verb that needs a run name one somewhere; the parser would say it less clearly."""
     from shoestring import recipes
+    from shoestring.commands.runs import RunSource
+
+    if not issubclass(verb, RunSource):
+        return
 
     asks = not {"--help", "-h"}.isdisjoint(arguments)
     named = any(a in recipes.find() or a.endswith(".toml") or Path(a, "run.toml").is_file() for a in arguments)

@@ -331,3 +331,15 @@ def test_more_ranks_than_memory_holds_are_refused_before_they_start(capsys):
     assert main(["train", "quickstart", "--workers", "1000000"]) == 2
     said = capsys.readouterr().err
     assert "1000000 ranks take about" in said and "set --workers to the" in said
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "distill"])
+def test_a_verb_that_needs_a_run_says_so_and_names_the_recipes(verb, capsys):
+    assert main([verb, "--model", "hf:base"]) == 2
+    said = capsys.readouterr().err
+    assert f"`shoestring {verb}` needs the name of a recipe" in said and "finetune" in said
+
+
+def test_a_model_can_be_checked_without_a_run(trained, capsys):
+    assert main(["check", "--model", str(trained[1])]) == 0
+    assert "context              16 tokens" in capsys.readouterr().out

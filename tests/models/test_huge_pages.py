@@ -51,12 +51,19 @@ def test_tensors_that_others_see_too_stay_where_they_are():
     model.register_buffer("part", whole[1])
     model.register_buffer("transposed", torch.randn(2048, 512).T)
     model.register_parameter("own", nn.Parameter(torch.randn(1 << 20)))
+    shared = torch.randn(1 << 20)
+    model.register_parameter("one", nn.Parameter(shared))
+    model.register_parameter("other", nn.Parameter(shared))
     model.register_buffer("empty", torch.empty(0))
     model.register_buffer("nothing", None)
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     settle(model)
     moved = {name for name, tensor in model.state_dict().items() if tensor.data_ptr() != places[name]}
-    assert moved <= {"own"} and model.part.data_ptr() == whole[1].data_ptr()
+    assert (
+        moved <= {"own"}
+        and model.one.data_ptr() == model.other.data_ptr()
+        and model.part.data_ptr() == whole[1].data_ptr()
+    )
 
 
 def test_small_models_and_systems_without_huge_pages_are_left_alone(monkeypatch, tmp_path):

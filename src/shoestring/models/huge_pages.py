@@ -11,6 +11,7 @@ measured: worth it for a server and for a conversation, not for one short text.
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,13 +29,15 @@ _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def settle(model: nn.Module) -> int:
     """Move the weights of a model that are in this process's memory to huge pages.
 
-    Parameters and buffers stay the same objects, with other storage, so no program may hold views of them or share them
-    with others. Peak memory is that of the model and of its largest tensor.
+    Parameters and buffers stay the same objects, with other storage, so no program may hold views of them. Those that
+    share their storage stay where they are. Peak memory is that of the model and of its largest tensor.
 
     Returns:
         Bytes moved; 0 if the weights are fewer than a huge page, or the system has no huge pages.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_movable(tensor)]
+    users = Counter(tensor.data_ptr() for tensor in tensors)
+    tensors = [tensor for tensor in tensors if users[tensor.data_ptr()] == 1]
     total = sum(_padded(tensor) for tensor in tensors)
     if total < HUGE or not _are_offered():
         return 0
