@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
+import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -77,6 +78,17 @@ def own_trust():
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def search_path():
+    """No test takes folders from `sys.path` that ranks of later ones import their scenarios from."""
+    before = list(sys.path)
+    yield
+    lost = [path for path in before if path not in sys.path]
+    if lost:
+        sys.path[:] = before
+        pytest.fail(f"the test has removed {lost} from sys.path")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shoestring.distributed import join
 from tests.rigs.lab_run import LabRun, environment
 
 # A worker says when it is there, and holds the pipe open for as long as it lives.
@@ -88,9 +89,18 @@ class Running:
         return f"it ended with {self.process.poll()}"
 
 
-def test_a_worker_whose_agent_ended_while_it_imported_ends_too():
+@pytest.mark.parametrize(("run", "goes_on"), [
+    (f"{join.OWN_RUN}999999999", False),
+    (f"{join.OWN_RUN}{os.getpid()}", True),
+    ("999999999", True),  # a number is what Slurm gives its jobs, and users give to torchrun as `--rdzv-id`
+    ("", True),
+    ("none", True),
+    ("shoestring-999999999", True),
+    (f"team-{join.OWN_RUN}999999999", True),
+    (f"{join.OWN_RUN}run", True),
+])  # fmt: skip
+def test_a_worker_ends_whose_own_agent_ended_while_it_imported(run, goes_on):
     program = "from shoestring.distributed import join; join.end_with_agent(); print('goes on')"
-    for run, goes_on in (("shoestring-999999999", False), (f"shoestring-{os.getpid()}", True), ("other", True)):
-        command, environment = [sys.executable, "-c", program], os.environ | {"TORCHELASTIC_RUN_ID": run}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == ((0, "goes on\n") if goes_on else (-signal.SIGKILL, ""))
+    command, environment = [sys.executable, "-c", program], os.environ | {"TORCHELASTIC_RUN_ID": run}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == ((0, "goes on\n") if goes_on else (-signal.SIGKILL, ""))

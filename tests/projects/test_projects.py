@@ -1,5 +1,6 @@
 """Projects: run files with their code beside them, started from any folder; and recipes of other packages."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -173,7 +174,7 @@ def test_installed_packages_and_the_current_folder_come_first(elsewhere):
 # -- recipes of other packages -----------------------------------------------------------------------------------------
 
 
-def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str = "toy = toy_recipes.kinds.toy") -> None:
+def installed(folder: Path, entries: str = "toy = toy_recipes.kinds.toy") -> None:
     """A package with a recipe, as pip would install it into `folder`."""
     kinds = folder / "toy_recipes" / "kinds"
     (kinds / "toy").mkdir(parents=True)
@@ -188,14 +189,15 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str = "toy
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-recipes\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[shoestring.recipes]\n{entries}\n")
-    monkeypatch.syspath_prepend(folder)
+    sys.path.insert(0, str(folder))  # the list of `elsewhere`; `syspath_prepend` would leave it to other tests
+    importlib.invalidate_caches()
 
 
-def test_recipes_of_other_packages_are_listed_without_importing_them(elsewhere, monkeypatch, capsys):
+def test_recipes_of_other_packages_are_listed_without_importing_them(elsewhere, capsys):
     entries = (
         "toy = toy_recipes.kinds.toy\nimages = toy_recipes.kinds.toy\ngone = toy_recipes.kinds.gone\nodd = no_such"
     )
-    installed(elsewhere / "site", monkeypatch, entries)
+    installed(elsewhere / "site", entries)
     assert {"toy", "images", "quickstart"} <= recipes.find().keys() and not {"gone", "odd"} & recipes.find().keys()
     assert recipes.find()["images"].package == "shoestring_recipes.images"
     assert main(["recipes"]) == 0
@@ -205,9 +207,9 @@ def test_recipes_of_other_packages_are_listed_without_importing_them(elsewhere, 
     assert "toy_recipes" not in sys.modules
 
 
-def test_a_copy_is_a_project_of_ones_own(elsewhere, monkeypatch, capsys):
+def test_a_copy_is_a_project_of_ones_own(elsewhere, capsys):
     """It trains from anywhere, with the package gone; what is changed in it changes the result."""
-    installed(elsewhere / "site", monkeypatch)
+    installed(elsewhere / "site")
     assert main(["recipes", "copy", "toy", str(elsewhere / "mine")]) == 0
     assert "shoestring train" in capsys.readouterr().out
     assert sorted(path.name for path in (elsewhere / "mine").rglob("*.*")) == [

@@ -21,7 +21,7 @@ from shoestring.core.errors import PeerError, WorldError
 from shoestring.core.world import World
 from shoestring.distributed.rendezvous import Membership, register
 
-OWN_RUN = "shoestring-"
+OWN_RUN = "shoestring-agent-"
 """Beginning of the run's id that `launch` gives to torchrun's agent; the number of the agent's process follows."""
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _POLL = 0.5  # seconds between checks whether the agent is alive, where the kernel sends no signal when it dies
@@ -79,8 +79,9 @@ def end_with_agent() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     # Our own agent names itself in the run's id, because it may have ended while this process imported torch.
-    named = os.environ["TORCHELASTIC_RUN_ID"].removeprefix(OWN_RUN)
-    agent = int(named) if named.isdecimal() else os.getppid()
+    # Others name anything there: a job's number in Slurm is no process.
+    before, own, number = os.environ["TORCHELASTIC_RUN_ID"].partition(OWN_RUN)
+    agent = int(number) if own and not before and number.isdecimal() else os.getppid()
     if not _killed_with_parent():
         threading.Thread(target=_watch, args=(agent,), name="watch-agent", daemon=True).start()
     if os.getppid() != agent:  # the agent ended before this process could watch it
