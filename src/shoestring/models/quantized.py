@@ -138,11 +138,11 @@ def room(count: int, inputs: int) -> int:
 
 @cache
 def few_rows(dense: bool) -> int:
-    """Largest number of rows for which the kernel of few rows is the faster one, as measured. Without the instructions
-    of AVX-512 that multiply bytes it is soon limited by arithmetic; the places of 2:4 weights are slow to widen."""
-    if not dense:
-        return 40
-    return FEW_ROWS if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3
+    """Largest number of rows for which the kernel of few rows is the faster one on this processor."""
+    try:
+        return native.load("skinny_quantized").few_rows(not dense)
+    except native.CompileError:
+        return FEW_ROWS
 
 
 @cache

@@ -35,6 +35,9 @@ INLINED ints dot2(ints sum, shorts some, shorts others) {
     return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)some, (__m512i)others);
 #elif defined(__AVX2__)
     return sum + (ints)_mm256_madd_epi16((__m256i)some, (__m256i)others);
+#elif defined(__aarch64__)
+    const int16x8_t s = (int16x8_t)some, o = (int16x8_t)others;
+    return sum + (ints)vpaddq_s32(vmull_s16(vget_low_s16(s), vget_low_s16(o)), vmull_high_s16(s, o));
 #else
     for (int lane = 0; lane < WIDTH; lane++)
         sum[lane] += some[2 * lane] * others[2 * lane] + some[2 * lane + 1] * others[2 * lane + 1];
@@ -102,6 +105,9 @@ INLINED shorts widened(bytes four, int place) {
     const __m256i where = _mm256_set1_epi32((int)(0x01800080u + place * 0x01000100u));
     const __m256i lanes = _mm256_setr_epi32(0, 0x04000400, 0x08000800, 0x0c000c00, 0, 0x04000400, 0x08000800, 0x0c000c00);
     return (shorts)_mm256_srai_epi16(_mm256_shuffle_epi8((__m256i)four, _mm256_add_epi8(where, lanes)), 8);
+#elif defined(__aarch64__)
+    const int16x8_t twos = (int16x8_t)four;
+    return (shorts)vmovl_s8((int8x8_t)vget_low_s16(place ? vuzp2q_s16(twos, twos) : vuzp1q_s16(twos, twos)));
 #else
     shorts wide;
     for (int i = 0; i < 2 * WIDTH; i++) wide[i] = (int8_t)four[i / 2 * 4 + i % 2 + place];

@@ -18,6 +18,9 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define MOST_SUMS 24 /* accumulators, of 32 registers */
+#elif defined(__aarch64__)
+#define LANES 4
+#define MOST_SUMS 24
 #else
 #define LANES 8
 #define MOST_SUMS 12 /* accumulators, of 16 registers */

@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -19,6 +21,8 @@
 #define LANES 16 /* rows that are interleaved */
 #if defined(WIDE)
 #define WIDTH 16 /* rows in a vector */
+#elif defined(__aarch64__)
+#define WIDTH 4
 #else
 #define WIDTH 8
 #endif
@@ -36,6 +40,8 @@ INLINED floats from_fp16(const uint16_t *bits) {
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)bits));
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)bits));
+#elif defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(bits)));
 #else
     floats wide;
     for (int lane = 0; lane < WIDTH; lane++) { /* rebias the exponent by a product, which also normalizes subnormals */

@@ -15,7 +15,11 @@
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
 #define INLINED static inline __attribute__((always_inline))
 
-#define LANES 16
+#if defined(__aarch64__)
+#define LANES 4
+#else
+#define LANES 16 /* narrower vectors are several of the processor's */
+#endif
 #define CHUNK 64 /* positions; a multiple of LANES */
 #define WIDEST 256 /* entries of a head */
 #define FLOATS LANES
@@ -77,10 +81,12 @@ INLINED floats paired(floats a, floats b, const int width) {
 #endif
 }
 
-/* The totals of sixteen vectors, in order. */
+/* The totals of LANES vectors, in order. */
 INLINED floats totals(floats v[LANES]) {
+#if LANES == 16
     for (int i = 0; i < 8; i++) v[i] = paired(v[i], v[i + 8], 8);
     for (int i = 0; i < 4; i++) v[i] = paired(v[i], v[i + 4], 4);
+#endif
     for (int i = 0; i < 2; i++) v[i] = paired(v[i], v[i + 2], 2);
     return paired(v[0], v[1], 1);
 }
