@@ -9,7 +9,17 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import decode
-from benchmarks.decode import distillation, exactness, peers, pretrained, server, skipping, speculation, weights
+from benchmarks.decode import (
+    distillation,
+    exactness,
+    peer_serving,
+    peers,
+    pretrained,
+    server,
+    skipping,
+    speculation,
+    weights,
+)
 from benchmarks.decode.pairs import Pairs
 from benchmarks.harness import Bar, Deadline, main, resumable
 from benchmarks.machine import ROOT
@@ -59,6 +69,7 @@ def command(argv: Sequence[str]) -> int:
             *skipping.rows(comparison),
             *server.rows(),
             *peers.rows(),
+            *peer_serving.rows(),
         ]
 
     return main("decode", rows, rest, RESULTS)

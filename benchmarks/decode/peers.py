@@ -28,7 +28,7 @@ from benchmarks.machine import ROOT
 from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.timing import paired
 
-SHAPES = {188: (12, 1024, 2816, 16), 60: (8, 640, 1728, 10)}
+SHAPES = {188: (12, 1024, 2816, 16), 60: (8, 640, 1728, 10), 0: (2, 64, 192, 2)}
 """Layers, width, inner width and heads of the model of so many million weights."""
 PEERS = {"llama.cpp": "xllamacpp", "CTranslate2": "ctranslate2", "transformers": "transformers"}
 """Maps each peer to the package that has it."""
@@ -39,7 +39,8 @@ Work = tuple[tuple[tuple[int, ...], ...], int]
 
 
 @cache
-def _folder(size: int) -> Path:
+def folder_of(size: int) -> Path:
+    """The folder of a model's files."""
     folder = MODELS / str(size)
     folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, *SHAPES[size])
@@ -64,7 +65,7 @@ def _missing(peer: str, width: int) -> str:
     if importlib.util.find_spec(PEERS[peer]) is None:
         return f"the package {PEERS[peer]} is not installed"
     kind = {32: "float32", 8: "int8"}.get(width)
-    if peer == "CTranslate2" and not (_folder(188) / str(kind)).is_dir():
+    if peer == "CTranslate2" and not (folder_of(188) / str(kind)).is_dir():
         return "the models were written without CTranslate2: delete .cache/decode/peers"
     return ""
 
@@ -77,7 +78,7 @@ def compare(peer: str, width: int, threads: int, work: Work, size: int, _: Deadl
     with ExitStack() as stack:
 
         def contestant(name: str) -> Callable[[], None]:
-            own = stack.enter_context(contestants.started(name, _folder(size), width, threads))
+            own = stack.enter_context(contestants.started(name, folder_of(size), width, threads))
             return lambda: spent[name].append(own.ask(*work)["cpu"])
 
         ratio = paired(contestant("ours"), contestant(peer), rounds=ROUNDS)
@@ -88,7 +89,7 @@ def compare(peer: str, width: int, threads: int, work: Work, size: int, _: Deadl
 
 def bandwidth(width: int, _: Deadline) -> Measured:
     """The share of the read bandwidth, measured with prefetch, that a token's weights are read with."""
-    with contestants.started("ours", _folder(188), width, 1) as ours:
+    with contestants.started("ours", folder_of(188), width, 1) as ours:
         rates = []
         for _round in range(ROUNDS):
             seconds = ours.ask(*TOKEN)["seconds"] / TOKENS
@@ -144,7 +145,7 @@ def rows() -> Iterator[Bar]:
     names = {32: "fp32", 8: "8bit", 4: "4bit"}
     for width, name in names.items():
         for threads in (1, 2):
-            for size in SHAPES:
+            for size in (188, 60):
                 what = f"time of a token over llama.cpp's, {name}, {threads} threads, {size} M weights"
                 identity = f"token-{name}-{threads}" + ("" if size == 188 else f"-{size}m")
                 yield bar(identity, what, 1.0, "llama.cpp", width, threads, TOKEN, size)
