@@ -16,7 +16,8 @@ def main(file: str, threads: str, slots: str, context: str) -> None:
     params.model.path = file
     params.n_ctx, params.n_parallel, params.verbosity = int(slots) * int(context), int(slots), -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(threads)
-    print(xllamacpp.Server(params).listening_address, flush=True)
+    server = xllamacpp.Server(params)  # it ends with the object
+    print(server.listening_address, flush=True)
     sys.stdin.read()
 
 
