@@ -91,7 +91,7 @@ class Running:
 
 @pytest.mark.parametrize(("run", "goes_on"), [
     (f"{join.OWN_RUN}999999999", False),
-    (f"{join.OWN_RUN}{os.getpid()}", True),
+    (f"{join.OWN_RUN}{{this process}}", True),
     ("999999999", True),  # a number is what Slurm gives its jobs, and users give to torchrun as `--rdzv-id`
     ("", True),
     ("none", True),
@@ -101,6 +101,7 @@ class Running:
 ])  # fmt: skip
 def test_a_worker_ends_whose_own_agent_ended_while_it_imported(run, goes_on):
     program = "from shoestring.distributed import join; join.end_with_agent(); print('goes on')"
+    run = run.replace("{this process}", str(os.getpid()))
     command, environment = [sys.executable, "-c", program], os.environ | {"TORCHELASTIC_RUN_ID": run}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == ((0, "goes on\n") if goes_on else (-signal.SIGKILL, ""))

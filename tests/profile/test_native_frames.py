@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -134,6 +135,30 @@ def test_a_fork_and_a_second_profile_go_on():
     with profiled() as plainly:
         work(3)
     assert not (plainly.profile.tree.kind == NodeKind.NATIVE).any()
+
+
+def test_no_timer_outlives_a_profile():
+    """The first timer of a process has the number 0, so it is looked for in a new process."""
+    program = (
+        "import torch, threading\n"
+        "from pathlib import Path\n"
+        "from shoestring.profile import profiled\n"
+        "def work():\n"
+        "    for _ in range(400): torch.rand(64, 64).sum()\n"
+        "timers = Path('/proc/self/timers')\n"
+        "for _ in range(2):\n"
+        "    with profiled(native_frames=True):\n"
+        "        work()\n"
+        "        thread = threading.Thread(target=work)\n"
+        "        thread.start()\n"
+        "        thread.join()\n"
+        "        print(timers.read_text().count('signal:'))\n"
+        "    print(timers.read_text().count('signal:'))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    during, after, during_second, after_second = map(int, done.stdout.split())
+    assert after == after_second == 0 and 1 <= during <= 2 and 1 <= during_second <= 2  # one a thread
 
 
 def test_beside_another_program_that_takes_the_signal_it_is_refused(monkeypatch):

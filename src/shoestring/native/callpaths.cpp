@@ -308,7 +308,8 @@ struct Thread {
     uint32_t index = 0, level = 0;  // `level`: frames in `stack`
     uint32_t profile = 0;  // number of the profile that `open` belongs to; operators of an earlier profile are discarded
     bool lasting = false, fresh = false;
-    void* timer = nullptr;  // triggers samples of its native frames
+    void* timer = nullptr;  // triggers samples of its native frames; the first of a process may be null
+    bool timed = false;  // whether there is one
     Open open[OPERATORS];
     Frame stack[DEPTH];
     Place places[PLACES];
@@ -464,11 +465,11 @@ __attribute__((tls_model("initial-exec"))) thread_local Thread* mine = nullptr;
 #if defined(__linux__)
 std::atomic<int64_t> native_every{0};  // nanoseconds of a thread's processor time between samples; 0: no samples
 
-void watch(Thread& own) { own.timer = native_frames::watch(native_every); }
+void watch(Thread& own) { own.timed = native_frames::watch(native_every, own.timer); }
 
 void unwatch(Thread& own) {
-    if (own.timer) timer_delete(own.timer);
-    own.timer = nullptr;
+    if (own.timed) timer_delete(own.timer);
+    own.timed = false;
 }
 
 bool running_operator(native_frames::Running& current) {
@@ -717,7 +718,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
         return nullptr;
     }
     bool measured = !(own.events & 31);  // the cost of recording is measured at every 32nd operator
-    if (__builtin_expect(measured && native_every && !own.timer, 0)) watch(own);
+    if (__builtin_expect(measured && native_every && !own.timed, 0)) watch(own);
     uint64_t entered = measured ? now() : 0;
     const Open* above = own.depth ? &own.open[own.depth - 1] : nullptr;
     const _PyInterpreterFrame* frame = nullptr;
@@ -924,7 +925,7 @@ void forget_in_child() {
     changing.unlock();
     if (running) forked = true;  // until the child starts a profile of its own
     if (mine) mine->depth = 0;
-    for (uint32_t i = 0; i < known; i++) everybody[i]->timer = nullptr;  // timers are not inherited by a fork
+    for (uint32_t i = 0; i < known; i++) everybody[i]->timed = false;  // timers are not inherited by a fork
 }
 
 void remove_callbacks() {

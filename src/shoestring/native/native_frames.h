@@ -105,8 +105,8 @@ bool begin() {
     return on;
 }
 
-// Start a timer on this thread's processor time; null if the system has none left.
-timer_t watch(int64_t nanoseconds) {
+// Start a timer on this thread's processor time; false if the system has none left.
+bool watch(int64_t nanoseconds, timer_t& timer) {
     sigevent event = {};
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = SIGPROF;
@@ -115,13 +115,12 @@ timer_t watch(int64_t nanoseconds) {
 #else
     event._sigev_un._tid = pid_t(syscall(SYS_gettid));
 #endif
-    timer_t timer;
-    if (timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer)) return nullptr;
+    if (timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer)) return false;
     itimerspec every = {};
     every.it_interval.tv_sec = every.it_value.tv_sec = nanoseconds / 1'000'000'000;
     every.it_interval.tv_nsec = every.it_value.tv_nsec = nanoseconds % 1'000'000'000;
     timer_settime(timer, 0, &every, nullptr);
-    return timer;
+    return true;
 }
 
 // Take the next complete sample; returns its number of frames plus 1, or 0 if there is none.
