@@ -1,6 +1,8 @@
 """The transformer: causality, cache, determinism, the forms it must survive, and refusals."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -99,6 +101,18 @@ def test_the_seed_decides_also_through_meta(tied):
     assert torch.equal(direct(tokens()), late(tokens()))
     assert not list(direct.buffers())
     assert not torch.equal(direct.embed.weight, build(config, 6).embed.weight)
+
+
+def test_a_model_is_outlined_without_torchs_compiler():
+    """Importing it takes a second of every start of a server."""
+    program = (
+        "import sys, torch\n"
+        "from shoestring.models.gpt import GPT, GPTConfig\n"
+        "with torch.device('meta'): GPT(GPTConfig(vocab_size=64, dim=32, layers=2, heads=2))\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"
 
 
 def test_residual_writers_start_smaller():

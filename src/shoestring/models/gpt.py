@@ -94,7 +94,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        _normal(self.weight, self.std)
 
 
 class Embedding(nn.Embedding):
@@ -105,11 +105,16 @@ class Embedding(nn.Embedding):
         super().__init__(rows, width)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        _normal(self.weight, self.std)
 
     def logits(self, x: Tensor) -> Tensor:
         """Use the embedding's weight as the output layer: hidden states (…, C) to logits (…, V)."""
         return F.linear(x, self.weight)
+
+
+def _normal(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # torch would import its compiler, which takes a second, to change nothing
+        nn.init.normal_(weight, std=std)
 
 
 def rotary_table(config: GPTConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
