@@ -6,8 +6,20 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from shoestring.checkpoint.format.layout import KINDS, PRIVATE, REST, SHARE, Box, Leaf, divided, sources
+from shoestring.checkpoint.format.layout import (
+    KINDS,
+    PRIVATE,
+    REST,
+    SHARE,
+    Box,
+    Leaf,
+    divided,
+    shard_runs,
+    sources,
+)
 
 EXTENT = 5  # of the arrays in which boxes are marked
 
@@ -159,3 +171,16 @@ def test_equal_shares():
         found = divided([leaf], rank, 2)
         rows = {kind: sum(each.row_count for each in found[kind]) for kind in KINDS}
         assert rows == {PRIVATE: 0, SHARE: 8, REST: 24}
+
+
+@given(st.integers(0, 23), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.data()), max_size=3))
+def test_a_shard_over_several_mesh_axes_is_what_torch_makes_it(size, axes):
+    """Each placement divides what those before it have left, into chunks that need not be equal."""
+    rows, runs = torch.arange(size), [(0, size)]
+    for parts, strides, data in axes:
+        index = data.draw(st.integers(0, parts - 1))
+        placement = Shard(0) if strides == 1 else _StridedShard(0, split_factor=strides)
+        rows = placement._split_tensor(rows, parts, with_padding=False)[0][index]
+        runs = shard_runs(runs, parts, index, strides)
+    assert [row for first, extent in runs for row in range(first, first + extent)] == rows.tolist()
+    assert all(extent for _, extent in runs) or len(runs) == 1

@@ -15,6 +15,7 @@ from shoestring.checkpoint.format.layout import Box, Leaf
 from shoestring.checkpoint.format.manifest import CheckpointId, Record
 from shoestring.checkpoint.format.part import Draft
 from shoestring.checkpoint.format.state import pack, unpack
+from shoestring.checkpoint.format.tree import encode, merged, merged_states
 from shoestring.checkpoint.interop import exports
 from shoestring.checkpoint.tiers.disk import Disk, manifests
 from shoestring.checkpoint.tiers.file_acts import Files
@@ -188,3 +189,17 @@ def test_one_name_in_both_is_refused(tmp_path):
     settings = checkpoint.Tiered(folder=str(tmp_path / "saves"), memory_folder=str(tmp_path / "memory"))
     with pytest.raises(ConfigError, match="`loader` is in `state` and in `own`"):
         checkpoint.attach({"loader": State({})}, own={"loader": State({})}, settings=settings)
+
+
+def test_trees_of_ranks_that_train_different_parameters_are_merged():
+    def of(*names):
+        state = {"state": {name: {"step": 1, "odd": (name, 2)} for name in names}, "groups": [{"params": [*names]}]}
+        return encode(state, "optimizer", {})
+
+    assert merged([of("a"), of("a")]) == of("a")
+    assert merged([of("a", "b"), of("b", "c"), of()]) == of("a", "b", "c")
+    assert merged([of(), of("a")]) == of("a")
+    assert merged([encode(value, "x", {}) for value in (1, 2)]) == 1
+    assert merged([encode(value, "x", {}) for value in ([1, 2], [1])]) == [1, 2]
+    assert merged([encode(value, "x", {}) for value in ({1: 2}, {"1": 3})]) == encode({1: 2, "1": 3}, "x", {})
+    assert merged_states([{"a": 1}, {"b": 2}]) == {"a": 1, "b": 2}

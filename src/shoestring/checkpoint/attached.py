@@ -70,6 +70,9 @@ def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differ
         ConfigError: steps of this job cannot be replayed; raised on all ranks.
     """
     settings = checkpointer.settings
+    if attachments.trainers:
+        message = f"`{settings.name}.differences` replays the steps of replicas, but ranks train different parameters"
+        raise ConfigError(message, hint=f"set {settings.name}.differences = 0")
     if attachments.scaler.is_enabled():
         refuse_scaled(f"{settings.name}.differences")
     states = (entry.state for entry in attachments.kept.values())

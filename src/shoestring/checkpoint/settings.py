@@ -44,6 +44,9 @@ class Plain(Feature):
         from shoestring.checkpoint.attached import restore
         from shoestring.checkpoint.tiers.plain import Saver
 
+        if attachments.trainers:
+            message = "`checkpoint.plain` saves what the first rank trains, but ranks train different parameters"
+            raise ConfigError(message, hint="use checkpoint.tiered")
         saver = Saver(attachments, self)
         attachments.at(Phase.CAPTURE, saver.capture)
         attachments.restore_with(lambda where: saver.restored(restore(attachments, Tiered(folder=self.folder), where)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,6 +29,9 @@ from shoestring.core.world import World
 from shoestring.wrapped import is_wrapped, last_only, unwrap
 
 T = TypeVar("T")
+
+STEPPED = "what the optimizer steps"
+"""Resource of SHARD with one owner: the tensors that the optimizer steps in place of the parameters."""
 
 
 class Attachments:
@@ -83,6 +87,8 @@ class Attachments:
         self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
         self._around_forward: list[Context] = []
         self._around_evaluation: list[Context] = []
+        self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
+        self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
         self._refresh: Callable[[], None] | None = None
         self._carried: dict[int, Any] = {}
@@ -207,7 +213,7 @@ class Attachments:
             ConflictError: another feature owns `what`. ConfigError: the feature is attached at another seam.
         """
         owner = self._at_seam(what, seam)
-        if former := self.owners.get(what):
+        if (former := self.owners.get(what, owner)) != owner:
             hint = f"remove the table [{former}] or [{owner}]"
             raise ConflictError(f"`{former}` and `{owner}` both own {what}", hint=hint)
         self.owners[what] = owner
@@ -242,8 +248,8 @@ class Attachments:
             over: mesh axes over which the owner averages gradients.
             sync: (last micro-batch?) -> context around each micro-batch, to exchange gradients in the last one only.
             trained: name of a parameter -> tensor that the optimizer steps instead of the parameter (a shard, an fp32
-                master, a copy on the host), with as many elements. This rank trains no other parameters. Defaults to
-                the parameters themselves.
+                master, a copy on the host), with as many elements. This rank trains no other parameters, and other
+                ranks may train others. Defaults to the parameters themselves.
             refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
@@ -254,8 +260,7 @@ class Attachments:
                 by the true divisor. Evaluations call `run` as well, with `training` False and gradients off; in an
                 evaluation `run` does no backward pass.
         """
-        for axis in over:
-            self.own(f"SHARD over {axis}", Seam.SHARD)
+        self.claim(over, trained=trained is not None)
         self.average_over(over)
         self.model = self.model if model is None else model
         if sync is not None:
@@ -264,9 +269,30 @@ class Attachments:
             self.own("how micro-batches are run", Seam.SHARD)
             self.run_micro_batches = run
         if trained is not None:
-            self.own("what the optimizer steps", Seam.SHARD)
             self._check_trained(trained)
             self._trained, self._refresh = dict(trained), refresh
+
+    def claim(self, over: Sequence[str], *, trained: bool = False, whole: bool = False) -> None:
+        """Claim what `shard` will set, before anything is allocated for it.
+
+        Args:
+            over: the mesh axes. trained: whether the feature chooses what the optimizer steps.
+            whole: whether it needs whole parameters, and cannot take those that another feature has sharded.
+
+        Raises:
+            ConflictError: another feature owns some of it, or has sharded parameters.
+        """
+        for axis in over:
+            self.own(f"SHARD over {axis}", Seam.SHARD)
+        if trained:
+            self.own(STEPPED, Seam.SHARD)
+        sharded = [name for name, tensor in self._parameters().items() if isinstance(tensor, DTensor)] if whole else []
+        if sharded:
+            owner = self.attaching[0]
+            others = sorted({other for what, other in self.owners.items() if "SHARD over" in what} - {owner})
+            former = f"`{others[0]}` has" if others else "the program has"
+            message = f"`{owner}` needs whole parameters, and {former} sharded `{sharded[0]}`"
+            raise ConflictError(message, hint=f"remove the table [{owner}], or use parallel.FSDP() in its place")
 
     def _check_trained(self, trained: Mapping[str, Tensor]) -> None:
         owner, parameters = self.attaching[0], self._parameters()
@@ -277,11 +303,15 @@ class Attachments:
                 sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
                 hint = "a shard of a tensor must be a DTensor, which has the shape of the whole tensor"
                 raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
+            partial_sums = [each for each in getattr(tensor, "placements", ()) if each.is_partial()]
+            if partial_sums:
+                message = f"`{owner}` gives the optimizer `{name}` as {partial_sums[0]}, which no rank has as a value"
+                raise ConfigError(message, hint="reduce it: its placements must be Shard or Replicate")
 
     def check_gradients(self) -> None:
         """Raise ConfigError if none of the tensors that an owner of SHARD gave to the optimizer has a gradient."""
         if self._trained is not None and not self.gradients:
-            owner = self.owners["what the optimizer steps"]
+            owner = self.owners[STEPPED]
             message = f"after the backward pass, no tensor that `{owner}` gives to the optimizer has a gradient"
             raise ConfigError(message)
 
@@ -357,6 +387,40 @@ class Attachments:
     def weights(self) -> dict[str, Any]:
         """This rank's shards of the model's parameters and buffers by name, including those of frozen modules."""
         return ModelState(self.model, self._trained or {}).state_dict()
+
+    def agree_on_trained(self) -> None:
+        """Find out which ranks train which parameters: stages of a pipeline train different ones. A collective."""
+        names = [json.loads(data) for data in self.world.gather(json.dumps(sorted(self.trained)).encode())]
+        if all(of_rank == names[0] for of_rank in names):
+            return
+        trainers: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(names):
+            for name in of_rank:
+                trainers.setdefault(name, []).append(rank)
+        self.trainers = {name: tuple(ranks) for name, ranks in trainers.items()}
+        self.parted = tuple(axis for axis in self.world.axes if self.world.differs_along(axis, names))
+
+    def total(self, values: Tensor, names: Sequence[str]) -> Tensor:
+        """Sum of one number for each of some trained tensors, over all parameters of the model.
+
+        A collective where ranks train different parameters; one that several of these train counts once.
+
+        Args:
+            values: (n,), equal on the ranks that train the same tensors. names: n names of `trained`.
+        """
+        group = self.world.group(self.parted)
+        if group is None:
+            return values.sum()
+        parts = {*torch.distributed.get_process_group_ranks(group)}
+        times = [len(parts.intersection(self.trainers[name])) for name in names]
+        total = (values / torch.tensor(times, device=values.device, dtype=values.dtype)).sum()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """The mesh axes along which gradients are averaged and ranks train the same parameters."""
+        return tuple(axis for axis in self.replicas if axis not in self.parted)
 
     @property
     def parameters(self) -> list[Any]:
@@ -443,9 +507,10 @@ class Attachments:
         self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
         self.trace.ranks = self.world.size
         frozen = [entry.state.within_model for entry in self.kept.values() if isinstance(entry.state, Reference)]
-        model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen))
+        model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen), self.trainers)
         self.keep("model", model, across="shard")
-        self.keep("optimizer", OptimizerState(self.optimizer, self.named, self.hooks_off), across="shard")
+        optimizer = OptimizerState(self.optimizer, self.named, self.hooks_off, self.trainers)
+        self.keep("optimizer", optimizer, across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)
         self.keep("random", RandomState(self.world.device), across="own")

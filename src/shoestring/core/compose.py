@@ -110,6 +110,8 @@ def _apply_all(attachments: Attachments) -> None:
         if seam is Seam.GRAPH and (compiler := attachments.graph.compiler()):
             attachments.module.compile(backend=compiler)
             attachments.exits.callback(setattr, attachments.module, "_compiled_call_impl", None)
+        if seam is Seam.SHARD:
+            attachments.agree_on_trained()
         if seam is Seam.OPTIM:
             attachments.build()
             if "OPTIM" not in attachments.owners:  # otherwise `compose` has compared the feature's settings

@@ -86,25 +86,29 @@ class ModelState:
         trained: name of a parameter -> tensor that the optimizer steps, and a checkpoint saves, in its place.
         refresh: copies the tensors of `trained` into the parameters.
         leave_out: names of frozen tensors, of which a checkpoint holds only a `Reference`.
+        trainers: name of a parameter -> the ranks that train it; a checkpoint has it from these. Empty if all do.
     """
 
     model: nn.Module
     trained: Mapping[str, Tensor] = field(default_factory=dict)
     refresh: Work | None = None
     leave_out: Collection[str] = ()
+    trainers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._own_name = cache(partial(own_name, self.model))
 
     def state_dict(self) -> dict[str, Any]:
         state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
-        return {name: value for name, value in (state | dict(self.trained)).items() if name not in self.leave_out}
+        elsewhere = self.trainers.keys() - self.trained.keys()  # this rank's values of these are those of the start
+        left_out = {*self.leave_out, *elsewhere}
+        return {name: value for name, value in (state | dict(self.trained)).items() if name not in left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = {name: value for name, value in state_dict.items() if name not in self.trained}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        strict = not (self.trained or self.leave_out)
+        strict = not (self.trained or self.leave_out or self.trainers)
         options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
         set_model_state_dict(self.model, whole, options=options)
         for name, tensor in self.trained.items():
@@ -122,11 +126,13 @@ class OptimizerState:
     Args:
         named: function that returns a mapping: name of a parameter -> tensor that the optimizer steps for it.
         hooks_off: context in which a step of the optimizer does not count as a training step.
+        trainers: name of a parameter -> the ranks that train it; empty if all do.
     """
 
     optimizer: Optimizer
     named: Callable[[], Mapping[str, Tensor]]
     hooks_off: Context
+    trainers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         self._lay_out()
@@ -144,9 +150,13 @@ class OptimizerState:
         """
         self._lay_out()
         tensors, saved = self.named(), _parameters(state_dict["param_groups"])
+        stepped = _parameters(self.optimizer.param_groups)
         if not tensors.keys() & {*saved}:
-            tensors = dict(zip(saved, _parameters(self.optimizer.param_groups), strict=True))
+            tensors = dict(zip(saved, stepped, strict=True))
+        own = set(map(id, stepped))  # the checkpoint may have state of more: frozen now, or trained by other ranks
         for name, tensor in tensors.items():
+            if id(tensor) not in own:
+                continue
             for key, value in state_dict["state"].get(name, {}).items():
                 state = self.optimizer.state[tensor]
                 if isinstance(state.get(key), Tensor):

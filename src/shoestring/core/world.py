@@ -6,7 +6,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -141,6 +141,12 @@ class World:
             return dist.group.WORLD
         mesh = self.mesh_over(axes)
         return None if mesh is None else mesh.get_group()
+
+    def differs_along(self, axis: str, values: Sequence[object]) -> bool:
+        """Whether a value of each rank differs between ranks that differ in their place along `axis` only."""
+        stride = math.prod(list(self.axes.values())[list(self.axes).index(axis) + 1 :])
+        first = (rank - rank // stride % self.axes[axis] * stride for rank in range(self.size))
+        return any(values[rank] != values[of] for rank, of in enumerate(first))
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 

@@ -188,6 +188,21 @@ class Packed:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
 
 
+def _whole(layer: nn.Module, y: Tensor) -> Tensor:
+    """The output of a fused layer, which computes several things one behind the other.
+
+    Raises:
+        ConfigError: it is a part, as of torch's ColwiseParallel, whose halves are not what they are taken for.
+    """
+    outputs = getattr(layer, "out_features", y.shape[-1])
+    if y.shape[-1] != outputs:
+        raise ConfigError(
+            f"a rank has {y.shape[-1]} of the {outputs} outputs of a fused layer (queries, keys, values or gate, up)",
+            hint="a contiguous split mixes them: split a model whose layers are apart, or use parallel.FSDP()",
+        )
+    return y
+
+
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key/value heads in groups of H / K."""
 
@@ -199,7 +214,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | Packed | None = None) -> Tensor:
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
+        heads = _whole(self.qkv, self.qkv(x)).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
         q, k = turned.split([self.heads, self.kv_heads], dim=2)  # (B, T, H, D), (B, T, K, D)
         k, v = k.transpose(1, 2), heads[:, :, self.heads + self.kv_heads :].transpose(1, 2)  # (B, K, T, D)
@@ -221,7 +236,7 @@ class MLP(nn.Module):
         self.down = Linear(config.hidden, config.dim, config.init_std / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # B T F
+        gate, up = _whole(self.gate_up, self.gate_up(x)).chunk(2, dim=-1)  # B T F
         return self.down(F.silu(gate) * up)
 
 

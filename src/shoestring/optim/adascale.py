@@ -27,7 +27,7 @@ from shoestring._torch import foreach_copy_, foreach_sub, loss_scale
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
 from shoestring.core.kept import fill
-from shoestring.optim.norms import local, norms, part_of
+from shoestring.optim.norms import global_norm, local, norms, part_of
 
 if TYPE_CHECKING:
     from shoestring.optim.settings.adascale import AdaScale
@@ -173,7 +173,7 @@ class Gain:
     def measure(self) -> None:
         """Start the all-reduce of the sum of squared gradient norms; the next step reads the result."""
         attachments, micro = self.attachments, max(self.calls.values(), default=0)
-        count = micro * attachments.world.ranks_over(attachments.replicas)
+        count = micro * attachments.world.ranks_over(attachments.alike)
         self.settings.check_gradients(count)
         divisor_unknown = attachments.progress.count and not self.divisor  # true in the first step
         if not self.norms or divisor_unknown:
@@ -193,9 +193,12 @@ class Gain:
         attachments = self.attachments
         if not self.adam and any(feature.name == "optim.clip" for feature in attachments.features):
             return torch.as_tensor(attachments.numbers["grad_norm"]).square()  # the clipping has measured it
-        trained = attachments.trained.values()
-        gradients = [part_of(tensor, self.scaled(tensor, tensor.grad)) for tensor in trained if tensor.grad is not None]
-        return norms(gradients).square().sum()
+        gradients = {
+            name: part_of(tensor, self.scaled(tensor, tensor.grad))
+            for name, tensor in attachments.trained.items()
+            if tensor.grad is not None
+        }
+        return global_norm(attachments, gradients).square()
 
     def measure_consecutive(self) -> None:
         """Measure the gradients of this step and of the previous step. Half the squared norm of their difference
@@ -210,7 +213,8 @@ class Gain:
             ]
             parts = [*pair, foreach_sub(*pair)]
             whole = [part_of(tensor, part) for group in parts for tensor, part in zip(tensors, group, strict=True)]
-            newer, older, difference = norms(whole).double().square().view(3, -1).sum(1)
+            squares = norms(whole).double().square().view(3, -1)
+            newer, older, difference = (self.attachments.total(each, list(now)) for each in squares)
             self.pending = [difference, (newer + older - difference) / 2], 1, None
             foreach_copy_(list(map(local, self.before.values())), list(map(local, now.values())))
         else:  # the first step, or parameters were frozen or unfrozen

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
-from shoestring.core.attachments import Attachments
+from shoestring.core.attachments import STEPPED, Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.kept import fill
 from shoestring.optim.norms import local
@@ -165,7 +165,7 @@ def attach(attachments: Attachments, name: str, build: Callable[[], Average]) ->
 def check_steps_parameters(attachments: Attachments, name: str) -> None:
     """Raise ConfigError if the optimizer updates copies or shards of the parameters instead of the parameters
     themselves."""
-    if owner := attachments.owners.get("what the optimizer steps"):
+    if owner := attachments.owners.get(STEPPED):
         raise ConfigError(f"`{name}` cannot evaluate its weights: `{owner}` updates copies of the parameters")
 
 

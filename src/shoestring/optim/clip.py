@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from shoestring._torch import foreach_mul_
 from shoestring.core.attachments import Attachments
+from shoestring.optim.norms import global_norm
 
 
 def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
@@ -15,7 +16,10 @@ def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
     `grad_norm`."""
 
     def clip() -> None:
-        norm = torch.nn.utils.clip_grad_norm_(attachments.parameters, max_norm, foreach=True)
-        attachments.numbers["grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = {name: tensor.grad for name, tensor in attachments.trained.items() if tensor.grad is not None}
+        norm = global_norm(attachments, gradients)
+        # As torch's clip_grad_norm_, which takes no tensors of several meshes, and no plain ones beside sharded ones.
+        foreach_mul_(attachments.gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        attachments.numbers["grad_norm"] = norm
 
     return clip

@@ -6,13 +6,13 @@ compute some of the norms and exchange them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from shoestring._torch import foreach_norm
 
@@ -73,14 +73,27 @@ def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -
     return squares.sqrt()
 
 
+def global_norm(attachments: Attachments, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The 2-norm of tensors of all trained parameters together, such as their gradients; 0-d. A collective.
+
+    Args:
+        tensors: name in `trained` -> a tensor that is sharded as the trained one is.
+    """
+    if tensors:
+        squares = norms(list(tensors.values())).square()
+    else:
+        squares = torch.zeros(0, device=attachments.world.device)
+    return attachments.total(squares, list(tensors)).sqrt()
+
+
 def sharers(attachments: Attachments) -> dist.ProcessGroup | None:
-    """The process group over which gradients are averaged, whose ranks hold the same plain tensors; None if it has one
-    rank or all tensors are DTensors.
+    """The process group over which gradients are averaged and whose ranks hold the same plain tensors; None if it has
+    one rank or all tensors are DTensors.
 
     The group is not used for DTensors: the mesh of a DTensor says which rank holds which shard.
     """
     plain = any(not isinstance(tensor, DTensor) for tensor in attachments.trained.values())
-    return attachments.world.group(attachments.replicas) if plain else None
+    return attachments.world.group(attachments.alike) if plain else None
 
 
 def _at(indices: list[int], like: Tensor) -> Tensor:
@@ -93,7 +106,7 @@ def _sharded(tensors: Sequence[Tensor]) -> dict[tuple[Any, int], list[int]]:
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             for dim, placement in enumerate(tensor.placements):
-                if isinstance(placement, Shard):
+                if not isinstance(placement, Replicate):
                     axes.setdefault((tensor.device_mesh, dim), []).append(index)
     return axes
 

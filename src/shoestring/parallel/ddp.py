@@ -21,6 +21,7 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
     group = attachments.world.group(over)
     if group is None:
         return
+    attachments.claim(over, whole=True)
     references = [record.state for record in attachments.kept.values() if isinstance(record.state, Reference)]
     # DDP need not broadcast frozen modules, because their hashes were compared across ranks. It cannot broadcast
     # tensors of data types that Gloo lacks.

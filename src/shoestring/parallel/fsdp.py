@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shoestring.core.attachments import Attachments
+from shoestring.core.attachments import STEPPED, Attachments
+from shoestring.core.errors import ConflictError
 from shoestring.core.feature import HOSTS, LOCAL
 from shoestring.models.blocks import repeated
 
@@ -27,6 +28,10 @@ def shard(attachments: Attachments, over: Sequence[str], replicate: bool, reshar
         mesh = world.mesh_over(over)
     if mesh is None:
         return
+    attachments.claim(over)
+    if owner := attachments.owners.get(STEPPED):
+        message = f"`{owner}` has chosen {STEPPED}, and `{attachments.attaching[0]}` would replace its parameters"
+        raise ConflictError(message, hint=f"remove the table [{owner}] or [{attachments.attaching[0]}]")
     for module in (*repeated(attachments.model), attachments.model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     within = set(attachments.model.modules())

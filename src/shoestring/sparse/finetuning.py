@@ -107,7 +107,7 @@ class AnnealedMasks(Masks):
 
     def _remember(self) -> None:
         """Update the running means with this step's measurement, summed over the ranks that average gradients."""
-        group = self.attachments.world.group(self.attachments.replicas)
+        group = self.attachments.world.group(self.attachments.alike)
         for name, seen in self.seen.items():
             if group is not None:
                 dist.all_reduce(seen, group=group)

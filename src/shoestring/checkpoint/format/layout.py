@@ -1,8 +1,9 @@
 """Which rank holds which shard of a tensor, and which rank saves it to which place.
 
-A *box* is a rectangular region of a tensor, such as a shard. A *leaf* is one tensor of the saved state as this rank
-sees it: the box that this rank holds, its data, and the ranks that hold the same box. A box that several ranks hold is
-saved once: each of these ranks saves an equal share of its rows.
+A *box* is a rectangular region of a tensor, such as a shard. A *leaf* is a box of one tensor of the saved state that
+this rank holds: its data, and the ranks that hold the same box. A shard of a fused weight, such as a third of the
+queries, keys and values each, is several boxes. A box that several ranks hold is saved once: each of these ranks saves
+an equal share of its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shoestring.core.errors import CheckpointError
 
@@ -75,7 +76,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """This rank's shard of one tensor: `data` holds the region `box` of a tensor of shape `shape`."""
+    """A region of one tensor: `data` holds the region `box` of a tensor of shape `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,6 +84,8 @@ class Leaf:
     holders: tuple[int, ...]
     """The ranks that hold this box, in ascending order."""
     data: Tensor
+    place: Box | None = None
+    """Where the data lie in the part of the tensor that this rank holds; None if they are all of it."""
 
     @property
     def row_count(self) -> int:
@@ -96,11 +99,12 @@ class Leaf:
         """The leaf with only the rows [first, stop) of this one."""
         if (first, stop) == (0, self.row_count):
             return self
-        return replace(self, box=self.box.rows(first, stop), data=self.data[first:stop])
+        place = (self.place or whole(self.box.shape)).rows(first, stop)
+        return replace(self, box=self.box.rows(first, stop), data=self.data[first:stop], place=place)
 
 
-def leaf_of(name: str, tensor: Tensor, holders: Sequence[int]) -> Leaf:
-    """The leaf of a tensor.
+def leaves_of(name: str, tensor: Tensor, holders: Sequence[int]) -> list[Leaf]:
+    """The leaves of a tensor: one, unless its placement gives this rank several regions of it.
 
     Args:
         holders: ranks that hold a copy of the tensor; ignored for a DTensor, which knows its ranks.
@@ -108,19 +112,78 @@ def leaf_of(name: str, tensor: Tensor, holders: Sequence[int]) -> Leaf:
     Raises:
         CheckpointError: the tensor is a DTensor that is neither replicated nor sharded, such as a partial sum.
     """
+    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Leaf(name, tuple(tensor.shape), Box((0,) * tensor.ndim, tuple(tensor.shape)), tuple(holders), tensor)
-    box = box_of(name, tensor)
-    return Leaf(name, tuple(tensor.shape), box, _same_box(tensor), tensor.to_local().detach())
+        return [Leaf(name, shape, whole(shape), tuple(holders), tensor)]
+    local, same, boxes = tensor.to_local().detach(), _same_box(tensor), boxes_of(name, tensor)
+    if len(boxes) == 1:
+        return [Leaf(name, shape, boxes[0][0], same, local)]
+    outer = whole(local.shape)
+    return [Leaf(name, shape, box, same, local[place.inside(outer)], place) for box, place in boxes]
 
 
-def box_of(name: str, tensor: DTensor) -> Box:
-    """The box of a DTensor that this rank holds."""
-    for placement in tensor.placements:
-        if not isinstance(placement, Replicate | Shard):
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def boxes_of(name: str, tensor: DTensor) -> list[tuple[Box, Box]]:
+    """The regions of a DTensor that this rank holds: each as a box of the whole tensor and of the local part."""
+    runs = [[(0, size)] for size in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for parts, index, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if isinstance(placement, _StridedShard):
+            runs[placement.dim] = shard_runs(runs[placement.dim], parts, index, int(placement.split_factor))
+        elif isinstance(placement, Shard):
+            runs[placement.dim] = shard_runs(runs[placement.dim], parts, index)
+        elif not isinstance(placement, Replicate):
             raise CheckpointError(f"cannot save `{name}`: its placement is {placement}", hint="replicate or shard it")
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(offset), tuple(shape))
+    starts = [list(itertools.accumulate((size for _, size in of_dim), initial=0)) for of_dim in runs]
+    dims = [[(*run, at) for run, at in zip(*each, strict=False)] for each in zip(runs, starts, strict=True)]
+    boxes = []
+    for region in itertools.product(*dims):
+        shape = tuple(size for _, size, _ in region)
+        first, at = tuple(start for start, _, _ in region), tuple(at for _, _, at in region)
+        boxes.append((Box(first, shape), Box(at, shape)))
+    return boxes
+
+
+Run = tuple[int, int]
+"""First index and size of a stretch of a dimension."""
+
+
+def shard_runs(runs: Sequence[Run], parts: int, index: int, strides: int = 1) -> list[Run]:
+    """The shard `index` of `parts` of a dimension, of which shards over other mesh axes have left some runs.
+
+    Args:
+        runs: stretches of the dimension, which count as if they lay one behind the other.
+        strides: into how many chunks the runs are divided first, each of which is then divided into parts
+            (torch's `_StridedShard`).
+
+    Returns:
+        Its stretches, in the order in which they lie in the shard; one without indices if there are none.
+    """
+    shares = list[Run]()
+    for number in range(strides):
+        for start, size in _chunk(_chunk(runs, strides, number), parts, index):
+            if shares and sum(shares[-1]) == start:
+                shares[-1] = (shares[-1][0], shares[-1][1] + size)
+            else:
+                shares.append((start, size))
+    return shares or [(sum(runs[-1]), 0)]
+
+
+def _chunk(runs: Sequence[Run], count: int, number: int) -> list[Run]:
+    """The chunk `number` of `count`, as torch.chunk makes them: the last ones may be smaller, or empty."""
+    total, at, stretches = sum(size for _, size in runs), 0, list[Run]()
+    low, high = (min(edge * -(-total // count), total) for edge in (number, number + 1))
+    for start, size in runs:
+        first, stop = max(low - at, 0), min(high - at, size)
+        if first < stop:
+            stretches.append((start + first, stop - first))
+        at += size
+    return stretches
 
 
 def _same_box(tensor: DTensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,39 @@ def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
             raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is neither a string nor a number")
     mark = "~=" if any(isinstance(key, str) for key in value) else ""
     return lambda key: step(key) if isinstance(key, str) else mark + json.dumps(key)
+
+
+def merged(trees: Iterable[Any]) -> Any:
+    """One tree of the trees that ranks have written of a state: with the keys of all, where each has some of them.
+
+    Of a list of names that differs it has all names, as of the parameters of a group; of other values, the first.
+    """
+    first, *others = trees
+    for other in others:
+        if first != other:
+            first = _merged(first, other)
+    return first
+
+
+def merged_states(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The trees of all states by name, from those that each rank has written."""
+    names = dict.fromkeys(name for states in of_ranks for name in states)
+    return {name: merged([states[name] for states in of_ranks if name in states]) for name in names}
+
+
+def _merged(one: Any, other: Any) -> Any:
+    match one, other:
+        case {"map": list(mine)}, {"map": list(theirs)}:
+            there = {json.dumps(key): value for key, value in theirs}
+            both = [[key, _merged(value, there.pop(json.dumps(key), value))] for key, value in mine]
+            return {_MAP: both + [[key, value] for key, value in theirs if json.dumps(key) in there]}
+        case {"tuple": list(mine)}, {"tuple": list(theirs)}:
+            return {_TUPLE: _merged(mine, theirs)}
+        case list(), list() if all(isinstance(item, str) for item in [*one, *other]):
+            return list(dict.fromkeys([*one, *other]))
+        case list(), list() if len(one) == len(other):
+            return [_merged(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
+    return one
 
 
 def decode(tree: Any, leaf: Callable[[str], Any]) -> Any:

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoestring.checkpoint.format.checksum import sums
-from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, leaf_of, sources
+from shoestring.checkpoint.format.layout import DTYPES, KINDS, PRIVATE, Box, leaves_of, sources
 from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Part, mapped
-from shoestring.checkpoint.format.tree import decode, encode, root
+from shoestring.checkpoint.format.tree import decode, encode, merged_states, root
 from shoestring.checkpoint.tiers import plain
 from shoestring.checkpoint.tiers.disk import MANIFEST, Disk
 from shoestring.core.errors import CheckpointError, nearest
@@ -148,7 +148,8 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
     try:
         own = {rank: about["trees"]["own"] for rank, about in abouts.items()}
         homes = {rank: about["homes"] for rank, about in abouts.items()}
-        return Saved(checkpoint.step, source, abouts[min(abouts)]["trees"]["shared"], own, homes, tensors)
+        shared = merged_states([abouts[rank]["trees"]["shared"] for rank in sorted(abouts)])
+        return Saved(checkpoint.step, source, shared, own, homes, tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source} lacks the trees of its states") from error
 
@@ -260,7 +261,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
     leaves: dict[str, Tensor] = {}
     trees = {name: encode(state, root(name), leaves) for name, state in states.items()}
     about = {"step": step, "start": start, "uid": checkpoint.uid, "homes": {}}
-    pieces = [leaf_of(name, tensor, (0,)) for name, tensor in leaves.items()]
+    pieces = [leaf for name, tensor in leaves.items() for leaf in leaves_of(name, tensor, (0,))]
     draft = Draft.of(pieces, about | {"trees": {"shared": trees, "own": {}}})
     try:
         disk.files.folder(disk.aside(checkpoint))

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoestring.checkpoint.format.layout import PRIVATE, Box, box_of, sources
+from shoestring.checkpoint.format.layout import PRIVATE, Box, boxes_of, sources, whole
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.format.part import Part
-from shoestring.checkpoint.format.tree import decode, encode, root
+from shoestring.checkpoint.format.tree import decode, encode, merged_states, root
 from shoestring.checkpoint.recovery.offers import DISK, Offer
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers.rank_group import RankGroup
@@ -214,6 +214,10 @@ def gather_damage(group: RankGroup, damaged: Sequence[tuple[Offer, CheckpointErr
     return {(host, path): reason for of_rank in gathered for host, path, reason in of_rank}
 
 
+_Region = tuple[list[tuple[Box, Box]], DTensor | None]
+"""Boxes of a tensor, each in the whole tensor and in the local part; and the DTensor that gets them, if it is one."""
+
+
 # -- what a rank wants ------------------------------------------------------------------------------------------------
 
 
@@ -228,8 +232,8 @@ class Wanted:
     reader: Reader
 
     def __post_init__(self) -> None:
-        self._boxes: dict[str, dict[str, tuple[Box, DTensor | None]]] = {}  # state -> tensor -> what to read
-        self._reads: dict[str, list[list[Read]]] = {}  # state -> for each of its tensors, the reads
+        self._boxes: dict[str, dict[str, _Region]] = {}  # state -> tensor -> what to read
+        self._reads: dict[str, list[list[list[Read]]]] = {}  # state -> for each of its tensors and boxes, the reads
         self._placed: dict[str, DTensor] = {}
         """Path -> DTensor of this rank; saved tensors at that path, or directly below, get the same placement."""
         for name, entry in self.states.items():
@@ -245,6 +249,7 @@ class Wanted:
                     key = f"{home(tensor, self.world.rank)}:{path}" if entry.across == "own" else path
                     self._placed[key] = tensor
         self._trees = {rank: self._about(rank) for rank in range(self.checkpoint.ranks)}
+        self._shared = merged_states([about["trees"]["shared"] for about in self._trees.values()])
 
     def _about(self, rank: int) -> dict[str, Any]:
         try:
@@ -267,30 +272,46 @@ class Wanted:
         for name in self.states:
             self._boxes[name] = {}
             self._visit(name, partial(self._want, self._boxes[name]))
-            self._reads[name] = [self.reader.locate(tensor, box) for tensor, (box, _) in self._boxes[name].items()]
-        return {name: [read for reads in tensors for read in reads] for name, tensors in self._reads.items()}
+            self._reads[name] = [
+                [self.reader.locate(tensor, box) for box, _ in boxes]
+                for tensor, (boxes, _) in self._boxes[name].items()
+            ]
+        return {
+            name: [read for boxes in tensors for reads in boxes for read in reads]
+            for name, tensors in self._reads.items()
+        }
 
     def state(self, name: str) -> dict[str, Any] | None:
         """Read one state; None if the checkpoint has none for this rank, so that it starts afresh. A collective."""
         tensors, ready = iter(self.reader.fetch(name)), {}
-        for (tensor, (box, placed)), reads in zip(self._boxes[name].items(), self._reads[name], strict=True):
-            whole = torch.empty(box.shape, dtype=self.reader.kinds[tensor][0])
-            for read in reads:
-                whole[read.box.inside(box)].copy_(next(tensors))
+        for (tensor, (boxes, placed)), of_boxes in zip(self._boxes[name].items(), self._reads[name], strict=True):
+            local = torch.empty(
+                boxes[0][1].shape if placed is None else placed.to_local().shape, dtype=self.reader.kinds[tensor][0]
+            )
+            for (box, place), reads in zip(boxes, of_boxes, strict=True):
+                region = local[place.inside(whole(local.shape))]
+                for read in reads:
+                    region[read.box.inside(box)].copy_(next(tensors))
             if placed is not None:
-                local, layout = whole.to(placed.to_local().device), {"shape": placed.shape, "stride": placed.stride()}
-                whole = DTensor.from_local(local, placed.device_mesh, placed.placements, run_check=False, **layout)
-            ready[tensor] = whole
+                layout = {"shape": placed.shape, "stride": placed.stride()}
+                local = DTensor.from_local(
+                    local.to(placed.to_local().device),
+                    placed.device_mesh,
+                    placed.placements,
+                    run_check=False,
+                    **layout,
+                )
+            ready[tensor] = local
         return self._visit(name, lambda leaf, _: ready[leaf])
 
-    def _want(self, boxes: dict[str, tuple[Box, DTensor | None]], tensor: str, placed: bool) -> Tensor:
-        """Record which box of a tensor is needed: this rank's box if it is a DTensor here, otherwise all of it."""
+    def _want(self, boxes: dict[str, _Region], tensor: str, placed: bool) -> Tensor:
+        """Record what of a tensor is needed: this rank's boxes if it is a DTensor here, otherwise all of it."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
         like = self._like(tensor, shape) if placed else None
         if like is not None:
-            boxes[tensor] = box_of(tensor, like), like
+            boxes[tensor] = boxes_of(tensor, like), like
         else:
-            boxes.setdefault(tensor, (Box((0,) * len(shape), shape), None))
+            boxes.setdefault(tensor, ([(whole(shape), whole(shape))], None))
         return torch.empty(0)
 
     def _like(self, tensor: str, shape: tuple[int, ...]) -> DTensor | None:
@@ -320,13 +341,13 @@ class Wanted:
         entry = self.states[name]
         first = self._trees[0]["trees"]
         ranks, same_hosts = self.checkpoint.ranks, self.checkpoint.local == self.world.local_size
-        if name in first["shared"]:
+        if name in self._shared:
 
             def shared_leaf(path: str) -> Tensor:
                 own = apart_name(path, self.world.rank)  # a buffer that each rank saved itself
                 return leaf(own if ranks == self.world.size and own in self.reader.kinds else path, True)
 
-            return decode(first["shared"][name], shared_leaf)
+            return decode(self._shared[name], shared_leaf)
         if name not in first["own"]:
             return None
         if entry.across != "own" and entry.merge is None:

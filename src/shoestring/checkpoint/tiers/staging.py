@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, TypeVar
 
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring._torch import foreach_copy_, own_name
-from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaf_of
+from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaves_of, whole
 from shoestring.checkpoint.format.part import Draft, Form, aligned
 from shoestring.checkpoint.format.tree import encode, root, step
 from shoestring.checkpoint.tiers.gpu_copies import copy_from_gpu
 from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.attachments import Kept
-from shoestring.core.kept import ModelState
+from shoestring.core.kept import ModelState, OptimizerState
 from shoestring.core.leases import Priority
 from shoestring.core.trace import span
 from shoestring.core.world import World
@@ -113,12 +113,15 @@ class Content:
         self.trees: dict[str, dict[str, Any]] = {"shared": {}, "own": {}}
         self.tensors: list[Tensor] = []
         self.kept = states
+        self.trainers: dict[str, tuple[int, ...]] = {}
+        """Path of a tensor, or of the mapping that it is in -> the ranks that train it, where not all do."""
         self.outline: list[tuple[Any, ...]] = []
         """For each tensor: whether it belongs to an "own" state, its path, data type and shape; a DTensor's placement.
         """
         for name, entry in states.items():
             leaves: dict[str, Tensor] = {}
             own = entry.across == "own"
+            self.trainers |= trainers_of(name, entry.state)
             self.trees["own" if own else "shared"][name] = encode(entry.state.state_dict(), root(name), leaves)
             self.tensors += leaves.values()
             self.outline += [
@@ -141,25 +144,26 @@ class Frame:
         }
         self.homes: dict[str, int] = {}
         """Path of a tensor in an "own" state -> the rank in its name; for a DTensor, the first rank of its mesh."""
-        leaves = [
-            self._leaf(own, path, tensor, world)
-            for (own, path, *_), tensor in zip(self.outline, content.tensors, strict=True)
-        ]
-        whole = {leaf.name: (index, leaf) for index, leaf in enumerate(leaves)}
+        leaves, indices = list[Leaf](), dict[str, int]()
+        for index, ((own, path, *_), tensor) in enumerate(zip(self.outline, content.tensors, strict=True)):
+            holders = content.trainers.get(path) or content.trainers.get(path.rpartition("/")[0]) or range(world.size)
+            of_tensor = self._leaves(own, path, tensor, world.rank, holders)
+            leaves += of_tensor
+            indices[of_tensor[0].name] = index
         pieces = divided(leaves, world.rank, world.local_size)
         ordered = {kind: aligned(pieces[kind]) for kind in KINDS if pieces[kind] or kind == PRIVATE}
         self.forms = {kind: Form.of(part) for kind, part in ordered.items()}
-        self._cuts = {kind: [_cut(piece, *whole[piece.name]) for piece in part] for kind, part in ordered.items()}
+        self._cuts = {kind: [(indices[piece.name], piece.place) for piece in part] for kind, part in ordered.items()}
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
 
-    def _leaf(self, own: bool, path: str, tensor: Tensor, world: World) -> Leaf:
-        """The leaf of a tensor, with the name under which the tensor is saved."""
+    def _leaves(self, own: bool, path: str, tensor: Tensor, rank: int, holders: Sequence[int]) -> list[Leaf]:
+        """The leaves of a tensor that the ranks `holders` have, with the name under which the tensor is saved."""
         apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
-        leaf = leaf_of(path, tensor, (world.rank,) if apart else range(world.size))
-        if not own:
-            return replace(leaf, name=apart_name(path, world.rank)) if apart else leaf
-        self.homes[path] = home(tensor, world.rank)
-        return replace(leaf, name=f"{self.homes[path]}:{path}")
+        name = apart_name(path, rank) if apart else path
+        if own:
+            self.homes[path] = home(tensor, rank)
+            name = f"{self.homes[path]}:{path}"
+        return leaves_of(name, tensor, (rank,) if apart else holders)
 
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
         """The drafts of this rank's parts, by name, for content with this outline."""
@@ -170,17 +174,22 @@ class Frame:
                 extra = {"trees": content.trees, "homes": self.homes} if kind == PRIVATE else {}
                 header = form.header({**about, **extra}, self._headers[kind])
                 self._headers[kind] = len(header)
-                sources = [data[index] if rows is None else data[index][rows] for index, rows in self._cuts[kind]]
+                sources = [
+                    data[index] if place is None else data[index][place.inside(whole(data[index].shape))]
+                    for index, place in self._cuts[kind]
+                ]
                 drafts[f"{kind}-{self._rank}"] = Draft(form, header, sources)
         return drafts
 
 
-def _cut(piece: Leaf, index: int, whole: Leaf) -> tuple[int, slice | None]:
-    """Where a piece comes from: (index of the tensor, its rows); None for all rows."""
-    if piece is whole:
-        return index, None
-    first = piece.box.offset[0] - whole.box.offset[0]
-    return index, slice(first, first + piece.row_count)
+def trainers_of(name: str, state: object) -> dict[str, tuple[int, ...]]:
+    """Path of a parameter, or of the mapping of its state -> the ranks that train it, where not all do."""
+    match state:
+        case ModelState():
+            return {f"{root(name)}/{step(parameter)}": ranks for parameter, ranks in state.trainers.items()}
+        case OptimizerState():
+            return {f"{root(name)}/state/{step(parameter)}": ranks for parameter, ranks in state.trainers.items()}
+    return {}
 
 
 def buffer_names(state: object) -> list[str]:

@@ -37,6 +37,7 @@ def divide(attachments: Attachments, settings: Zero) -> Divided | None:
     """Divide what the optimizer updates among the ranks; None if there is only one rank and no copies are needed."""
     if attachments.world.ranks_over(settings.over) == 1 and not settings.steps_copies(attachments.trained.values()):
         return None
+    attachments.claim(settings.over, trained=True, whole=True)
     broadcast_tensors([*attachments.module.parameters(), *attachments.module.buffers()], attachments.world.group(DATA))
     return Divided(attachments, settings)
 
