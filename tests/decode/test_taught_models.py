@@ -1,0 +1,40 @@
+"""Models that were taught to call tools by `shoestring train finetune`: clients run their examples with them."""
+
+import shutil
+
+import pytest
+
+from benchmarks.serving.clients import EXAMPLES, EXPECTED
+from benchmarks.serving.taught import TEMPLATES, data, teach
+from benchmarks.serving.tools import JAVASCRIPT, SCRIPT, client_of, in_javascript, judge
+
+pytest.importorskip("openai")
+pytest.importorskip("agents")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def client(request, tmp_path_factory):
+    with client_of(teach(request.param, tmp_path_factory.mktemp(request.param))) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_in_python_end_with_the_right_answer(client, example):
+    assert EXAMPLES[example](client) == EXPECTED
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None or not (SCRIPT.parent / "node_modules").exists(),
+    reason="npm did not install the client",
+)
+@pytest.mark.parametrize("example", JAVASCRIPT)
+def test_examples_in_javascript_end_with_the_right_answer(client, example):
+    assert in_javascript(client, example) == JAVASCRIPT[example]
+
+
+def test_conversations_that_were_held_out_go_right_and_streams_are_the_same(client):
+    model = client.models.list().data[0].id
+    judged = [judge(client, model, one) for one in data()[1][:40]]
+    assert sum(one.right for one in judged) >= 32
+    assert sum(one.differ for one in judged) == 0
