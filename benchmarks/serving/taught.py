@@ -36,39 +36,33 @@ _TOOLS = (
     "{% elif schema.type == 'object' %}({% for name, part in schema.properties.items() %}"
     "{{ name }} {{ shown(part) }}{% if not loop.last %}, {% endif %}{% endfor %})"
     "{% elif schema.type == 'array' %}{{ shown(schema['items']) }}s{% else %}{{ schema.type }}{% endif %}{% endmacro %}"
-    "{% macro listed() %}{% for tool in tools %}{{ tool.function.name }} {{ shown(tool.function.parameters) }}\n"
-    "{% endfor %}{% endmacro %}"
+    "{% if tools %}{{ '<|im_start|>tools\n' }}"
+    "{% for tool in tools %}{{ tool.function.name }} {{ shown(tool.function.parameters) }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
 )
-"""Macros that show the tools: a line for each, such as `weather (city string)`."""
+"""Shows the tools: a line for each, such as `weather (city string)`."""
+_ASKED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 _CALLS = "{{{{ '{{\"name\": \"' + call.function.name + '\", \"{key}\": ' + call.function.arguments | tojson + '}}' }}}}"
 TEMPLATES = {
     "hermes": _TOOLS
-    + "{% if tools %}{{ '<|im_start|>tools\n' + listed() + '<|im_end|>\n' }}{% endif %}"
     + "{% for message in messages %}{% if message.role == 'tool' %}"
     + "{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}"
     + "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
     + "{% for call in message.tool_calls or [] %}{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
     + "{{ '<tool_call>\n' }}" + _CALLS.format(key="arguments") + "{{ '\n</tool_call>' }}{% endfor %}"
     + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    + _ASKED,
     "llama": _TOOLS
-    + "{{ '<|begin_of_text|>' }}"
-    + "{% if tools %}{{ '<|start_header_id|>tools<|end_header_id|>\n\n' + listed() + '<|eot_id|>' }}{% endif %}"
     + "{% for message in messages %}"
-    + "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\n\n' }}"
-    + "{{ message.content }}{% for call in message.tool_calls or [] %}" + _CALLS.format(key="parameters")
-    + "{% if not loop.last %}{{ '; ' }}{% endif %}{% endfor %}{{ '<|eot_id|>' }}{% endfor %}"
-    + "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    + "{# <|python_tag|> #}",
+    + "{{ '<|im_start|>' + ('ipython' if message.role == 'tool' else message.role) + '\n' + message.content }}"
+    + "{% for call in message.tool_calls or [] %}" + _CALLS.format(key="parameters")
+    + "{% if not loop.last %}{{ '; ' }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    + _ASKED + "{# <|python_tag|> #}",
 }  # fmt: skip
 """Chat templates by the form of calls."""
-_SPECIAL = {
-    "hermes": ("<|im_start|>", "<|im_end|>"),
-    "llama": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-}
+_SPECIAL = ("<|im_start|>", "<|im_end|>")
 _MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens of the form `hermes` that are not special ones."""
-_ENDS = {"hermes": "<|im_end|>", "llama": "<|eot_id|>"}
 
 
 @cache
@@ -78,8 +72,8 @@ def data() -> tuple[list[Conversation], list[Conversation]]:
     return trained, conversations(HELD_OUT, seed=1, without=frozenset(one.line for one in trained))
 
 
-def tokenizer(form: str) -> Tokenizer:
-    """A byte-level BPE of the conversations with the special tokens and the chat template of a form."""
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE of the conversations, with ChatML's special tokens and the marks of calls."""
     words = pre_tokenizers.Split(Regex(r"\p{L}+|\d|[^\p{L}\d]+"), "isolated")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.Sequence(
@@ -88,46 +82,49 @@ def tokenizer(form: str) -> Tokenizer:
     engine.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    config = {"eos_token": _ENDS[form], "chat_template": TEMPLATES[form]}
-    companions = {"tokenizer_config.json": json.dumps(config).encode()}
-    template = ChatTemplate(Tokenizer(engine, companions=companions), TEMPLATES[form])
+    template = ChatTemplate(Tokenizer(engine), TEMPLATES["hermes"])
     texts = (template.render(one.messages, {"tools": one.tools}, ask=False) for one in data()[0][:1000])
     engine.train_from_iterator(texts, trainer)
-    engine.add_special_tokens(list(_SPECIAL[form]))
-    if form == "hermes":
-        engine.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in _MARKS])
-    return Tokenizer(engine, companions=companions)
+    engine.add_special_tokens(list(_SPECIAL))
+    engine.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in _MARKS])
+    return Tokenizer(engine, companions={"tokenizer_config.json": json.dumps({"eos_token": _SPECIAL[1]}).encode()})
 
 
-def teach(form: str, folder: Path, **settings: Any) -> Path:
-    """Teach a model to repeat what it reads, and then to call tools, each in a process of its own.
-
-    A model of random weights learns late to copy, and soon once there is little else to learn.
+def teach_to_repeat(folder: Path, **settings: Any) -> Path:
+    """Teach a model of random weights to repeat what it reads, from which it learns other things sooner.
 
     Args:
-        settings: flags of `shoestring train finetune`, for both.
+        settings: flags of `shoestring train finetune`.
 
     Returns:
         The folder of the model.
     """
-    tokens = tokenizer(form)
+    tokens = tokenizer()
     torch.manual_seed(0)
     shape = {"dim": 96, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 192, "context": CONTEXT, "init_std": 0.05}
     origin = {"model": "-", "arguments": {}, "offered": {"context": CONTEXT}}
     save_model(GPT(GPTConfig(vocab_size=tokens.vocab_size, **shape)), tokens, folder / "random", origin)
     repeated = conversations(REPEATED, seed=2, draw_one=repetition)
-    copying = _finetune(folder / "random", repeated, folder / "copying", {"epochs": 3, **settings})
-    return _finetune(copying, data()[0], folder / form, {"epochs": 2, **settings})
+    return _finetune(folder / "random", repeated, "hermes", folder / "repeating", {"epochs": 3, **settings})
 
 
-def _finetune(model: Path, examples: Sequence[Conversation], folder: Path, settings: Mapping[str, Any]) -> Path:
-    """Train all weights of a model, those of one layer by an adapter; the folder of the model."""
-    chats = folder.with_suffix(".jsonl")
+def teach(form: str, repeating: Path, folder: Path, **settings: Any) -> Path:
+    """Teach a model that can repeat to call tools in a form; the folder of the model."""
+    return _finetune(repeating, data()[0], form, folder / form, {"epochs": 2, **settings})
+
+
+def _finetune(
+    model: Path, examples: Sequence[Conversation], form: str, folder: Path, settings: Mapping[str, Any]
+) -> Path:
+    """Train all weights of a model, those of one layer by an adapter, in a process of its own; the model's folder."""
+    chats, template = folder.with_suffix(".jsonl"), folder.with_suffix(".jinja")
+    template.write_text(TEMPLATES[form])
     chats.write_text("".join(one.line for one in examples))
     flags = {
-        "model": model, "data": chats, "folder": folder, "batch": 4, "accumulate": 1, "evaluate-every": 200,
-        "data.sequence": 256, "data.held-out": 0.01, "optim.adamw.lr": 3e-3, "precision.autocast.dtype": "fp32",
-        "memory.recompute.every-nth": 3, "memory.lora.layers": '["blocks.0.mlp.down"]',
+        "model": model, "data": chats, "data.template": template, "folder": folder, "batch": 4, "accumulate": 1,
+        "evaluate-every": 200, "data.sequence": 256, "data.held-out": 0.01, "optim.adamw.lr": 3e-3,
+        "precision.autocast.dtype": "fp32", "memory.recompute.every-nth": 3,
+        "memory.lora.layers": '["blocks.0.mlp.down"]',
         "memory.lora.modules-to-train": '["embed", "*norm*", "*.attention.*", "*.gate_up", "blocks.[12].mlp.down"]',
         **settings,
     }  # fmt: skip

@@ -26,7 +26,7 @@ from benchmarks.machine import ROOT
 from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.serving.clients import EXAMPLES, EXPECTED, Client
 from benchmarks.serving.conversations import Conversation, Message
-from benchmarks.serving.taught import TEMPLATES, data, teach
+from benchmarks.serving.taught import TEMPLATES, data, teach, teach_to_repeat
 
 CLIENTS = 4
 SCRIPT = ROOT / "tests" / "clients" / "openai_client.mjs"
@@ -142,13 +142,20 @@ def _judged(form: str) -> list[Judged]:
         return list(clients.map(lambda one: judge(client, model, one), data()[1]))
 
 
-_homes = list[TemporaryDirectory[str]]()  # removed at the end of the process
+@cache
+def _home() -> TemporaryDirectory[str]:
+    """Folder of the models; removed at the end of the process."""
+    return TemporaryDirectory()
+
+
+@cache
+def _repeating() -> Path:
+    return teach_to_repeat(Path(_home().name))
 
 
 @cache
 def _taught(form: str) -> Path:
-    _homes.append(TemporaryDirectory())
-    return teach(form, Path(_homes[-1].name))
+    return teach(form, _repeating(), Path(_home().name))
 
 
 def right(form: str, _: Deadline) -> Measured:

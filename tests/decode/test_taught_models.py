@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from benchmarks.serving.clients import EXAMPLES, EXPECTED
-from benchmarks.serving.taught import TEMPLATES, data, teach
+from benchmarks.serving.taught import TEMPLATES, data, teach, teach_to_repeat
 from benchmarks.serving.tools import JAVASCRIPT, SCRIPT, client_of, in_javascript, judge
 
 pytest.importorskip("openai")
@@ -13,9 +13,14 @@ pytest.importorskip("agents")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory):
+    return teach_to_repeat(tmp_path_factory.mktemp("repeating"))
+
+
 @pytest.fixture(scope="module", params=TEMPLATES)
-def client(request, tmp_path_factory):
-    with client_of(teach(request.param, tmp_path_factory.mktemp(request.param))) as connected:
+def client(request, repeating, tmp_path_factory):
+    with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param))) as connected:
         yield connected
 
 
