@@ -110,7 +110,7 @@ def teach_to_repeat(folder: Path, **settings: Any) -> Path:
 
 def teach(form: str, repeating: Path, folder: Path, **settings: Any) -> Path:
     """Teach a model that can repeat to call tools in a form; the folder of the model."""
-    return _finetune(repeating, data()[0], form, folder / form, {"epochs": 2, **settings})
+    return _finetune(repeating, data()[0], form, folder / form, {"epochs": 4, **settings})
 
 
 def _finetune(
