@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.harness import Bar, main
 from benchmarks.rows import RESULTS
-from benchmarks.serving import adapters, crowd, structured
+from benchmarks.serving import adapters, crowd, structured, tools
 
 PARTS: Mapping[str, Callable[[], Iterable[Bar]]] = {
     "adapters": adapters.rows,
     "crowd": crowd.rows,
     "structured": structured.rows,
+    "tools": tools.rows,
 }
 """The bars of each part; their ids begin with `serving.` and the part's name."""
 

@@ -18,7 +18,13 @@ EXAMPLES = {
         [CALL, "Yes."],
         {"calls": [["weather", {"city": "Köln"}]], "finish_reason": "tool_calls", "answer": "Yes."},
     ),
-    "toolsByRunner": ([CALL, "Yes."], {"asked": ["Köln"], "answer": "Yes."}),
+    **dict.fromkeys(
+        ["toolsByRunner", "toolsByStreamedRunner"], ([CALL, "Yes."], {"asked": ["Köln"], "answer": "Yes."})
+    ),
+    **dict.fromkeys(
+        ["toolsInResponses", "toolsInStreamedResponses"],
+        ([CALL, "Yes."], {"calls": [["weather", {"city": "Köln"}]], "answer": "Yes."}),
+    ),
     "streamed": (["Yes, it's hot."], {"text": "Yes, it's hot.", "usages": [True]}),
     "parsed": ([ANIMAL], {"name": "cat", "legs": 4}),
     "responses": (["Yes."], {"whole": "Yes.", "text": "Yes.", "last": "response.completed"}),

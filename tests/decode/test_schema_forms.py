@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoestring.core.errors import ConfigError
 from shoestring.data.tokenizer import byte_tokenizer
-from shoestring.decode import schema_forms, schema_sets
+from shoestring.decode import schema_forms, schema_sets, schema_steps
 from shoestring.decode.constraint import Grammars
 from shoestring.decode.schema_forms import rewritten, written
 from shoestring.decode.settings import AnswerFormat
@@ -34,7 +34,7 @@ def keywords(inner):
         "required": st.lists(names, max_size=2, unique=True),
         "properties": st.dictionaries(names, inner, max_size=2),
         "additionalProperties": inner,
-        "patternProperties": st.dictionaries(st.sampled_from(["^a", "b$"]), inner, max_size=1),
+        "patternProperties": st.dictionaries(st.sampled_from(["^a", "b$", "a*", "b?"]), inner, max_size=2),
         "propertyNames": st.sampled_from([True, False, {"maxLength": 1}, {"minLength": 2}, {"enum": ["a", "ab"]},
                                           {"pattern": "^a"}, {"const": "b"}, {"type": "string"}]),
         "dependentRequired": st.dictionaries(names, st.lists(names, max_size=2, unique=True), max_size=2),
@@ -42,7 +42,8 @@ def keywords(inner):
         "prefixItems": st.lists(inner, min_size=1, max_size=2),
         "items": inner,
         "contains": inner,
-        "minContains": st.sampled_from([0, 1]),
+        "minContains": st.sampled_from([0, 1, 2]),
+        "maxContains": st.sampled_from([0, 1]),
         "uniqueItems": st.booleans(),
         "allOf": st.lists(inner, min_size=1, max_size=2),
         "anyOf": st.lists(inner, min_size=1, max_size=3),
@@ -119,6 +120,13 @@ FAULTS = {  # a function that is wrong -> a schema and a document that show it
                       {"dependentRequired": {"a": ["b"]}}, {"a": 1}),
     "_names": (lambda own: iter([own.pop("propertyNames", None) and True]), {"propertyNames": {"maxLength": 1}},
                {"ab": 1}),
+    "_patterns": (lambda own: iter([own.pop("patternProperties", True) and True]),
+                  {"patternProperties": {"a*": {"type": "null"}}}, {"b": 1}),
+    "_contained": (lambda own: iter([own.pop("contains", None) and True]),
+                   {"contains": {"const": 1}, "minContains": 2, "maxContains": 1}, [1]),
+    "_distinct": (lambda own: iter([own.pop("uniqueItems", True) and True]),
+                  {"items": {"enum": [1, True]}, "uniqueItems": True}, [True, 1, 1]),
+    "_equal": (lambda one, other: one == other, {"items": {"enum": [1, True]}, "uniqueItems": True}, [True, 1]),
     "_unlike": (lambda values: {"type": "number"}, {"not": {"const": "a"}}, "b"),
 }  # fmt: skip
 
@@ -127,10 +135,10 @@ FAULTS = {  # a function that is wrong -> a schema and a document that show it
 def test_a_wrong_step_shows(name, monkeypatch):
     fault, schema, document = FAULTS[name]
     assert differs(schema, document) is False
-    for module in (schema_forms, schema_sets):
+    for module in (schema_forms, schema_sets, schema_steps):
         monkeypatch.setattr(module, name, fault, raising=False)
-    monkeypatch.setattr(schema_forms, "_STEPS", tuple(
-        fault if step.__name__ == name else step for step in schema_forms._STEPS
+    monkeypatch.setattr(schema_forms, "STEPS", tuple(
+        fault if step.__name__ == name else step for step in schema_steps.STEPS
     ))  # fmt: skip
     assert differs(schema, document) is True
 
@@ -145,7 +153,43 @@ def test_an_old_reference_hides_what_stands_beside_it():
     assert found["properties"]["a"] == {"$ref": "#/$defs/r0"} and found["$defs"] == {"r0": {"type": "null"}}
 
 
+def lists_of(count, **further):
+    return {"type": "array", "items": {"enum": list(range(count))}, "uniqueItems": True, **further}
+
+
+@pytest.mark.parametrize(("schema", "lists"), [
+    (lists_of(0), 1), (lists_of(1), 2), (lists_of(3), 16), (lists_of(5), 326), (lists_of(9, maxItems=2), 82),
+    (lists_of(4, minItems=4), 24), (lists_of(2, minItems=3), 0),
+])  # fmt: skip
+def test_lists_without_repetition_are_written_out(schema, lists):
+    try:
+        (_, written_out) = rewritten(schema)["allOf"][0]["anyOf"]
+    except KeyError:
+        written_out = {"enum": []}
+    assert len(written_out["enum"]) == lists
+
+
+def test_many_lists_without_repetition_are_refused():
+    grammars = Grammars(byte_tokenizer().engine.to_str(), 257, [256])
+    for schema in (lists_of(6), lists_of(30, maxItems=2), {"uniqueItems": True, "items": {"type": "string"}}):
+        with pytest.raises(ConfigError, match="uniqueItems"):
+            grammars.compile(AnswerFormat("json_schema", written(schema)))
+
+
+@pytest.mark.parametrize("pattern", ["", "a*", "a?b*", ".*", "^a*", "^"])
+def test_a_pattern_of_all_names_is_one_of_all_properties(pattern):
+    found = rewritten({"patternProperties": {pattern: {"type": "null"}, "^b": True}, "additionalProperties": False})
+    assert found == {"additionalProperties": {"type": "null"}}
+
+
+@pytest.mark.parametrize("pattern", ["a*$", "^a*$", "a+", "a{,3}", "[]a]*", "\\b", "(?=a)", "a|"])
+def test_other_patterns_stay(pattern):
+    schema = {"patternProperties": {pattern: {"type": "null"}}}
+    assert rewritten(schema) == schema
+
+
 @pytest.mark.parametrize(("schema", "words"), [
+    ({"$schema": "https://example.com/dialect", "type": "null"}, "dialect"),
     ({"contains": {"const": 1}}, "contains"),
     ({"not": {"pattern": "a"}}, "negation of `pattern`"),
     ({"$ref": "https://example.com/a.json"}, "leads to nothing"),

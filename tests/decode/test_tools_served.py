@@ -372,6 +372,18 @@ def test_schemas_and_calls_spell_no_special_token(served):
     assert text.count("a<|im_end|>") == 6
 
 
+def test_what_the_clients_own_parsing_adds_to_an_answer_may_come_back(served):
+    """`parse` and `stream` of OpenAI's clients add it, and some send it with the next request."""
+    added = {"parsed_arguments": {"a": 1}}
+    calls = [call() | {"function": {"name": "weather", "arguments": "{}", **added}}]
+    message = CALLED | {"tool_calls": calls, "parsed": None}
+    chat = asking.chat({"messages": [*QUESTION, message, result()], "tools": TOOLS}, served)
+    item = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}", **added}
+    output = {"type": "function_call_output", "call_id": "1", "output": "a"}
+    response = asking.response({"input": [*QUESTION, item, output], "tools": FLAT}, served)
+    assert list(chat.prompts[0].tokens) == list(response.prompts[0].tokens)
+
+
 def test_a_response_is_rendered_as_the_same_chat(served):
     chat = [
         {"role": "system", "content": "s"},

@@ -2,8 +2,7 @@
 
 A grammar has unions but no complements. So `not`, `oneOf`, conditions and dependencies become unions of schemas in
 which the negation is carried out, where each keyword under it has a negation. Schemas that cannot be rewritten are
-refused: leaving a keyword out would let through what the schema forbids. `format` is an assertion if the format is one
-that llguidance knows, and otherwise an annotation, as the specification allows.
+refused: leaving a keyword out would let through what the schema forbids.
 """
 
 from __future__ import annotations
@@ -13,28 +12,14 @@ import re
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from shoestring.core.errors import ConfigError
-from shoestring.decode.schema_sets import (
-    COUNTS,
-    SILENT,
-    TYPES,
-    Keywords,
-    Schema,
-    both,
-    bounded,
-    complement,
-    count,
-    disjoint,
-    either,
-    refused,
-)
+from shoestring.decode.schema_sets import COUNTS, SILENT, Keywords, Schema, bounded, count, either, refused
+from shoestring.decode.schema_steps import STEPS
 
-FORMATS = frozenset({
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-})  # fmt: skip
-"""Formats that llguidance enforces."""
+DIALECTS = ("json-schema.org", "spec.openapis.org")
+"""Hosts whose dialects of JSON Schema have the keywords that are known here."""
 LONGEST = 1 << 20
 """Largest number of characters of a rewritten schema."""
 _ONE, _MANY = (
@@ -81,7 +66,10 @@ def written(schema: Keywords) -> str:
 
 class _Rewriting:
     def __init__(self, root: Keywords) -> None:
-        self.old = bool(re.search(r"draft-0[3-7]", str(root.get("$schema", ""))))
+        dialect = str(root.get("$schema", ""))
+        if urlsplit(dialect).hostname not in (None, *DIALECTS):
+            raise refused(f"the dialect {dialect[:80]!r} is not known")
+        self.old = bool(re.search(r"draft-0[3-7]", dialect))
         """Whether keywords beside `$ref` have no effect, as up to draft 7."""
         self.root = root
         self.resources: dict[str, Any] = {}
@@ -144,8 +132,10 @@ class _Rewriting:
             raise refused(f"the reference {reference[:80]!r} leads to nothing in the schema")
         return target
 
-    def _named(self, target: Schema) -> Keywords:
+    def _named(self, target: Schema) -> Schema:
         """A reference to a schema."""
+        if isinstance(target, bool):
+            return target
         for number, known in enumerate(self.targets):
             if known is target:
                 return {"$ref": f"#/$defs/r{number}"}
@@ -187,7 +177,7 @@ class _Rewriting:
         if self.dynamic.count(str(own.get("$dynamicRef")).partition("#")[2]) > 1:
             raise refused("`$dynamicRef`, which may lead to one of several schemas")
         own.pop("$ref", None), own.pop("$dynamicRef", None)
-        further = [part for step in _STEPS for part in step(own)]
+        further = [part for step in STEPS for part in step(own)]
         further += [self._named(target) for target in targets]
         if False in further:
             return False
@@ -271,92 +261,3 @@ def _with(own: Keywords, *schemas: Schema) -> Keywords:
 
 def _unevaluating(own: Keywords) -> bool:
     return any(own.get(key, True) is not True for key in ("unevaluatedProperties", "unevaluatedItems"))
-
-
-# -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def _format(own: Keywords) -> Iterator[Schema]:
-    if own.get("format") not in FORMATS:
-        own.pop("format", None)
-    if own.get("uniqueItems") is False or own.get("maxItems", 2) <= 1:
-        own.pop("uniqueItems", None)
-    yield True
-
-
-def _condition(own: Keywords) -> Iterator[Schema]:
-    condition, then, otherwise = own.pop("if", None), own.pop("then", True), own.pop("else", True)
-    if condition is not None and (then is not True or otherwise is not True):
-        yield either([both([condition, then]), both([complement(condition), otherwise])])
-
-
-def _negation(own: Keywords) -> Iterator[Schema]:
-    if "not" in own:
-        yield complement(own.pop("not"))
-
-
-def _exclusive(own: Keywords) -> Iterator[Schema]:
-    branches = own.pop("oneOf", None)
-    if branches is None:
-        return
-    if all(disjoint(one, other) for place, one in enumerate(branches) for other in branches[:place]):
-        yield either(branches)
-        return
-    yield either([
-        both([one, *(complement(other) for place, other in enumerate(branches) if place != chosen)])
-        for chosen, one in enumerate(branches)
-    ])  # fmt: skip
-
-
-def _dependencies(own: Keywords) -> Iterator[Schema]:
-    for key in ("dependencies", "dependentSchemas", "dependentRequired"):
-        for name, needs in (own.pop(key, None) or {}).items():
-            then = {"required": needs} if isinstance(needs, list) else needs
-            if then not in (True, {"required": []}):
-                yield either([{"properties": {name: False}}, then])
-
-
-def _names(own: Keywords) -> Iterator[Schema]:
-    """A schema of names becomes a pattern."""
-    names = own.pop("propertyNames", True)
-    if names is False:
-        yield {"maxProperties": 0}
-    if isinstance(names, bool):
-        return
-    for key, value in names.items():
-        if key == "pattern":
-            pattern = value
-        elif key in ("minLength", "maxLength"):
-            pattern = f"^[\\s\\S]{{{value},}}$" if key == "minLength" else f"^[\\s\\S]{{0,{value}}}$"
-        elif key in ("const", "enum"):
-            known = [part for part in ([value] if key == "const" else value) if isinstance(part, str)]
-            pattern = "^(?:" + "|".join(re.escape(part) for part in known) + ")$"
-            if not known:
-                yield {"maxProperties": 0}
-                continue
-        elif key == "type" and "string" in ([value] if isinstance(value, str) else value):
-            continue
-        elif key == "type":
-            yield {"maxProperties": 0}
-            continue
-        else:
-            raise refused(f"`propertyNames` with `{key}`")
-        yield {"patternProperties": {pattern: True}, "additionalProperties": False}
-
-
-def _contained(own: Keywords) -> Iterator[Schema]:
-    least, most, contained = own.pop("minContains", 1), own.pop("maxContains", None), own.pop("contains", None)
-    if contained is None or (least == 0 and most is None):
-        return
-    if contained is True or contained == {}:
-        yield {"minItems": least} | ({} if most is None else {"maxItems": most})
-    elif contained is False:
-        yield {"type": [name for name in TYPES if name != "array"]} if least else True
-    elif most == 0:
-        yield {"items": complement(contained)} if least == 0 else {"type": [name for name in TYPES if name != "array"]}
-    else:
-        raise refused("`contains`")
-
-
-_STEPS = (_format, _condition, _negation, _exclusive, _dependencies, _names, _contained)
-"""Each takes keywords out of a schema whose own schemas are rewritten, and yields schemas that hold as well."""

@@ -19,6 +19,8 @@ Keywords = dict[str, Any]
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 MOST = 20_000
 """Largest number of schemas that are rewritten and negated for one, a fraction of a second."""
+MOST_LISTS = 400
+"""Largest number of lists without repetition that are written out: those of five values."""
 COUNTS = (
     "minLength",
     "maxLength",
@@ -193,3 +195,61 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return one == other
+
+
+# -- lists without repetition ------------------------------------------------------------------------------------------
+
+
+def values_of(schema: Schema) -> list[Any] | None:
+    """The documents that a rewritten schema allows, if they are few and neither lists nor objects; else None."""
+    if schema is False:
+        return []
+    if not isinstance(schema, dict) or set(schema) - {"type", "const", "enum"} - SILENT:
+        return None
+    types, values = _types(schema), _values(schema)
+    if values is None and (types is None or types - {"null", "boolean"}):
+        return None
+    if values is None:
+        values = [None, False, True]
+    if any(isinstance(value, list | dict) for value in values) or "integer" in str(schema.get("type")):
+        return None
+    distinct = list[Any]()
+    for value in values:
+        if (types is None or _type(value) in types) and not any(_equal(value, other) for other in distinct):
+            distinct.append(value)
+    return distinct
+
+
+def _type(value: Any) -> str:
+    """The type of a value that is neither a list nor an object."""
+    if value is None:
+        return "null"
+    return {bool: "boolean", str: "string"}.get(type(value), "number")
+
+
+def unique(prefix: list[list[Any] | None], rest: list[Any] | None, least: int, most: int | None) -> list[Any] | None:
+    """All lists without repetition.
+
+    Args:
+        prefix: the possible values at the first places; None for too many.
+        rest: the possible values at other places.
+        least, most: number of values in a list; `most` may be None.
+
+    Returns:
+        The lists; None if there are more than `MOST_LISTS`, or infinitely many.
+    """
+    lists, longer = list[Any](), [list[Any]()]
+    while longer:
+        length = len(longer[0])
+        lists += longer if length >= least else []
+        if most is not None and length >= most:
+            break
+        values = prefix[length] if length < len(prefix) else rest
+        if values is None:
+            return None
+        longer = [
+            [*known, value] for known in longer for value in values if not any(_equal(value, one) for one in known)
+        ]
+        if len(lists) + len(longer) > MOST_LISTS:
+            return None
+    return lists

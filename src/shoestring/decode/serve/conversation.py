@@ -76,7 +76,7 @@ def read_messages(fields: RequestFields, served: Served) -> list[Message]:
             message.only("tool_calls", [[]], "only messages of the assistant hold calls")
         for other in ("function_call", "audio"):
             message.only(other, [[]], "messages hold text and `tool_calls` alone")
-        message.ignore("refusal", "annotations")
+        message.ignore("refusal", "annotations", "parsed")
         message.finish()
     return conversation.messages
 
@@ -96,7 +96,7 @@ def read_items(fields: RequestFields, served: Served) -> list[Message]:
     for number, content in enumerate(_listed(fields, "input", served)):
         item = RequestFields(content, f"input[{number}]")
         _read_item(item, conversation)
-        item.ignore("id", "status")
+        item.ignore("id", "status", "parsed_arguments")
         item.finish()
     return conversation.messages
 
@@ -221,6 +221,7 @@ def _calls(message: RequestFields) -> list[Message]:
         function = RequestFields(call.get("function"), f"{call.where}.function")
         calls.append(_call(call, "id", function))
         call.ignore("index")
+        function.ignore("parsed_arguments")
         function.finish()
         call.finish()
     return calls
