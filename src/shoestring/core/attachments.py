@@ -303,10 +303,10 @@ class Attachments:
                 sizes = f"{tensor.numel()} elements for `{name}`, which has {parameters[name].numel()}"
                 hint = "a shard of a tensor must be a DTensor, which has the shape of the whole tensor"
                 raise ConfigError(f"`{owner}` gives the optimizer {sizes}", hint=hint)
-            partial_sums = [each for each in getattr(tensor, "placements", ()) if each.is_partial()]
-            if partial_sums:
-                message = f"`{owner}` gives the optimizer `{name}` as {partial_sums[0]}, which no rank has as a value"
-                raise ConfigError(message, hint="reduce it: its placements must be Shard or Replicate")
+            for placement in getattr(tensor, "placements", ()):
+                if placement.is_partial():
+                    message = f"`{owner}` gives the optimizer `{name}` as {placement}, which no rank has as a value"
+                    raise ConfigError(message, hint="reduce it: its placements must be Shard or Replicate")
 
     def check_gradients(self) -> None:
         """Raise ConfigError if none of the tensors that an owner of SHARD gave to the optimizer has a gradient."""

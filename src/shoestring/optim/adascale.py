@@ -213,8 +213,8 @@ class Gain:
             ]
             parts = [*pair, foreach_sub(*pair)]
             whole = [part_of(tensor, part) for group in parts for tensor, part in zip(tensors, group, strict=True)]
-            squares = norms(whole).double().square().view(3, -1)
-            newer, older, difference = (self.attachments.total(each, list(now)) for each in squares)
+            squares, total = norms(whole).double().square().view(3, -1), self.attachments.total
+            newer, older, difference = (total(squares[row], list(now)) for row in range(3))
             self.pending = [difference, (newer + older - difference) / 2], 1, None
             foreach_copy_(list(map(local, self.before.values())), list(map(local, now.values())))
         else:  # the first step, or parameters were frozen or unfrozen

@@ -140,7 +140,7 @@ def boxes_of(name: str, tensor: DTensor) -> list[tuple[Box, Box]]:
         elif not isinstance(placement, Replicate):
             raise CheckpointError(f"cannot save `{name}`: its placement is {placement}", hint="replicate or shard it")
     starts = [list(itertools.accumulate((size for _, size in of_dim), initial=0)) for of_dim in runs]
-    dims = [[(*run, at) for run, at in zip(*each, strict=False)] for each in zip(runs, starts, strict=True)]
+    dims = [[(*run, at) for run, at in zip(*of_dim, strict=False)] for of_dim in zip(runs, starts, strict=True)]
     boxes = []
     for region in itertools.product(*dims):
         shape = tuple(size for _, size, _ in region)
