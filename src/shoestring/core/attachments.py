@@ -390,7 +390,8 @@ class Attachments:
 
     def agree_on_trained(self) -> None:
         """Find out which ranks train which parameters: stages of a pipeline train different ones. A collective."""
-        names = [json.loads(data) for data in self.world.gather(json.dumps(sorted(self.trained)).encode())]
+        gathered = self.world.gather(json.dumps(sorted(self.trained)).encode())
+        names = [json.loads(data) for data in gathered]  # own file: what the ranks of this job send
         if all(of_rank == names[0] for of_rank in names):
             return
         trainers: dict[str, list[int]] = {}
