@@ -45,12 +45,12 @@ def test_each_photo_and_each_kind_is_held_out_in_one_fold(seed):
 
 def test_a_missing_package_is_one_line_that_names_it(monkeypatch):
     for package, source in photos.SOURCES.items():
-        monkeypatch.setattr(photos, "SOURCES", {package: photos.Source(source.hint, "/gone", source.files)})
+        monkeypatch.setattr(photos, "SOURCES", {package: photos.PhotoPackage(source.hint, "/gone", source.files)})
         photos.photos.cache_clear()
         with pytest.raises(ConfigError, match=f"`{package}` is not installed") as caught:
             photos.photos()
         assert caught.value.hint == source.hint
-    monkeypatch.setattr(photos, "SOURCES", {"x": photos.Source("pip install x", "no_such_package/data", "a.png")})
+    monkeypatch.setattr(photos, "SOURCES", {"x": photos.PhotoPackage("pip install x", "no_such_package/data", "a.png")})
     with pytest.raises(ConfigError, match="`x` is not installed"):
         photos.photos()
     monkeypatch.undo()

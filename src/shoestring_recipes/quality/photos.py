@@ -25,7 +25,7 @@ _DRAWS = 50
 
 
 @dataclass(frozen=True)
-class Source:
+class PhotoPackage:
     """A package with photos."""
 
     hint: str
@@ -44,7 +44,7 @@ class Source:
 
 
 SOURCES = {
-    "opencv-doc": Source(
+    "opencv-doc": PhotoPackage(
         "apt install opencv-doc",
         "/usr/share/doc/opencv-doc/examples/data",
         "Blender_Suzanne1.jpg HappyFish.jpg WindowsLogo.jpg aero1.jpg aero3.jpg aloeL.jpg apple.jpg baboon.jpg "
@@ -52,13 +52,15 @@ SOURCES = {
         "graf1.png home.jpg leuvenA.jpg messi5.jpg orange.jpg rubberwhale1.png smarties.png "
         "squirrel_cls.jpg stuff.jpg tmpl.png",
     ),
-    "scikit-image": Source(
+    "scikit-image": PhotoPackage(
         'pip install "shoestring[quality]"',
         "skimage/data",
         "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png hubble_deep_field.jpg "
         "moon.png retina.jpg rocket.jpg",
     ),
-    "scikit-learn": Source('pip install "shoestring[quality]"', "sklearn/datasets/images", "china.jpg flower.jpg"),
+    "scikit-learn": PhotoPackage(
+        'pip install "shoestring[quality]"', "sklearn/datasets/images", "china.jpg flower.jpg"
+    ),
 }
 
 
