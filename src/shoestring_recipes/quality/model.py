@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.models.loading import load_model
-from shoestring_recipes.quality.layers import Bottleneck, LocalContrast, LocalGlobalGate, HalvingResidual, plain
+from shoestring_recipes.quality.layers import Bottleneck, HalvingResidual, LocalContrast, LocalGlobalGate, plain
 
 BACKBONES = {"plain": (plain, (32, 48, 80)), "residual": (HalvingResidual, (24, 40, 64))}
 """The stages of each backbone and their channels."""

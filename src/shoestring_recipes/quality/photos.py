@@ -43,7 +43,7 @@ class PhotoPackage:
         return Path(spec.origin).parent / below if spec and spec.origin else Path(package)
 
 
-SOURCES = {
+PACKAGES = {
     "opencv-doc": PhotoPackage(
         "apt install opencv-doc",
         "/usr/share/doc/opencv-doc/examples/data",
@@ -72,7 +72,7 @@ def photos() -> dict[str, Tensor]:
         ConfigError: a package is not installed, or lacks a photo.
     """
     found: dict[str, Tensor] = {}
-    for package, source in SOURCES.items():
+    for package, source in PACKAGES.items():
         for name in source.files.split():
             path = source.folder() / name
             if not path.is_file():
