@@ -71,14 +71,14 @@ def photos() -> dict[str, Tensor]:
     Raises:
         ConfigError: a package is not installed, or lacks a photo.
     """
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for package, source in PACKAGES.items():
         for name in source.files.split():
             path = source.folder() / name
             if not path.is_file():
                 raise ConfigError(f"`{package}` is not installed: the photo `{path}` is missing", hint=source.hint)
-            found[name] = reduced(read_picture(path, 1)[0])
-    return {name: photo for name, photo in found.items() if min(photo.shape) >= SMALLEST}
+            by_name[name] = reduced(read_picture(path, 1)[0])
+    return {name: photo for name, photo in by_name.items() if min(photo.shape) >= SMALLEST}
 
 
 def reduced(photo: Tensor) -> Tensor:
