@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
+from scipy.spatial.distance import cdist
 from scipy.stats import kendalltau, spearmanr
 
 from shoestring.core.errors import ConfigError, DataError
@@ -261,6 +262,11 @@ def test_brisques_model_ranks_levels(monkeypatch, tmp_path):
         quality = scene_statistics.brisque(scene_statistics.features(distortions.ladder(crop, kind, 0)))
         assert measures.ordered_pairs(quality[None])[0] > 0.7
         assert -150 < quality.min() < quality.max() < 50  # its scores are from 0 to about 100
+    model = scene_statistics._published()
+    low, high = model["ranges"]
+    statistics = np.pad((model["vectors"][:50] + 1) / 2 * (high - low) + low, ((0, 0), (0, 4)))
+    kernel = np.exp(-0.05 * cdist(model["vectors"][:50], model["vectors"], "sqeuclidean"))
+    assert scene_statistics.brisque(statistics) == pytest.approx(model["rho"] - kernel @ model["alpha"])
     scene_statistics._published.cache_clear()
     monkeypatch.setattr(scene_statistics, "OPENCV", tmp_path)
     with pytest.raises(ConfigError, match="`opencv-data` is not installed"):
