@@ -30,7 +30,7 @@ UNKNOWN = "unknown"
 """Names the source set of a measurement whose code cannot be found any more."""
 FILE = "sources.digests"
 _LINE_BYTES = 3
-_ROOTS = {"shoestring": "src", "benchmarks": ".", "tests": "."}
+_ROOTS = {"shoestring": "src", "shoestring_recipes": "src", "benchmarks": ".", "tests": "."}
 """Folder that the modules of each top-level package are found in."""
 _TREE = ("src", "benchmarks", "tests/rigs")
 """Folders of what can be measured: of the tests, only the rigs that benchmarks share."""
