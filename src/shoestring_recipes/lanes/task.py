@@ -1,0 +1,170 @@
+"""A small network that learns to mark lanes from what the Hough transform finds: data, model, loss and evaluation.
+
+The network sees pictures on which the Hough transform is sure of its lanes, spoilt further, and is to mark the same
+lanes. It gets no true geometry; only the evaluation compares with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoestring as ss
+from shoestring_recipes.lanes.hough import Lanes, detect
+from shoestring_recipes.lanes.marks import edges_of, overlay
+from shoestring_recipes.lanes.matching import Counts, count
+from shoestring_recipes.lanes.roads import HEIGHT, KINDS, TAUGHT, WIDTH, Scene, render
+from shoestring_recipes.lanes.wearing import spoilt
+
+CELL = 4
+"""Height and width in pixels of what the network says one number of."""
+SURE = 0.4
+"""Quality of the worst lane of a picture from which on the picture is taught."""
+MOST = 6
+"""Maximum number of lanes of a picture that are taught."""
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rendered pictures with the lanes that the Hough transform finds.
+
+    Samples have `inputs`, uint8 (1, HEIGHT, WIDTH); `lanes`, (MOST, HEIGHT), the columns of lanes, NaN where there are
+    none; and `weight`, 1 where the Hough transform is sure. Pictures are rendered when they are first asked for.
+
+    Args:
+        seed: pictures of two seeds differ.
+        kinds: what spoils the pictures, in turn.
+    """
+
+    draws = False
+
+    def __init__(self, pictures: int, seed: int, kinds: tuple[str, ...]) -> None:
+        self.pictures, self.seed, self.kinds = pictures, seed, kinds
+        self.fingerprint = f"{pictures} {seed} {kinds}"
+        self._samples: dict[int, dict[str, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return self.pictures
+
+    def scene(self, index: int) -> Scene:
+        """The picture and the truth about it."""
+        rng = np.random.default_rng([self.seed, index])
+        return render(rng, rng.uniform(0, 0.95), self.kinds[index % len(self.kinds)])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index not in self._samples:
+            self._samples[index] = taught(self.scene(index).image)
+        return self._samples[index]
+
+
+def taught(image: np.ndarray) -> dict[str, Tensor]:
+    """The sample of a picture (HEIGHT, WIDTH): see `Roads`."""
+    found = detect(image)
+    lanes = np.full((MOST, HEIGHT), np.nan, np.float32)
+    lanes[: len(found.columns)] = found.columns[:MOST]
+    sure = len(found.quality) > 1 and found.quality.min() > SURE
+    return {
+        "inputs": torch.from_numpy(image)[None],
+        "lanes": torch.from_numpy(lanes),
+        "weight": torch.tensor(float(sure)),
+    }
+
+
+def data(pictures: int = 1200, held_out: int = 240, seed: int = 1) -> tuple[Roads, Roads]:
+    """Pictures of the kinds that are taught, and held-out ones of all kinds."""
+    return Roads(pictures, 2 * seed, TAUGHT), Roads(held_out, 2 * seed + 1, KINDS)
+
+
+# -- model and loss ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """x + relu(norm(convolution(x)))."""
+
+    def __init__(self, width: int, dilation: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, padding=dilation, dilation=dilation, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.convolution(x)))
+
+
+class Marker(nn.Module):
+    """Marks lanes: uint8 pictures (N, 1, HEIGHT, WIDTH) to logits (N, HEIGHT / CELL, WIDTH / CELL).
+
+    Pictures are normalised by the mean and deviation around each pixel, so that light matters little. The dilations
+    reach over half of the picture, so that gaps between paint are bridged.
+    """
+
+    def __init__(self, width: int = 32, dilations: tuple[int, ...] = (1, 2, 4, 8, 1, 2, 4, 8)) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, width // 2, 5, 2, 2, bias=False),
+            nn.BatchNorm2d(width // 2),
+            nn.ReLU(),
+            nn.Conv2d(width // 2, width, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            *(Block(width, dilation) for dilation in dilations),
+            nn.Conv2d(width, 1, 1),
+        )
+        nn.init.constant_(self.network[-1].bias, -3.0)  # few cells have a lane
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.to(self.network[0].weight.dtype) / 64
+        mean = _around(x)
+        deviation = (_around(x * x) - mean * mean).clamp(min=0).sqrt()
+        return self.network((x - mean) / (deviation + 0.05))[:, 0]
+
+
+def _around(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 31, 1, 15, count_include_pad=False)
+
+
+def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of a batch; in training, of spoilt pictures."""
+    images = batch["inputs"]
+    return model(spoilt(images, batch["lanes"]) if model.training else images)
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with bumps around the columns of lanes, over the pictures that are taught."""
+    cells = F.binary_cross_entropy_with_logits(output, bumps(batch["lanes"]).to(output.dtype), reduction="none")
+    return (cells.mean((1, 2)) * batch["weight"]).sum(), batch["weight"].sum()
+
+
+def bumps(lanes: Tensor) -> Tensor:
+    """Targets (N, HEIGHT / CELL, WIDTH / CELL) from 0 to 1: bumps two cells wide at columns (N, lanes, HEIGHT)."""
+    places = lanes.unflatten(-1, (-1, CELL)).mean(-1) / CELL - 0.5 + 0.5 / CELL
+    distance = torch.arange(WIDTH // CELL, device=lanes.device) - places[..., None]
+    return torch.exp(-(distance**2)).nan_to_num(0).amax(1)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def lanes_of(images: Tensor, output: Tensor) -> list[Lanes]:
+    """The lanes in pictures (N, 1, HEIGHT, WIDTH) where the network marks them."""
+    pairs = zip(images[:, 0].cpu().numpy(), edges_of(output), strict=True)
+    return [detect(image, edges) for image, edges in pairs]
+
+
+def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
+    """F1 by kind of the network and of the Hough transform, and a picture of each kind with what the network finds."""
+    roads: Roads = held_out.dataset
+    rows = []
+    for batch in held_out:
+        found = lanes_of(batch["inputs"], held_out.forward(model, batch))
+        for lanes, index in zip(found, batch["ids"].tolist(), strict=True):
+            scene = roads.scene(index)
+            counts = [count(lanes.columns, scene.lanes), count(detect(scene.image).columns, scene.lanes)]
+            rows.append([[one.matched, one.found, one.true] for one in counts])
+    counted = held_out.gather(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2, 3))
+    return {"counts": counted, "overlay": overlay}
