@@ -6,6 +6,7 @@ lanes. It gets no true geometry; only the evaluation compares with it.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -157,14 +158,28 @@ def lanes_of(images: Tensor, output: Tensor) -> list[Lanes]:
 
 
 def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
-    """F1 by kind of the network and of the Hough transform, and a picture of each kind with what the network finds."""
+    """F1 of the network and of the Hough transform, by kind of picture, and one picture of each kind with what the
+    network finds."""
     roads: Roads = held_out.dataset
-    rows = []
+    rows: list[list[list[int]]] = []
+    pictures: dict[str, ss.Picture] = {}
     for batch in held_out:
         found = lanes_of(batch["inputs"], held_out.forward(model, batch))
         for lanes, index in zip(found, batch["ids"].tolist(), strict=True):
-            scene = roads.scene(index)
-            counts = [count(lanes.columns, scene.lanes), count(detect(scene.image).columns, scene.lanes)]
-            rows.append([[one.matched, one.found, one.true] for one in counts])
+            scene, kind = roads.scene(index), roads.kinds[index % len(roads.kinds)]
+            pairs = [count(one.columns, scene.lanes) for one in (lanes, detect(scene.image))]
+            rows.append([list(astuple(counts)) for counts in pairs])
+            pictures.setdefault(kind, ss.Picture(pixels=overlay(scene.image, lanes), caption=caption(scene)))
     counted = held_out.gather(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2, 3))
-    return {"counts": counted, "overlay": overlay}
+    network, hough = (Counts(*row) for row in counted.sum(0).tolist())
+    table = [
+        (kind, *(Counts(*row).f1 for row in counted[number :: len(roads.kinds)].sum(0).tolist()))
+        for number, kind in enumerate(roads.kinds)
+    ]
+    by_kind = ss.Table(title="F1 by kind of picture", head=("kind", "network", "Hough"), rows=tuple(table))
+    return {"f1": network.f1, "precision": network.precision, "f1_hough": hough.f1, "by kind": by_kind, **pictures}
+
+
+def caption(scene: Scene) -> str:
+    """The wear of each lane, from left to right."""
+    return f"wear {', '.join(f'{wear:.2f}' for wear in scene.wear)}"
