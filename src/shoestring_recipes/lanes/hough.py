@@ -28,40 +28,43 @@ class Settings:
 
     region: int = 75
     """First row that is searched."""
-    sigma: float = 1.5
+    sigma: float = 2.5
     """Smoothing before edges are found."""
-    thresholds: tuple[float, float] = (12.0, 30.0)
+    thresholds: tuple[float, float] = (4.5, 15.0)
     """Canny's thresholds."""
-    quantiles: bool = False
-    votes: int = 12
-    length: int = 14
+    votes: int = 6
+    length: int = 10
     """Shortest segment."""
-    gap: int = 4
+    gap: int = 6
     """Longest gap within a segment."""
     steepness: float = 6.0
     """Least height of a segment."""
     slope: float = 4.0
     """Largest slope, in columns a row."""
-    bottom_scale: float = 26.0
+    bottom_scale: float = 18.0
     slope_scale: float = 0.35
     """Segments whose lines are nearer than one of these units in the bottom row and in slope belong together."""
     total: float = 40.0
     """Least length of all segments of a lane."""
-    bend: float = 300.0
+    bend: float = 30.0
     """How much a lane resists being bent, as rows of evidence."""
-    reach: int = 8
+    reach: int = 15
     """Columns to each side in which the paint of a lane is looked for."""
     half_widths: tuple[float, float] = (1.0, 4.0)
     """Half the width of a marking in the region's first row and in the last."""
     evidence: float = 6.0
     """Least contrast of a lane over its standard error."""
     paint: float = 40.0
-    """Contrast above which paint counts as fresh."""
+    """Contrast that counts as one row of evidence when a lane is moved to its paint."""
+    fresh: float = 0.35
+    """Fraction of the strongest contrast of any lane in the picture above which paint counts as fresh."""
+    least: float = 4.0
+    """Contrast below which paint is never fresh, in units of the picture's noise."""
     apart: float = 14.0
     """Mean distance below which two lanes are one."""
     vanishing: float = 15.0
     """Columns from the common vanishing point at which parallelism is a half."""
-    stray: float = 30.0
+    stray: float = 20.0
     """Columns from the common vanishing point from which on something is no lane."""
     sway: float = 6.0
     """Mean movement between pictures at which steadiness is a half."""
@@ -102,7 +105,7 @@ def detect(
         before: the lanes of the pictures before, for steadiness.
     """
     image = np.asarray(image, dtype=float)
-    edges = canny(image, settings.sigma, *settings.thresholds, use_quantiles=settings.quantiles) if edges is None else edges.copy()
+    edges = canny(image, settings.sigma, *settings.thresholds) if edges is None else edges.copy()
     edges[: settings.region] = False
     curves = _clustered(_segments(edges, settings), settings)
     contrast = _contrast(image, settings)
@@ -206,7 +209,10 @@ def _chosen(
     keep = off < settings.stray
     order, off = order[keep], off[keep]
     near_edges = np.stack([_sampled(edges, columns[order] + step) for step in range(-6, 7)]).max(0)
-    fresh = np.where(np.isfinite(paint[1, order]), paint[:, order].max(0) > settings.paint, np.nan)[:, settings.region :]
+    seen = paint[:, order].max(0)
+    strongest = np.nanquantile(seen, 0.98) if len(order) else 0.0
+    bright = seen > max(settings.fresh * strongest, settings.least * noise)
+    fresh = np.where(np.isfinite(seen), bright, np.nan)[:, settings.region :]
     parts = np.stack([
         np.nanmean(near_edges[:, settings.region :], 1) if len(order) else np.empty(0),
         1 - _longest_gap(fresh) / np.maximum(rows[order], 1),

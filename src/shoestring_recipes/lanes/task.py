@@ -104,7 +104,7 @@ class Marker(nn.Module):
     reach over half of the picture, so that gaps between paint are bridged.
     """
 
-    def __init__(self, width: int = 32, dilations: tuple[int, ...] = (1, 2, 4, 8, 1, 2, 4, 8)) -> None:
+    def __init__(self, width: int = 24, dilations: tuple[int, ...] = (1, 2, 4, 8, 4, 2)) -> None:
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(1, width // 2, 5, 2, 2, bias=False),
@@ -126,7 +126,9 @@ class Marker(nn.Module):
 
 
 def _around(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x, 31, 1, 15, count_include_pad=False)
+    """The mean over 31 × 31 pixels around each, first down and then across."""
+    down = F.avg_pool2d(x, (31, 1), 1, (15, 0), count_include_pad=False)
+    return F.avg_pool2d(down, (1, 31), 1, (0, 15), count_include_pad=False)
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -138,7 +140,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross-entropy with bumps around the columns of lanes, over the pictures that are taught."""
     cells = F.binary_cross_entropy_with_logits(output, bumps(batch["lanes"]).to(output.dtype), reduction="none")
-    return (cells.mean((1, 2)) * batch["weight"]).sum(), batch["weight"].sum()
+    return (cells.mean((1, 2)) * batch["weight"]).sum(), torch.tensor(len(output), device=output.device)
 
 
 def bumps(lanes: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def _wear(images: Tensor, lanes: Tensor) -> Tensor:
     columns = torch.arange(width, device=device)
     near = (columns - lanes[..., None]).abs() < reach[:, None]  # (N, lanes, H, W); nothing is near NaN
     covered = (near & gone[..., None]).any(1, keepdim=True)
-    aside = (columns + (2.5 * reach[:, None]).round().long()).remainder(width)
+    step = (2.5 * reach[:, None]).round().long()
+    aside = torch.where(columns + step < width, columns + step, columns - step)
     road = images.gather(-1, aside.expand(count, 1, height, width))
     share = 0.8 + 0.2 * torch.rand(count, 1, 1, 1, device=device)
     return covered * share * (road - images)
