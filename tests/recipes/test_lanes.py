@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 pytest.importorskip("skimage")
 
 from shoestring_recipes.lanes import hough, roads, task
-from shoestring_recipes.lanes.matching import FIRST_ROW, TOLERANCE, Counts, agreement, count, matches
+from shoestring_recipes.lanes.matching import FIRST_ROW, TOLERANCE, LaneCounts, agreement, count, matches
 from shoestring_recipes.lanes.wearing import spoilt
 
 kinds = st.sampled_from(roads.KINDS)
@@ -72,7 +72,7 @@ def test_the_renderer_and_the_settings_are_as_they_were_when_the_network_was_tau
     assert digest() == FROZEN
 
 
-FROZEN = "bb62135b13f77913"
+FROZEN = "e91adb34df651a2a"
 
 
 # -- matches -----------------------------------------------------------------------------------------------------------
@@ -93,12 +93,14 @@ def test_matches_are_one_to_one_and_as_many_as_there_can_be(found, true):
     left = np.delete(np.delete(close, mine, 0), theirs, 1)
     assert not (left > 0.85).any()
     counted = count(found, true)
-    assert (counted.found, counted.true) == (len(found), len(true))
-    assert 0 <= counted.f1 <= 1 and counted.matched <= min(counted.found, counted.true)
-    assert count(true, true) == Counts(len(true), len(true), len(true))
+    assert (counted.detected, counted.true) == (len(found), len(true))
+    assert 0 <= counted.f1 <= 1 and counted.matched <= min(counted.detected, counted.true)
+    assert count(true, true) == LaneCounts(len(true), len(true), len(true))
 
 
-@pytest.mark.parametrize(("off", "share", "matched"), [(9.9, 1, 1), (10.0, 1, 0), (-9.9, 1, 1), (12, 0.1, 1), (12, 0.2, 0)])
+@pytest.mark.parametrize(
+    ("off", "share", "matched"), [(9.9, 1, 1), (10.0, 1, 0), (-9.9, 1, 1), (12, 0.1, 1), (12, 0.2, 0)]
+)
 def test_a_match_is_ten_columns_in_85_percent_of_the_rows(off, share, matched):
     true = np.full((1, roads.HEIGHT), 100.0)
     found = true.copy()
@@ -109,20 +111,20 @@ def test_a_match_is_ten_columns_in_85_percent_of_the_rows(off, share, matched):
 
 def test_a_double_counts_as_wrong_and_rows_outside_of_the_picture_do_not_count():
     true = np.full((1, roads.HEIGHT), 100.0)
-    assert count(np.repeat(true, 2, 0), true) == Counts(1, 2, 1)
+    assert count(np.repeat(true, 2, 0), true) == LaneCounts(1, 2, 1)
     outside = np.where(np.arange(roads.HEIGHT) < 100, true, roads.WIDTH + 5.0)
     assert count(np.where(np.arange(roads.HEIGHT) < 100, true, np.nan), outside).matched == 1
     nowhere = np.full((1, roads.HEIGHT), np.nan)
-    assert count(true, nowhere) == Counts(0, 1, 1) and count(nowhere, true) == Counts(0, 1, 1)
-    assert Counts().f1 == Counts().precision == 1 and Counts(0, 0, 2).f1 == 0
-    assert Counts(1, 2, 3) + Counts(4, 5, 6) == Counts(5, 7, 9)
+    assert count(true, nowhere) == LaneCounts(0, 1, 1) and count(nowhere, true) == LaneCounts(0, 1, 1)
+    assert LaneCounts().f1 == LaneCounts().precision == 1 and LaneCounts(0, 0, 2).f1 == 0
+    assert LaneCounts(1, 2, 3) + LaneCounts(4, 5, 6) == LaneCounts(5, 7, 9)
 
 
 # -- the Hough path ----------------------------------------------------------------------------------------------------
 
 
 def counted(detected):
-    total = Counts()
+    total = LaneCounts()
     for lanes, one in detected:
         total += count(lanes.columns, one.lanes)
     return total
@@ -259,7 +261,9 @@ def test_the_network_looks_at_contrast_and_not_at_light():
 
 
 def test_a_missing_package_is_one_line():
-    code = "import sys; sys.modules['skimage'] = None\nfrom shoestring.cli import main; sys.exit(main(['check', 'lanes']))"
+    code = (
+        "import sys; sys.modules['skimage'] = None\nfrom shoestring.cli import main; sys.exit(main(['check', 'lanes']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode and 'pip install "shoestring[lanes]"' in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

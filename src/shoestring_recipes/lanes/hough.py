@@ -23,7 +23,7 @@ except ImportError as error:
 
 
 @dataclass(frozen=True)
-class Settings:
+class HoughSettings:
     """Settings of the whole path, for pictures of 320 × 180; lengths in pixels, contrasts in grey levels of 256."""
 
     region: int = 75
@@ -72,7 +72,7 @@ class Settings:
     """Weights of `PARTS` in the quality."""
 
 
-HOUGH = Settings()
+HOUGH = HoughSettings()
 
 
 class Lanes(NamedTuple):
@@ -95,7 +95,7 @@ def detect(
     image: np.ndarray,
     edges: np.ndarray | None = None,
     before: list[Lanes] | None = None,
-    settings: Settings = HOUGH,
+    settings: HoughSettings = HOUGH,
 ) -> Lanes:
     """Find the lanes of a picture.
 
@@ -114,16 +114,17 @@ def detect(
     return _chosen(curves, edges, contrast, max(noise, 1.0), before or [], settings)
 
 
-def _segments(edges: np.ndarray, settings: Settings) -> np.ndarray:
+def _segments(edges: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """The segments (n, 4) of a map of edges that may belong to lanes: upper column and row, lower column and row."""
-    lines = probabilistic_hough_line(edges, settings.votes, settings.length, settings.gap, rng=0)
+    least = settings.votes, settings.length, settings.gap
+    lines = probabilistic_hough_line(edges, *least, rng=0)  # pyrefly: ignore[unexpected-keyword]
     ends = np.array(lines, dtype=float).reshape(-1, 2, 2)
     ends = np.take_along_axis(ends, ends[:, :, 1].argsort(1)[:, :, None], 1).reshape(-1, 4)
     across, down = ends[:, 2] - ends[:, 0], ends[:, 3] - ends[:, 1]
     return ends[(down > settings.steepness) & (np.abs(across) < settings.slope * down)]
 
 
-def _clustered(segments: np.ndarray, settings: Settings) -> np.ndarray:
+def _clustered(segments: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """Polynomials (n, 3) in the row, one for each cluster of segments whose lines nearly agree."""
     if not len(segments):
         return np.empty((0, 3))
@@ -138,7 +139,7 @@ def _clustered(segments: np.ndarray, settings: Settings) -> np.ndarray:
     return _fitted(rows.ravel(), columns.ravel(), np.tile(member, 5) / 5, settings)
 
 
-def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings: Settings) -> np.ndarray:
+def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """Fit polynomials (n, 3) of degree two to weighted points by ridge regression, which keeps them nearly straight.
 
     Args:
@@ -151,13 +152,13 @@ def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings
     return np.linalg.solve(moments, targets[:, :, None])[:, :, 0]
 
 
-def _columns(curves: np.ndarray, settings: Settings) -> np.ndarray:
+def _columns(curves: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """The columns (n, HEIGHT) of polynomials."""
     t = (_ROWS - HEIGHT) / (HEIGHT - settings.region)
     return curves @ np.stack([t**2, t, np.ones_like(t)])
 
 
-def _contrast(image: np.ndarray, settings: Settings) -> np.ndarray:
+def _contrast(image: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """How much brighter each pixel is than the brighter one of two beside it, a marking's width away."""
     smooth = gaussian_filter(image, 1)
     near, far = settings.half_widths
@@ -176,7 +177,7 @@ def _sampled(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return np.where(inside, sampled, np.nan)
 
 
-def _refined(curves: np.ndarray, contrast: np.ndarray, noise: float, settings: Settings) -> np.ndarray:
+def _refined(curves: np.ndarray, contrast: np.ndarray, noise: float, settings: HoughSettings) -> np.ndarray:
     """Move polynomials to the paint within reach."""
     offsets = np.arange(-settings.reach, settings.reach + 1)
     columns = _columns(curves, settings)[:, None] + offsets[:, None]
@@ -193,7 +194,7 @@ def _chosen(
     contrast: np.ndarray,
     noise: float,
     before: list[Lanes],
-    settings: Settings,
+    settings: HoughSettings,
 ) -> Lanes:
     """Drop what has no paint and what is another lane already, and score the rest."""
     columns = _columns(curves, settings)
@@ -213,13 +214,16 @@ def _chosen(
     strongest = np.nanquantile(seen, 0.98) if len(order) else 0.0
     bright = seen > max(settings.fresh * strongest, settings.least * noise)
     fresh = np.where(np.isfinite(seen), bright, np.nan)[:, settings.region :]
-    parts = np.stack([
-        np.nanmean(near_edges[:, settings.region :], 1) if len(order) else np.empty(0),
-        1 - _longest_gap(fresh) / np.maximum(rows[order], 1),
-        np.nanmean(fresh, 1) if len(order) else np.empty(0),
-        1 / (1 + (off / settings.vanishing) ** 2),
-        _steadiness(columns[order], before, settings),
-    ], 1)
+    parts = np.stack(
+        [
+            np.nanmean(near_edges[:, settings.region :], 1) if len(order) else np.empty(0),
+            1 - _longest_gap(fresh) / np.maximum(rows[order], 1),
+            np.nanmean(fresh, 1) if len(order) else np.empty(0),
+            1 / (1 + (off / settings.vanishing) ** 2),
+            _steadiness(columns[order], before, settings),
+        ],
+        1,
+    )
     quality = np.exp((np.log(np.maximum(parts, 1e-6)) * settings.weights).sum(1))
     best = quality.argsort()[::-1]
     return Lanes(columns[order][best], quality[best], parts[best])
@@ -233,7 +237,7 @@ def _first_of_doubles(double: np.ndarray) -> np.ndarray:
     return keep
 
 
-def _off_vanishing_point(columns: np.ndarray, evidence: np.ndarray, settings: Settings) -> np.ndarray:
+def _off_vanishing_point(columns: np.ndarray, evidence: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """How many columns each lane (n, HEIGHT) passes beside the point where most evidence meets; 0 without one."""
     upper, lower = settings.region + 10, HEIGHT - 30
     slope = (columns[:, lower] - columns[:, upper]) / (lower - upper)
@@ -257,7 +261,7 @@ def _longest_gap(fresh: np.ndarray) -> np.ndarray:
     return since.max(1, initial=0)
 
 
-def _steadiness(columns: np.ndarray, before: list[Lanes], settings: Settings) -> np.ndarray:
+def _steadiness(columns: np.ndarray, before: list[Lanes], settings: HoughSettings) -> np.ndarray:
     """How little each lane has moved against the same lane in each picture before; 1 without one."""
     moved = [np.abs(columns[:, None] - old.columns)[:, :, settings.region + 30 :].mean(-1) for old in before]
     nearest = np.stack([row.min(1, initial=settings.apart) for row in moved]) if before else np.zeros((1, len(columns)))

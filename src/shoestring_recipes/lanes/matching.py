@@ -1,4 +1,4 @@
-"""Lanes that were found beside the true ones: one-to-one matches, F1, precision and recall."""
+"""Detected lanes beside the true ones: one-to-one matches, F1 and precision."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ FIRST_ROW = 81
 
 
 @dataclass(frozen=True)
-class Counts:
+class LaneCounts:
     """Numbers of lanes; those of several pictures are added up."""
 
     matched: int = 0
-    found: int = 0
+    detected: int = 0
     true: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.matched + other.matched, self.found + other.found, self.true + other.true)
+    def __add__(self, other: LaneCounts) -> LaneCounts:
+        return LaneCounts(self.matched + other.matched, self.detected + other.detected, self.true + other.true)
 
     @property
     def f1(self) -> float:
-        """Twice the matched over the found and the true; 1 where there are neither."""
-        return 2 * self.matched / (self.found + self.true) if self.found + self.true else 1.0
+        """Twice the matched over the detected and the true; 1 where there are neither."""
+        return 2 * self.matched / (self.detected + self.true) if self.detected + self.true else 1.0
 
     @property
     def precision(self) -> float:
-        """The matched over the found; 1 where nothing was found."""
-        return self.matched / self.found if self.found else 1.0
+        """The matched over the detected; 1 where nothing was detected."""
+        return self.matched / self.detected if self.detected else 1.0
 
 
-def agreement(found: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """The fraction of the rows of each true lane in which each found one is within the tolerance.
+def agreement(detected: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """The fraction of the rows of each true lane in which each detected one is within the tolerance.
 
     Args:
-        found: (n, HEIGHT), columns; NaN where a lane has none.
+        detected: (n, HEIGHT), columns; NaN where a lane has none.
         true: (m, HEIGHT).
 
     Returns:
         (n, m). Rows in which the true lane is outside of the picture do not count; a lane without any row has 0.
     """
     compared = (true >= 0) & (true < WIDTH) & (np.arange(HEIGHT) >= FIRST_ROW)
-    close = np.abs(found[:, None] - true) < TOLERANCE
+    close = np.abs(detected[:, None] - true) < TOLERANCE
     rows = compared.sum(-1)
     return np.where(rows > 0, (close & compared).sum(-1) / np.maximum(rows, 1), 0.0)
 
 
-def matches(found: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the found and of the true lanes that match, one to one, as many as possible."""
-    close = agreement(found, true) > SHARE
+def matches(detected: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the detected and of the true lanes that match, one to one, as many as possible."""
+    close = agreement(detected, true) > SHARE
     pairs = linear_sum_assignment(close, maximize=True)
     matched = close[pairs]
     return pairs[0][matched], pairs[1][matched]
 
 
-def count(found: np.ndarray, true: np.ndarray) -> Counts:
-    """The numbers of matched, found and true lanes of a picture."""
-    return Counts(len(matches(found, true)[0]), len(found), len(true))
+def count(detected: np.ndarray, true: np.ndarray) -> LaneCounts:
+    """The numbers of matched, detected and true lanes of a picture."""
+    return LaneCounts(len(matches(detected, true)[0]), len(detected), len(true))

@@ -117,8 +117,8 @@ def _with_rain(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
     tops, lengths = rng.integers(0, HEIGHT - 20, (60, 1)), rng.integers(6, 18, (60, 1))
     columns = rng.integers(0, WIDTH, 60)
     streaks = np.zeros_like(image)
-    covered = (_ROWS >= tops) & (_ROWS < tops + lengths)
-    np.add.at(streaks.T, columns, 35.0 * covered)
+    down = _ROWS - tops
+    np.add.at(streaks.T, columns, 35.0 * ((down >= 0) & (down < lengths)))
     return image + streaks
 
 

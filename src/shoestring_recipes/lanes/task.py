@@ -7,7 +7,7 @@ lanes. It gets no true geometry; only the evaluation compares with it.
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shoestring as ss
 from shoestring_recipes.lanes.hough import Lanes, detect
 from shoestring_recipes.lanes.marks import edges_of, overlay
-from shoestring_recipes.lanes.matching import Counts, count
+from shoestring_recipes.lanes.matching import LaneCounts, count
 from shoestring_recipes.lanes.roads import HEIGHT, KINDS, TAUGHT, WIDTH, Scene, render
 from shoestring_recipes.lanes.wearing import spoilt
 
@@ -66,10 +66,10 @@ class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def taught(image: np.ndarray) -> dict[str, Tensor]:
     """The sample of a picture (HEIGHT, WIDTH): see `Roads`."""
-    found = detect(image)
+    detected = detect(image)
     lanes = np.full((MOST, HEIGHT), np.nan, np.float32)
-    lanes[: len(found.columns)] = found.columns[:MOST]
-    sure = len(found.quality) > 1 and found.quality.min() > SURE
+    lanes[: len(detected.columns)] = detected.columns[:MOST]
+    sure = len(detected.quality) > 1 and detected.quality.min() > SURE
     return {
         "inputs": torch.from_numpy(image)[None],
         "lanes": torch.from_numpy(lanes),
@@ -85,7 +85,7 @@ def data(pictures: int = 1200, held_out: int = 240, seed: int = 1) -> tuple[Road
 # -- model and loss ----------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class Dilated(nn.Module):
     """x + relu(norm(convolution(x)))."""
 
     def __init__(self, width: int, dilation: int) -> None:
@@ -106,6 +106,8 @@ class Marker(nn.Module):
 
     def __init__(self, width: int = 24, dilations: tuple[int, ...] = (1, 2, 4, 8, 4, 2)) -> None:
         super().__init__()
+        marks = nn.Conv2d(width, 1, 1)
+        nn.init.constant_(cast(Tensor, marks.bias), -3.0)  # few cells have a lane
         self.network = nn.Sequential(
             nn.Conv2d(1, width // 2, 5, 2, 2, bias=False),
             nn.BatchNorm2d(width // 2),
@@ -113,13 +115,12 @@ class Marker(nn.Module):
             nn.Conv2d(width // 2, width, 3, 2, 1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
-            *(Block(width, dilation) for dilation in dilations),
-            nn.Conv2d(width, 1, 1),
+            *(Dilated(width, dilation) for dilation in dilations),
+            marks,
         )
-        nn.init.constant_(self.network[-1].bias, -3.0)  # few cells have a lane
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.to(self.network[0].weight.dtype) / 64
+        x = images.to(next(self.parameters()).dtype) / 64
         mean = _around(x)
         deviation = (_around(x * x) - mean * mean).clamp(min=0).sqrt()
         return self.network((x - mean) / (deviation + 0.05))[:, 0]
@@ -166,16 +167,16 @@ def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
     rows: list[list[list[int]]] = []
     pictures: dict[str, ss.Picture] = {}
     for batch in held_out:
-        found = lanes_of(batch["inputs"], held_out.forward(model, batch))
-        for lanes, index in zip(found, batch["ids"].tolist(), strict=True):
+        detected = lanes_of(batch["inputs"], held_out.forward(model, batch))
+        for lanes, index in zip(detected, batch["ids"].tolist(), strict=True):
             scene, kind = roads.scene(index), roads.kinds[index % len(roads.kinds)]
             pairs = [count(one.columns, scene.lanes) for one in (lanes, detect(scene.image))]
             rows.append([list(astuple(counts)) for counts in pairs])
             pictures.setdefault(kind, ss.Picture(pixels=overlay(scene.image, lanes), caption=caption(scene)))
     counted = held_out.gather(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2, 3))
-    network, hough = (Counts(*row) for row in counted.sum(0).tolist())
+    network, hough = (LaneCounts(*row) for row in counted.sum(0).tolist())
     table = [
-        (kind, *(Counts(*row).f1 for row in counted[number :: len(roads.kinds)].sum(0).tolist()))
+        (kind, *(LaneCounts(*row).f1 for row in counted[number :: len(roads.kinds)].sum(0).tolist()))
         for number, kind in enumerate(roads.kinds)
     ]
     by_kind = ss.Table(title="F1 by kind of picture", head=("kind", "network", "Hough"), rows=tuple(table))
