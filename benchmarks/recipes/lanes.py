@@ -21,7 +21,7 @@ from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
 from benchmarks.intervals import of_mean
 from shoestring.models.loading import load_model
 from shoestring_recipes.lanes.hough import Lanes, detect
-from shoestring_recipes.lanes.matching import count, matches
+from shoestring_recipes.lanes.matching import compare, matches
 from shoestring_recipes.lanes.roads import KINDS, UNTAUGHT, Scene, render
 from shoestring_recipes.lanes.task import lanes_of
 
@@ -52,7 +52,7 @@ def f1(cells: np.ndarray) -> np.ndarray:
 
 def counted(found: Iterable[Lanes], drawn: Sequence[Scene]) -> Cell:
     """The counts of each picture."""
-    counts = [count(lanes.columns, scene.lanes) for lanes, scene in zip(found, drawn, strict=True)]
+    counts = [compare(lanes.columns, scene.lanes) for lanes, scene in zip(found, drawn, strict=True)]
     return [[one.matched, one.detected, one.true] for one in counts]
 
 
@@ -81,6 +81,7 @@ def judged_network(seed: int, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Train the recipe with one seed, and count what the network and the Hough path find on the same pictures."""
     with tempfile.TemporaryDirectory() as folder:
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", folder + "/run"]
+        named += ["--evaluate_every", "0", "--data.arguments.held_out", "8"]  # judged here
         run_command([sys.executable, "-m", "shoestring", "train", "lanes", *named, *changes])
         model, _ = load_model(folder + "/run")
     counts = {}

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-pytest.importorskip("skimage")
-
 from shoestring_recipes.lanes import hough, roads, task
-from shoestring_recipes.lanes.matching import FIRST_ROW, TOLERANCE, LaneCounts, agreement, count, matches
+from shoestring_recipes.lanes.matching import FIRST_ROW, TOLERANCE, LaneCounts, agreement, compare, matches
 from shoestring_recipes.lanes.wearing import spoilt
 
 kinds = st.sampled_from(roads.KINDS)
@@ -72,7 +70,7 @@ def test_the_renderer_and_the_settings_are_as_they_were_when_the_network_was_tau
     assert digest() == FROZEN
 
 
-FROZEN = "e91adb34df651a2a"
+FROZEN = "8376adc4e4ad1e10"
 
 
 # -- matches -----------------------------------------------------------------------------------------------------------
@@ -92,10 +90,10 @@ def test_matches_are_one_to_one_and_as_many_as_there_can_be(found, true):
     assert close.shape == (len(found), len(true)) and (close[mine, theirs] > 0.85).all()
     left = np.delete(np.delete(close, mine, 0), theirs, 1)
     assert not (left > 0.85).any()
-    counted = count(found, true)
+    counted = compare(found, true)
     assert (counted.detected, counted.true) == (len(found), len(true))
     assert 0 <= counted.f1 <= 1 and counted.matched <= min(counted.detected, counted.true)
-    assert count(true, true) == LaneCounts(len(true), len(true), len(true))
+    assert compare(true, true) == LaneCounts(len(true), len(true), len(true))
 
 
 @pytest.mark.parametrize(
@@ -106,16 +104,16 @@ def test_a_match_is_ten_columns_in_85_percent_of_the_rows(off, share, matched):
     found = true.copy()
     rows = roads.HEIGHT - FIRST_ROW
     found[:, roads.HEIGHT - round(share * rows) :] += off
-    assert count(found, true).matched == matched and TOLERANCE == 10
+    assert compare(found, true).matched == matched and TOLERANCE == 10
 
 
 def test_a_double_counts_as_wrong_and_rows_outside_of_the_picture_do_not_count():
     true = np.full((1, roads.HEIGHT), 100.0)
-    assert count(np.repeat(true, 2, 0), true) == LaneCounts(1, 2, 1)
+    assert compare(np.repeat(true, 2, 0), true) == LaneCounts(1, 2, 1)
     outside = np.where(np.arange(roads.HEIGHT) < 100, true, roads.WIDTH + 5.0)
-    assert count(np.where(np.arange(roads.HEIGHT) < 100, true, np.nan), outside).matched == 1
+    assert compare(np.where(np.arange(roads.HEIGHT) < 100, true, np.nan), outside).matched == 1
     nowhere = np.full((1, roads.HEIGHT), np.nan)
-    assert count(true, nowhere) == LaneCounts(0, 1, 1) and count(nowhere, true) == LaneCounts(0, 1, 1)
+    assert compare(true, nowhere) == LaneCounts(0, 1, 1) and compare(nowhere, true) == LaneCounts(0, 1, 1)
     assert LaneCounts().f1 == LaneCounts().precision == 1 and LaneCounts(0, 0, 2).f1 == 0
     assert LaneCounts(1, 2, 3) + LaneCounts(4, 5, 6) == LaneCounts(5, 7, 9)
 
@@ -126,7 +124,7 @@ def test_a_double_counts_as_wrong_and_rows_outside_of_the_picture_do_not_count()
 def counted(detected):
     total = LaneCounts()
     for lanes, one in detected:
-        total += count(lanes.columns, one.lanes)
+        total += compare(lanes.columns, one.lanes)
     return total
 
 
@@ -190,7 +188,7 @@ def test_each_part_of_the_quality_sees_its_fault():
         return dict(zip(hough.PARTS, lanes.parts[mine[0]], strict=True))
 
     whole = parts(drawn([100, 100, 100]), truth[0])
-    assert min(whole.values()) > 0.8
+    assert min(whole.values()) > 0.65
     assert parts(drawn([25, 100, 100]), truth[0])["contrast"] < 0.2
     torn = parts(drawn([np.where((rows > 100) & (rows < 150), 0, 100), 100, 100]), truth[0])
     assert torn["continuity"] < 0.65 and torn["support"] < 0.8
@@ -215,14 +213,16 @@ def test_an_unsteady_road_scores_lower_than_a_steady_one():
 def test_samples_hold_what_the_hough_transform_found_and_nothing_else():
     train, held_out = task.data(4, 8)
     assert train.kinds == roads.TAUGHT and held_out.kinds == roads.KINDS and train.fingerprint != held_out.fingerprint
-    for index in range(4):
-        sample = train[index]
-        lanes = hough.detect(sample["inputs"][0].numpy())
-        known = sample["lanes"][: len(lanes.columns)].numpy()
-        assert sample.keys() == {"inputs", "lanes", "weight"} and sample is train[index]
-        assert np.array_equal(known, lanes.columns.astype(np.float32)[: task.MOST], equal_nan=True)
-        assert torch.isnan(sample["lanes"][len(lanes.columns) :]).all()
-        assert float(sample["weight"]) == (len(lanes.quality) > 1 and lanes.quality.min() > task.SURE)
+    for taught in (train, held_out):
+        for index in range(4):
+            sample = taught[index]
+            lanes = hough.detect(sample["inputs"][0].numpy())
+            known = sample["lanes"][: len(lanes.columns)].numpy()
+            assert sample.keys() == {"inputs", "lanes"} and sample is taught[index]
+            assert np.array_equal(known, lanes.columns.astype(np.float32)[: task.MOST], equal_nan=True)
+            assert torch.isnan(sample["lanes"][len(lanes.columns) :]).all()
+            assert task.is_sure(lanes) or taught is held_out
+    assert torch.equal(held_out[3]["inputs"][0], torch.from_numpy(held_out.scene(3).image))
 
 
 def test_bumps_lie_where_the_lanes_are():

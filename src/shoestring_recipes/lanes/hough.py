@@ -48,8 +48,10 @@ class HoughSettings:
     """Least length of all segments of a lane."""
     bend: float = 30.0
     """How much a lane resists being bent, as rows of evidence."""
-    reach: int = 15
-    """Columns to each side in which the paint of a lane is looked for."""
+    reach: int = 20
+    """Columns to each side in which the paint of a lane is looked for, in the last row."""
+    narrow: float = 0.3
+    """Least fraction of the reach, in the distance."""
     half_widths: tuple[float, float] = (1.0, 4.0)
     """Half the width of a marking in the region's first row and in the last."""
     evidence: float = 6.0
@@ -152,9 +154,14 @@ def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings
     return np.linalg.solve(moments, targets[:, :, None])[:, :, 0]
 
 
+def _depth(settings: HoughSettings) -> np.ndarray:
+    """How near each row (HEIGHT,) is to the camera: from 0 in the region's first row to 1 below the last."""
+    return (_ROWS - settings.region) / (HEIGHT - settings.region)
+
+
 def _columns(curves: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """The columns (n, HEIGHT) of polynomials."""
-    t = (_ROWS - HEIGHT) / (HEIGHT - settings.region)
+    t = _depth(settings) - 1
     return curves @ np.stack([t**2, t, np.ones_like(t)])
 
 
@@ -162,8 +169,7 @@ def _contrast(image: np.ndarray, settings: HoughSettings) -> np.ndarray:
     """How much brighter each pixel is than the brighter one of two beside it, a marking's width away."""
     smooth = gaussian_filter(image, 1)
     near, far = settings.half_widths
-    t = np.clip((_ROWS - settings.region) / (HEIGHT - 1 - settings.region), 0, 1)
-    aside = np.rint(near + (far - near) * t + 4).astype(int)[:, None]
+    aside = np.rint(near + (far - near) * np.clip(_depth(settings), 0, 1) + 4).astype(int)[:, None]
     columns, rows = np.arange(WIDTH), np.arange(HEIGHT)[:, None]
     left, right = (smooth[rows, np.clip(columns + step, 0, WIDTH - 1)] for step in (-aside, aside))
     return smooth - np.maximum(left, right)
@@ -182,6 +188,7 @@ def _refined(curves: np.ndarray, contrast: np.ndarray, noise: float, settings: H
     offsets = np.arange(-settings.reach, settings.reach + 1)
     columns = _columns(curves, settings)[:, None] + offsets[:, None]
     paint = np.nan_to_num(np.clip(_sampled(contrast, columns) - noise, 0, 3 * settings.paint))
+    paint[:, np.abs(offsets)[:, None] > settings.reach * np.clip(_depth(settings), settings.narrow, 1)] = 0
     paint[:, :, : settings.region] = 0
     weights = paint.sum(1)
     means = (paint * columns).sum(1) / np.maximum(weights, 1e-9)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch.nn.functional as F
 from scipy.ndimage import maximum_filter1d
 from torch import Tensor
 
-from shoestring_recipes.lanes.hough import Lanes
+from shoestring_recipes.lanes.hough import HOUGH, Lanes
 from shoestring_recipes.lanes.roads import HEIGHT, WIDTH
 
+MARK = 0.2
+"""Least mark, from 0 to 1, that counts as an edge."""
+MARKED = replace(HOUGH, evidence=0.0)
+"""Settings for a network's marks, which are evidence in themselves. Like `MARK`, they are those of a few with which the
+network agrees best with what the Hough transform finds on the same pictures before they are spoilt."""
 
-def edges_of(output: Tensor, share: float = 0.5) -> np.ndarray:
-    """Edges (N, HEIGHT, WIDTH): the columns in which the marks of a network (N, rows, columns) are highest in their
-    neighbourhood, and above a share of the highest mark there can be."""
+
+def edges_of(output: Tensor, least: float = MARK) -> np.ndarray:
+    """Edges (N, HEIGHT, WIDTH): the columns in which the marks of a network, logits (N, rows, columns), are highest in
+    their neighbourhood and at least so high."""
     marks = F.interpolate(output[:, None].float().sigmoid(), (HEIGHT, WIDTH), mode="bilinear")[:, 0].cpu().numpy()
-    return (marks > share) & (marks >= maximum_filter1d(marks, 9, axis=2))
+    return (marks >= least) & (marks >= maximum_filter1d(marks, 9, axis=2))
 
 
 def overlay(image: np.ndarray, lanes: Lanes) -> np.ndarray:

@@ -63,6 +63,6 @@ def matches(detected: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndar
     return pairs[0][matched], pairs[1][matched]
 
 
-def count(detected: np.ndarray, true: np.ndarray) -> LaneCounts:
+def compare(detected: np.ndarray, true: np.ndarray) -> LaneCounts:
     """The numbers of matched, detected and true lanes of a picture."""
     return LaneCounts(len(matches(detected, true)[0]), len(detected), len(true))

@@ -7,6 +7,7 @@ lanes. It gets no true geometry; only the evaluation compares with it.
 from __future__ import annotations
 
 from dataclasses import astuple
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 
 import shoestring as ss
 from shoestring_recipes.lanes.hough import Lanes, detect
-from shoestring_recipes.lanes.marks import edges_of, overlay
-from shoestring_recipes.lanes.matching import LaneCounts, count
+from shoestring_recipes.lanes.marks import MARKED, edges_of, overlay
+from shoestring_recipes.lanes.matching import LaneCounts, compare
 from shoestring_recipes.lanes.roads import HEIGHT, KINDS, TAUGHT, WIDTH, Scene, render
 from shoestring_recipes.lanes.wearing import spoilt
 
 CELL = 4
 """Height and width in pixels of what the network says one number of."""
 SURE = 0.4
-"""Quality of the worst lane of a picture from which on the picture is taught."""
+"""Quality of the worst lane of a picture above which the Hough transform is sure of the picture."""
 MOST = 6
 """Maximum number of lanes of a picture that are taught."""
 
@@ -35,51 +36,53 @@ MOST = 6
 class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Rendered pictures with the lanes that the Hough transform finds.
 
-    Samples have `inputs`, uint8 (1, HEIGHT, WIDTH); `lanes`, (MOST, HEIGHT), the columns of lanes, NaN where there are
-    none; and `weight`, 1 where the Hough transform is sure. Pictures are rendered when they are first asked for.
+    Samples have `inputs`, uint8 (1, HEIGHT, WIDTH), and `lanes`, (MOST, HEIGHT), the columns of lanes, NaN where there
+    are none. They are made when they are first asked for.
 
     Args:
         seed: pictures of two seeds differ.
         kinds: what spoils the pictures, in turn.
+        sure: whether to take only pictures on which the Hough transform is sure of two lanes or more.
     """
 
     draws = False
 
-    def __init__(self, pictures: int, seed: int, kinds: tuple[str, ...]) -> None:
-        self.pictures, self.seed, self.kinds = pictures, seed, kinds
-        self.fingerprint = f"{pictures} {seed} {kinds}"
+    def __init__(self, pictures: int, seed: int, kinds: tuple[str, ...], sure: bool) -> None:
+        self.pictures, self.seed, self.kinds, self.sure = pictures, seed, kinds, sure
+        self.fingerprint = f"{pictures} {seed} {kinds} {sure}"
         self._samples: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return self.pictures
 
-    def scene(self, index: int) -> Scene:
-        """The picture and the truth about it."""
-        rng = np.random.default_rng([self.seed, index])
+    def scene(self, index: int, attempt: int = 0) -> Scene:
+        """A picture and the truth about it."""
+        rng = np.random.default_rng([self.seed, index, attempt])
         return render(rng, rng.uniform(0, 0.95), self.kinds[index % len(self.kinds)])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index not in self._samples:
-            self._samples[index] = taught(self.scene(index).image)
+            attempts = ((image, detect(image)) for image in (self.scene(index, attempt).image for attempt in count()))
+            chosen = (pair for pair in attempts if not self.sure or is_sure(pair[1]))
+            self._samples[index] = sample_of(*next(chosen))
         return self._samples[index]
 
 
-def taught(image: np.ndarray) -> dict[str, Tensor]:
-    """The sample of a picture (HEIGHT, WIDTH): see `Roads`."""
-    detected = detect(image)
-    lanes = np.full((MOST, HEIGHT), np.nan, np.float32)
-    lanes[: len(detected.columns)] = detected.columns[:MOST]
-    sure = len(detected.quality) > 1 and detected.quality.min() > SURE
-    return {
-        "inputs": torch.from_numpy(image)[None],
-        "lanes": torch.from_numpy(lanes),
-        "weight": torch.tensor(float(sure)),
-    }
+def is_sure(lanes: Lanes) -> bool:
+    """Whether the Hough transform is sure of the lanes of a picture."""
+    return len(lanes.quality) > 1 and bool(lanes.quality.min() > SURE)
 
 
-def data(pictures: int = 1200, held_out: int = 240, seed: int = 1) -> tuple[Roads, Roads]:
-    """Pictures of the kinds that are taught, and held-out ones of all kinds."""
-    return Roads(pictures, 2 * seed, TAUGHT), Roads(held_out, 2 * seed + 1, KINDS)
+def sample_of(image: np.ndarray, lanes: Lanes) -> dict[str, Tensor]:
+    """The sample of a picture (HEIGHT, WIDTH) and the best of its lanes: see `Roads`."""
+    columns = np.full((MOST, HEIGHT), np.nan, np.float32)
+    columns[: len(lanes.columns)] = lanes.columns[:MOST]
+    return {"inputs": torch.from_numpy(image)[None], "lanes": torch.from_numpy(columns)}
+
+
+def data(pictures: int = 900, held_out: int = 240, seed: int = 1) -> tuple[Roads, Roads]:
+    """Pictures to learn from, of the kinds that are taught, and held-out ones of all kinds."""
+    return Roads(pictures, 2 * seed, TAUGHT, True), Roads(held_out, 2 * seed + 1, KINDS, False)
 
 
 # -- model and loss ----------------------------------------------------------------------------------------------------
@@ -127,9 +130,9 @@ class Marker(nn.Module):
 
 
 def _around(x: Tensor) -> Tensor:
-    """The mean over 31 × 31 pixels around each, first down and then across."""
-    down = F.avg_pool2d(x, (31, 1), 1, (15, 0), count_include_pad=False)
-    return F.avg_pool2d(down, (1, 31), 1, (0, 15), count_include_pad=False)
+    """The mean of about 36 × 36 pixels around each, computed at the size of cells."""
+    cells = F.avg_pool2d(F.avg_pool2d(x, CELL), 9, 1, 4, count_include_pad=False)
+    return F.interpolate(cells, x.shape[2:], mode="bilinear")
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -139,9 +142,9 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with bumps around the columns of lanes, over the pictures that are taught."""
-    cells = F.binary_cross_entropy_with_logits(output, bumps(batch["lanes"]).to(output.dtype), reduction="none")
-    return (cells.mean((1, 2)) * batch["weight"]).sum(), torch.tensor(len(output), device=output.device)
+    """Cross-entropy with bumps around the columns of lanes; a sum over pictures, and their number."""
+    cells = F.binary_cross_entropy_with_logits(output.float(), bumps(batch["lanes"]), reduction="none")
+    return cells.mean((1, 2)).sum(), torch.tensor(len(output), device=output.device)
 
 
 def bumps(lanes: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def bumps(lanes: Tensor) -> Tensor:
 def lanes_of(images: Tensor, output: Tensor) -> list[Lanes]:
     """The lanes in pictures (N, 1, HEIGHT, WIDTH) where the network marks them."""
     pairs = zip(images[:, 0].cpu().numpy(), edges_of(output), strict=True)
-    return [detect(image, edges) for image, edges in pairs]
+    return [detect(image, edges, settings=MARKED) for image, edges in pairs]
 
 
 def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
         detected = lanes_of(batch["inputs"], held_out.forward(model, batch))
         for lanes, index in zip(detected, batch["ids"].tolist(), strict=True):
             scene, kind = roads.scene(index), roads.kinds[index % len(roads.kinds)]
-            pairs = [count(one.columns, scene.lanes) for one in (lanes, detect(scene.image))]
+            pairs = [compare(one.columns, scene.lanes) for one in (lanes, detect(scene.image))]
             rows.append([list(astuple(counts)) for counts in pairs])
             pictures.setdefault(kind, ss.Picture(pixels=overlay(scene.image, lanes), caption=caption(scene)))
     counted = held_out.gather(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2, 3))

@@ -19,8 +19,9 @@ def spoilt(images: Tensor, lanes: Tensor) -> Tensor:
     """
     worn = images.float() + _wear(images.float(), lanes)
     count, device = len(images), images.device
-    gain, noise = torch.rand(2, count, 1, 1, 1, device=device)
-    lit = worn * (0.25 + 0.85 * gain) + 40 * torch.rand(count, 1, 1, 1, device=device) * (1 - gain)
+    gain, dim, noise = torch.rand(3, count, 1, 1, 1, device=device)
+    light = F.interpolate(torch.randn(count, 1, 3, 5, device=device), worn.shape[2:], mode="bicubic")
+    lit = worn * (0.25 + 0.85 * gain) + 25 * dim * light + 60 * (1 - gain)
     return (lit + 10 * noise**2 * torch.randn_like(worn)).clamp(0, 255)
 
 
