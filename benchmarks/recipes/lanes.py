@@ -10,6 +10,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,12 @@ class Study:
         return stored(self.runs / "hough.json", self.check, lambda: judged_hough(seed))
 
     def networks(self) -> list[dict[str, Any]]:
-        return [
-            stored(self.runs / f"network-{number}.json", self.check, partial(judged_network, seed))["counts"]
-            for number, seed in enumerate(self.seeds[1:])
-        ]
+        def network(number: int, seed: int) -> dict[str, Any]:
+            make = partial(judged_network, seed)
+            return stored(self.runs / f"network-{number}.json", self.check, make)["counts"]
+
+        with ThreadPoolExecutor(2) as pool:  # trainings are processes of their own
+            return list(pool.map(network, range(TRAININGS), self.seeds[1:]))
 
 
 def resampled(rows: Sequence[Any], statistic: Callable[[list[Any]], float], note: str = "") -> Measured:
