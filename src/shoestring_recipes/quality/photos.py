@@ -1,0 +1,113 @@
+"""Free photos that come with Debian's opencv-doc, scikit-image and scikit-learn, and crops of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from shoestring.core.errors import ConfigError, DataError
+from shoestring.data.pictures import read_picture
+
+SMALLEST, LARGEST = 200, 640
+"""Side in pixels that a photo has at least, and that larger ones are reduced to."""
+SIDE = 96
+"""Side of a crop in pixels."""
+_FLAT = 12.0
+"""Standard deviation of grey values below which a crop shows next to nothing."""
+_DRAWS = 50
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package with photos."""
+
+    hint: str
+    """How to install it."""
+    root: str
+    """Folder of the files, or the package that has them, followed by a folder below it."""
+    files: str
+    """Names of the photos, separated by blanks."""
+
+    def folder(self) -> Path:
+        if self.root.startswith("/"):
+            return Path(self.root)
+        package, _, below = self.root.partition("/")
+        spec = find_spec(package)
+        return Path(spec.origin).parent / below if spec and spec.origin else Path(package)
+
+
+SOURCES = {
+    "opencv-doc": Source(
+        "apt install opencv-doc",
+        "/usr/share/doc/opencv-doc/examples/data",
+        "Blender_Suzanne1.jpg HappyFish.jpg WindowsLogo.jpg aero1.jpg aero3.jpg aloeL.jpg apple.jpg baboon.jpg "
+        "basketball1.png board.jpg building.jpg cards.png chicky_512.png ela_original.jpg fruits.jpg gradient.png "
+        "graf1.png home.jpg leuvenA.jpg messi5.jpg orange.jpg rubberwhale1.png smarties.png "
+        "squirrel_cls.jpg stuff.jpg tmpl.png",
+    ),
+    "scikit-image": Source(
+        'pip install "shoestring[quality]"',
+        "skimage/data",
+        "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png hubble_deep_field.jpg "
+        "moon.png retina.jpg rocket.jpg",
+    ),
+    "scikit-learn": Source('pip install "shoestring[quality]"', "sklearn/datasets/images", "china.jpg flower.jpg"),
+}
+
+
+@cache
+def photos() -> dict[str, Tensor]:
+    """The grey photos by the names of their files: uint8 (H, W), with sides from `SMALLEST` to `LARGEST`.
+
+    Raises:
+        ConfigError: a package is not installed, or lacks a photo.
+    """
+    found: dict[str, Tensor] = {}
+    for package, source in SOURCES.items():
+        for name in source.files.split():
+            path = source.folder() / name
+            if not path.is_file():
+                raise ConfigError(f"`{package}` is not installed: the photo `{path}` is missing", hint=source.hint)
+            found[name] = reduced(read_picture(path, 1)[0])
+    return {name: photo for name, photo in found.items() if min(photo.shape) >= SMALLEST}
+
+
+def reduced(photo: Tensor) -> Tensor:
+    """A photo, uint8 (H, W), with no side longer than `LARGEST`."""
+    scale = LARGEST / max(photo.shape)
+    if scale >= 1:
+        return photo
+    size = [max(1, int(side * scale)) for side in photo.shape]
+    small = interpolate(photo[None, None].float(), size, mode="bicubic", antialias=True)
+    return small[0, 0].clamp(0, 255).round().to(torch.uint8)
+
+
+def crops(photo: Tensor, count: int, draws: np.random.Generator) -> Tensor:
+    """Random crops of a photo, uint8 (at most `count`, `SIDE`, `SIDE`), without those that show next to nothing."""
+    chosen = []
+    for _ in range(_DRAWS):
+        top, left = (int(draws.integers(side - SIDE + 1)) for side in photo.shape)
+        crop = photo[top : top + SIDE, left : left + SIDE]
+        if len(chosen) < count and crop.float().std() >= _FLAT:
+            chosen.append(crop)
+    return torch.stack(chosen) if chosen else photo.new_zeros(0, SIDE, SIDE)
+
+
+def grid(picture: Tensor, crops: int) -> Tensor:
+    """Crops of a grey picture on an even square grid, row by row: uint8 (crops, `SIDE`, `SIDE`).
+
+    Raises:
+        DataError: the picture is smaller than a crop.
+    """
+    height, width = picture.shape
+    if min(height, width) < SIDE:
+        raise DataError(f"it has {width} × {height} pixels, and at least {SIDE} × {SIDE} are needed")
+    tops, lefts = (torch.linspace(0, side - SIDE, round(crops**0.5)).int().tolist() for side in (height, width))
+    return torch.stack([picture[top : top + SIDE, left : left + SIDE] for top in tops for left in lefts])
