@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Bar, Deadline, Measured, run_command, stored
+from benchmarks.harness import Bar, Deadline, Measured, paired, run_command, stored
 from benchmarks.intervals import of_mean
 from shoestring.models.loading import load_model
 from shoestring_recipes.lanes.hough import Lanes, detect
 from shoestring_recipes.lanes.matching import compare, matches
-from shoestring_recipes.lanes.roads import KINDS, UNTAUGHT, Scene, render
-from shoestring_recipes.lanes.task import lanes_of
+from shoestring_recipes.lanes.roads import KINDS, TAUGHT, UNTAUGHT, Scene, render
+from shoestring_recipes.lanes.task import Marker, Roads, forward, lanes_of, loss
 
 PROTOTYPE = {0.1: 0.995, 0.4: 0.98, 0.7: 0.72, 0.85: 0.64}
 """F1 of a prototype on clean pictures, by wear; the first was 1.00 to two places."""
@@ -78,13 +78,19 @@ def qualities(seed: int, kind: str) -> list[list[list[float]]]:
     return rows
 
 
-def judged_network(seed: int, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Train the recipe with one seed, and count what the network and the Hough path find on the same pictures."""
-    with tempfile.TemporaryDirectory() as folder:
-        named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", folder + "/run"]
-        named += ["--evaluate_every", "0", "--data.arguments.held_out", "8"]  # judged here
-        run_command([sys.executable, "-m", "shoestring", "train", "lanes", *named, *changes])
-        model, _ = load_model(folder + "/run")
+def trained(seed: int) -> Path:
+    """The run folder of a training of the recipe, which continues where it stopped."""
+    folder = Path(".cache/recipes/lanes").absolute() / str(seed)
+    if not (folder / "model").exists():
+        named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", str(folder), "--resume", "auto"]
+        named += ["--evaluate_every", "0", "--data.arguments.held_out", "8"]  # it is judged here
+        run_command([sys.executable, "-m", "shoestring", "train", "lanes", *named])
+    return folder
+
+
+def judged_network(training: int, seed: int) -> dict[str, Any]:
+    """What the network of one training and the Hough path find on the same pictures."""
+    model, _ = load_model(trained(training))
     counts = {}
     for kind, wear in [
         *(("clean", wear) for wear in PROTOTYPE),
@@ -96,7 +102,7 @@ def judged_network(seed: int, changes: Sequence[str] = ()) -> dict[str, Any]:
             found = [lanes for part in images.split(20) for lanes in lanes_of(part, model.eval()(part))]
         hough = counted((detect(scene.image) for scene in drawn), drawn)
         counts[f"{kind} {wear}"] = {"network": counted(found, drawn), "hough": hough}
-    return {"seed": seed, "counts": counts}
+    return {"training": training, "seed": seed, "counts": counts}
 
 
 class Study:
@@ -105,22 +111,22 @@ class Study:
     def __init__(self, runs: Path, deadline: Deadline) -> None:
         self.runs, self.check = runs, deadline.check
 
-    @property
-    def seeds(self) -> list[int]:
-        draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(1 + TRAININGS)]}  # noqa: E731
-        return stored(self.runs / "seeds.json", self.check, draw)["seeds"]
+    def seeds(self, purpose: str, number: int) -> list[int]:
+        draw = lambda: {"seeds": [secrets.randbelow(2**31) for _ in range(number)]}  # noqa: E731
+        return stored(self.runs / f"seeds-{purpose}.json", self.check, draw)["seeds"]
 
     def hough(self) -> dict[str, Any]:
-        seed = self.seeds[0]
+        (seed,) = self.seeds("hough", 1)
         return stored(self.runs / "hough.json", self.check, lambda: judged_hough(seed))
 
     def networks(self) -> list[dict[str, Any]]:
-        def network(number: int, seed: int) -> dict[str, Any]:
-            make = partial(judged_network, seed)
+        def network(number: int, training: int, seed: int) -> dict[str, Any]:
+            make = partial(judged_network, training, seed)
             return stored(self.runs / f"network-{number}.json", self.check, make)["counts"]
 
+        trainings, pictures = self.seeds("trainings", TRAININGS), self.seeds("pictures", TRAININGS)
         with ThreadPoolExecutor(2) as pool:  # trainings are processes of their own
-            return list(pool.map(network, range(TRAININGS), self.seeds[1:]))
+            return list(pool.map(network, range(TRAININGS), trainings, pictures))
 
 
 def resampled(rows: Sequence[Any], statistic: Callable[[list[Any]], float], note: str = "") -> Measured:
@@ -167,6 +173,22 @@ def gained(study: Study, kinds: Sequence[str], wears: Iterable[float]) -> Measur
     mean = both.mean(0)
     note = "; ".join(f"{name}: {new:.2f}, Hough {old:.2f}" for name, new, old in zip(names, *mean, strict=True))
     return of_mean((both[:, 0] - both[:, 1]).mean(1).tolist(), note)
+
+
+def faster(deadline: Deadline) -> Measured:
+    """Processor time of a step's forward and backward pass in float32 over that in bf16."""
+    torch.manual_seed(0)
+    model, roads = Marker(), Roads(16, 0, TAUGHT, True)
+    samples = [roads[number] for number in range(16)]
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+    def step(low: bool) -> None:
+        deadline.check()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            output = forward(model, batch)
+        loss(output, batch)[0].backward()
+
+    return paired(partial(step, False), partial(step, True), clock=time.process_time).measured()
 
 
 def rows(runs: Path, deadline: Deadline) -> list[Bar]:
@@ -223,5 +245,13 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
             -0.01,
             lambda _: gained(study, KINDS[:1], PROTOTYPE),
             baseline="the Hough path, which taught it",
+        ),
+        bar(
+            "recipes.lanes-autocast",
+            "lanes: processor time of a step in float32 over that with [precision.autocast], on a CPU with bf16 units",
+            ">=",
+            1.2,
+            faster,
+            kind="timed",
         ),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -12,7 +13,7 @@ from torch.nn.functional import interpolate
 import shoestring as ss
 from shoestring.core.errors import DataError
 from shoestring.data.pictures import read_picture
-from shoestring_recipes.lanes.hough import PARTS
+from shoestring_recipes.lanes.hough import PARTS, Lanes, detect
 from shoestring_recipes.lanes.marks import overlay
 from shoestring_recipes.lanes.roads import HEIGHT, WIDTH
 from shoestring_recipes.lanes.task import MOST, lanes_of
@@ -36,15 +37,25 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def describe(output: Tensor, batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """A row for each lane, the best first, with its column in the bottom row of 320 × 180 pixels, its quality and the
-    parts of it; the first row has the picture. A picture without lanes has one row."""
-    described = []
-    for image, lanes in zip(batch["inputs"][:, 0].cpu().numpy(), lanes_of(batch["inputs"], output), strict=True):
-        rows: list[dict[str, Any]] = [
-            {"lane": number + 1, "bottom": columns[-1], "quality": quality, **dict(zip(PARTS, parts, strict=True))}
-            for number, (columns, quality, parts) in enumerate(zip(*lanes, strict=True))
-        ]
-        rows = rows or [{"lane": 0}]
-        rows[0]["found"] = ss.Picture(pixels=overlay(image, lanes))
-        described.append(rows)
-    return described
+    """A row for each lane that the Hough transform finds, the best first, with its column in the bottom row of
+    320 × 180 pixels, its quality and the parts of it; the first row has the picture. A picture without lanes has one
+    row."""
+    images = batch["inputs"][:, 0].cpu().numpy()
+    return [rows_of(image, detect(image)) for image in images]
+
+
+def describe_marked(output: Tensor, batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
+    """The same of lanes that the network marks."""
+    images = batch["inputs"][:, 0].cpu().numpy()
+    return [rows_of(image, lanes) for image, lanes in zip(images, lanes_of(batch["inputs"], output), strict=True)]
+
+
+def rows_of(image: np.ndarray, lanes: Lanes) -> list[dict[str, Any]]:
+    """The rows of one picture."""
+    rows: list[dict[str, Any]] = [
+        {"lane": number + 1, "bottom": columns[-1], "quality": quality, **dict(zip(PARTS, parts, strict=True))}
+        for number, (columns, quality, parts) in enumerate(zip(*lanes, strict=True))
+    ]
+    rows = rows or [{"lane": 0}]
+    rows[0]["drawn"] = ss.Picture(pixels=overlay(image, lanes))
+    return rows

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.ndimage import gaussian_filter
 
-from shoestring.core.errors import ConfigError
+from shoestring.core.errors import ConfigError, DataError
 from shoestring_recipes.lanes.roads import HEIGHT, WIDTH
 
 try:
@@ -33,6 +33,7 @@ class HoughSettings:
     thresholds: tuple[float, float] = (4.5, 15.0)
     """Canny's thresholds."""
     votes: int = 6
+    """Least number of edge pixels on a line."""
     length: int = 10
     """Shortest segment."""
     gap: int = 6
@@ -42,8 +43,9 @@ class HoughSettings:
     slope: float = 4.0
     """Largest slope, in columns a row."""
     bottom_scale: float = 18.0
+    """Distance in the bottom row up to which segments belong together."""
     slope_scale: float = 0.35
-    """Segments whose lines are nearer than one of these units in the bottom row and in slope belong together."""
+    """Difference in slope up to which segments belong together."""
     total: float = 40.0
     """Least length of all segments of a lane."""
     bend: float = 30.0
@@ -105,8 +107,14 @@ def detect(
         image: (HEIGHT, WIDTH), grey levels from 0 to 255.
         edges: (HEIGHT, WIDTH), true where a line may be; by default Canny's edges.
         before: the lanes of the pictures before, for steadiness.
+
+    Raises:
+        DataError: the picture has another size.
     """
     image = np.asarray(image, dtype=float)
+    if image.shape != (HEIGHT, WIDTH):
+        hint = "files.read makes pictures of that size of photos"
+        raise DataError(f"a picture has the shape {image.shape}, not ({HEIGHT}, {WIDTH})", hint=hint)
     edges = canny(image, settings.sigma, *settings.thresholds) if edges is None else edges.copy()
     edges[: settings.region] = False
     curves = _clustered(_segments(edges, settings), settings)

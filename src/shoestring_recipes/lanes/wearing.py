@@ -22,7 +22,7 @@ def spoilt(images: Tensor, lanes: Tensor) -> Tensor:
     gain, dim, noise = torch.rand(3, count, 1, 1, 1, device=device)
     light = F.interpolate(torch.randn(count, 1, 3, 5, device=device), worn.shape[2:], mode="bicubic")
     lit = worn * (0.25 + 0.85 * gain) + 25 * dim * light + 60 * (1 - gain)
-    return (lit + 10 * noise**2 * torch.randn_like(worn)).clamp(0, 255)
+    return (lit + 12 * noise * torch.randn_like(worn)).clamp(0, 255)
 
 
 def _wear(images: Tensor, lanes: Tensor) -> Tensor:
