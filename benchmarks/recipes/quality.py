@@ -3,6 +3,10 @@
 A *cell* is a repetition's seed and a fold: its photos are held out, and so are two kinds of distortion. In each cell
 the recipe trains two backbones. Frozen, their features come from a run of as many steps that names kinds of
 distortion. All figures are of held-out photos; intervals are bootstrapped over photos.
+
+python -m benchmarks.recipes.quality [FOLDER]
+
+prints the README's table from the cells that are stored.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,6 +30,7 @@ import torch
 
 import shoestring_recipes.quality as recipe
 from benchmarks.harness import Bar, Deadline, Measured, stored
+from benchmarks.rows import RESULTS
 from shoestring.core.world import World
 from shoestring.models.loading import load_model
 from shoestring.processors import processors
@@ -44,6 +50,7 @@ SVR_PICTURES = 6000
 RESAMPLES = 10_000
 DEFAULT = "residual trained module"
 """The method that `shoestring train quality` is."""
+LAST_WEIGHTS = f"{DEFAULT}, last weights"
 
 
 @lru_cache(1)
@@ -108,9 +115,10 @@ def networks(backbone: str, seed: int, fold: int) -> dict[str, Any]:
                 run = Path(folder) / f"{how}-{added}"
                 _train(run, seed, fold, {"backbone": backbone, "added": added, **start}, "ordered")
                 results[f"{backbone} {how} {added}"] = summary(_scores(run, held_out), held_out)
-        run = Path(folder) / "last"
-        _train(run, seed, fold, {"backbone": backbone, "added": "module"}, "ordered", average=False)
-        results[f"{backbone} trained module, last weights"] = summary(_scores(run, held_out), held_out)
+        if DEFAULT.startswith(backbone):
+            run = Path(folder) / "last"
+            _train(run, seed, fold, {"backbone": backbone, "added": "module"}, "ordered", average=False)
+            results[LAST_WEIGHTS] = summary(_scores(run, held_out), held_out)
     return results
 
 
@@ -234,6 +242,24 @@ def rows(runs: Path, deadline: Deadline) -> list[Bar]:
         for how in ("frozen", "trained"):
             method, what = f"{backbone} {how}", f"with the module above plain parameters, {backbone} backbone {how}"
             bars.append(bar(f"module-{backbone}-{how}", what, f"{method} module", f"{method} plain"))
-        method, what = f"{backbone} trained module", f"with averaged weights above the last ones, {backbone} backbone"
-        bars.append(bar(f"ema-{backbone}", what, method, f"{method}, last weights"))
+    bars.append(bar("ema", "with averaged weights above the last ones", DEFAULT, LAST_WEIGHTS))
     return bars
+
+
+def table(runs: Path) -> str:
+    """The means of each method over the cells that are stored, as rows of Markdown."""
+    measures: dict[str, list[dict[str, float]]] = {}
+    for path in sorted(runs.glob("*-*-*.json")):
+        for method, result in json.loads(path.read_text()).items():
+            if isinstance(result, dict):
+                measures.setdefault(method, []).append(result["measures"])
+    names = [f"{measure}_{side}" for side in ("seen", "unseen") for measure in ("pairs", "srcc", "plcc", "krcc")]
+    lines = ["| method | cells | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    for method, cells in sorted(measures.items()):
+        means = (f"{np.mean([cell[name] for cell in cells]):.2f}" for name in names)
+        lines.append(f"| {method} | {len(cells)} | " + " | ".join(means) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(Path(*sys.argv[1:2]) if sys.argv[1:] else RESULTS / "runs" / "recipes" / "quality"))

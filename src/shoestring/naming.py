@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shoestring import recipes
 from shoestring.core.errors import ConfigError, ShoestringError, nearest
 from shoestring.storage import trusted
 from shoestring.storage.guarded import open_regular
@@ -197,8 +198,10 @@ def resolve(target: str, key: str, trust: Trust = USER) -> Callable[..., Any]:
     try:
         module = import_module(module_name) if target in OURS else _import(module_name, trust.project)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"`{key}`: cannot import `{module_name}`: {reason}") from error
+        reason, hint = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, ModuleNotFoundError) and module_name.startswith(f"{recipes.OURS}."):
+            hint = f'pip install "shoestring[{module_name.split(".")[1]}]"'
+        raise ConfigError(f"`{key}`: cannot import `{module_name}`: {reason}", hint=hint) from error
     value = getattr(module, name, None)
     if not callable(value):
         public = [

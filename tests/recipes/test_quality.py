@@ -1,5 +1,7 @@
 """The recipe `quality`: its photos and distortions, its measures, its network, and pictures of one's own."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.naming import resolve
 from shoestring_recipes.quality import distortions, files, measures, photos, scene_statistics, task
 from shoestring_recipes.quality.layers import Bottleneck, LocalContrast, LocalGlobalGate
 from shoestring_recipes.quality.model import ADDED, BACKBONES, Quality
@@ -27,7 +30,8 @@ def ladders():
 def test_37_photos_are_split_by_photo_and_two_kinds_are_held_out(ladders):
     assert len(photos.photos()) == 37
     taught, held_out = ladders
-    assert not set(taught.sources.tolist()) & set(held_out.sources.tolist())
+    apart, _ = task.partition(1, 3)
+    assert set(held_out.sources.tolist()) <= apart and not set(taught.sources.tolist()) & apart
     names = [list(distortions.KINDS)[number] for number in taught.kinds.unique()]
     left_out = distortions.FAMILIES[(1 + 3) % 5]
     assert set(names) == distortions.KINDS.keys() - set(left_out) and taught.seen.all()
@@ -44,13 +48,15 @@ def test_each_photo_and_each_kind_is_held_out_in_one_fold(seed):
 
 
 def test_a_missing_package_is_one_line_that_names_it(monkeypatch):
-    for package, source in photos.SOURCES.items():
-        monkeypatch.setattr(photos, "SOURCES", {package: photos.Source(source.hint, "/gone", source.files)})
+    for package, source in photos.PACKAGES.items():
+        monkeypatch.setattr(photos, "PACKAGES", {package: photos.PhotoPackage(source.hint, "/gone", source.files)})
         photos.photos.cache_clear()
         with pytest.raises(ConfigError, match=f"`{package}` is not installed") as caught:
             photos.photos()
         assert caught.value.hint == source.hint
-    monkeypatch.setattr(photos, "SOURCES", {"x": photos.Source("pip install x", "no_such_package/data", "a.png")})
+    monkeypatch.setattr(
+        photos, "PACKAGES", {"x": photos.PhotoPackage("pip install x", "no_such_package/data", "a.png")}
+    )
     with pytest.raises(ConfigError, match="`x` is not installed"):
         photos.photos()
     monkeypatch.undo()
@@ -66,6 +72,15 @@ def test_stronger_levels_are_further_from_the_original(kind):
     assert (made == distortions.ladder(crop, kind, 5)).all()
     errors = ((made - made[0].astype(float)) ** 2).mean((1, 2))
     assert (np.diff(errors) > 0).all()
+
+
+def test_a_missing_package_of_python_names_the_extra(monkeypatch):
+    for module in ("distortions", "task"):
+        monkeypatch.delitem(sys.modules, f"shoestring_recipes.quality.{module}")
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
+    with pytest.raises(ConfigError, match=r"cannot import `shoestring_recipes\.quality\.task`") as caught:
+        resolve("shoestring_recipes.quality.task:data", "run.data")
+    assert caught.value.hint == 'pip install "shoestring[quality]"'
 
 
 def test_flat_and_tiny_photos_have_no_crops():

@@ -32,7 +32,7 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ConfigError("reading pictures needs Pillow", hint='pip install "shoestring[pictures]"') from error
     try:
@@ -45,8 +45,9 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
             picture = ImageOps.exif_transpose(picture)
             pixels = _pixels(picture, "L" if channels == 1 else "RGB")
     except Exception as error:  # a damaged file may raise any error in a decoder
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0:1]
-        words = reason if isinstance(reason, str) else " ".join(reason)
+        words = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, UnidentifiedImageError):  # whose text has an address in memory
+            words = "its format is not known"
         raise DataError(f"`{path}` is no picture that can be read: {foreign.one_line(words)[:200]}") from error
     tensor = torch.from_numpy(pixels.copy())
     return tensor[None] if channels == 1 else tensor.permute(2, 0, 1).contiguous()

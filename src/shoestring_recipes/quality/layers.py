@@ -30,10 +30,12 @@ class LocalContrast(nn.Module):
         return F.conv2d(padded, self.window.expand(count, 1, -1, -1), groups=count)[0]  # 20 times as fast as (N, 1, …)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        x = pictures.to(self.window.dtype)
-        mean = self._smooth(x)
-        deviation = (self._smooth(x.square()) - mean.square()).clamp(min=0).sqrt()
-        return torch.stack([(x - 128) / 64, (x - mean) / (deviation + 1), deviation.log1p() - 2], 1)
+        with torch.autocast(pictures.device.type, enabled=False):  # the variance is a difference of large numbers
+            x = pictures.to(self.window.dtype)
+            mean = self._smooth(x)
+            deviation = (self._smooth(x.square()) - mean.square()).clamp(min=0).sqrt()
+            channels = [(x - 128) / 64, (x - mean) / (deviation + 1), deviation.log1p() - 2]
+        return torch.stack(channels, -1).movedim(-1, 1)  # channels last, in which convolutions take two thirds
 
 
 class LocalGlobalGate(nn.Module):
@@ -63,8 +65,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         hidden = max(1, round(_size(LocalGlobalGate(channels)) / (2 * channels + 1)))
         self.inner, self.outer = nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, channels, 1)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
+        for parameter in self.outer.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(F.relu(self.inner(x)))
@@ -74,7 +76,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class Residual(nn.Module):
+class HalvingResidual(nn.Module):
     """Halves a feature map: two convolutions, of which the second starts at 0, beside a strided one of 1×1."""
 
     def __init__(self, inputs: int, outputs: int) -> None:

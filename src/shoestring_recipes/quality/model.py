@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.models.loading import load_model
-from shoestring_recipes.quality.layers import Bottleneck, LocalContrast, LocalGlobalGate, Residual, plain
+from shoestring_recipes.quality.layers import Bottleneck, HalvingResidual, LocalContrast, LocalGlobalGate, plain
 
-BACKBONES = {"plain": (plain, (32, 48, 80)), "residual": (Residual, (24, 40, 64))}
+BACKBONES = {"plain": (plain, (32, 48, 80)), "residual": (HalvingResidual, (24, 40, 64))}
 """The stages of each backbone and their channels."""
 ADDED = {"module": LocalGlobalGate, "plain": Bottleneck, "nothing": lambda channels: nn.Identity()}
 """What may follow a stage, given its channels."""

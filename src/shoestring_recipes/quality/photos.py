@@ -25,7 +25,7 @@ _DRAWS = 50
 
 
 @dataclass(frozen=True)
-class Source:
+class PhotoPackage:
     """A package with photos."""
 
     hint: str
@@ -43,8 +43,8 @@ class Source:
         return Path(spec.origin).parent / below if spec and spec.origin else Path(package)
 
 
-SOURCES = {
-    "opencv-doc": Source(
+PACKAGES = {
+    "opencv-doc": PhotoPackage(
         "apt install opencv-doc",
         "/usr/share/doc/opencv-doc/examples/data",
         "Blender_Suzanne1.jpg HappyFish.jpg WindowsLogo.jpg aero1.jpg aero3.jpg aloeL.jpg apple.jpg baboon.jpg "
@@ -52,13 +52,15 @@ SOURCES = {
         "graf1.png home.jpg leuvenA.jpg messi5.jpg orange.jpg rubberwhale1.png smarties.png "
         "squirrel_cls.jpg stuff.jpg tmpl.png",
     ),
-    "scikit-image": Source(
+    "scikit-image": PhotoPackage(
         'pip install "shoestring[quality]"',
         "skimage/data",
         "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png hubble_deep_field.jpg "
         "moon.png retina.jpg rocket.jpg",
     ),
-    "scikit-learn": Source('pip install "shoestring[quality]"', "sklearn/datasets/images", "china.jpg flower.jpg"),
+    "scikit-learn": PhotoPackage(
+        'pip install "shoestring[quality]"', "sklearn/datasets/images", "china.jpg flower.jpg"
+    ),
 }
 
 
@@ -69,14 +71,14 @@ def photos() -> dict[str, Tensor]:
     Raises:
         ConfigError: a package is not installed, or lacks a photo.
     """
-    found: dict[str, Tensor] = {}
-    for package, source in SOURCES.items():
+    by_name: dict[str, Tensor] = {}
+    for package, source in PACKAGES.items():
         for name in source.files.split():
             path = source.folder() / name
             if not path.is_file():
                 raise ConfigError(f"`{package}` is not installed: the photo `{path}` is missing", hint=source.hint)
-            found[name] = reduced(read_picture(path, 1)[0])
-    return {name: photo for name, photo in found.items() if min(photo.shape) >= SMALLEST}
+            by_name[name] = reduced(read_picture(path, 1)[0])
+    return {name: photo for name, photo in by_name.items() if min(photo.shape) >= SMALLEST}
 
 
 def reduced(photo: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ def ratings(name: str, folder: str | Path) -> list[Rated]:
     chosen, root = SETS[name], Path(folder)
     hint = "name the folder of the unpacked set"
     try:
-        found = list(chosen.read(root))
-        for rated in found:
+        pictures = list(chosen.read(root))
+        for rated in pictures:
             foreign.check_within(rated.path, root)
             if not np.isfinite(rated.rating):
                 raise ValueError(f"the rating of {rated.path.name} is no number")
@@ -150,10 +150,10 @@ def ratings(name: str, folder: str | Path) -> list[Rated]:
     except (KeyError, ValueError, TypeError, IndexError, NotImplementedError) as error:
         message = f"`{root}` is not laid out as {name} is published: {foreign.one_line(str(error))[:200]}"
         raise DataError(message, hint=hint) from error
-    if not found:
+    if not pictures:
         raise DataError(f"`{root}` has no ratings of {name}", hint=hint)
     span = chosen.best - chosen.worst
-    return [rated._replace(rating=(rated.rating - chosen.worst) / span) for rated in found]
+    return [rated._replace(rating=(rated.rating - chosen.worst) / span) for rated in pictures]
 
 
 class RatedCrops(Dataset[dict[str, Tensor]]):
@@ -189,12 +189,12 @@ def data(
         fold: which part is held out. folds: number of parts. seed: seed of the split.
         crops: number of crops of a picture, a square number.
     """
-    found = ratings(name, folder)
-    contents = sorted({rated.content for rated in found})
+    pictures = ratings(name, folder)
+    contents = sorted({rated.content for rated in pictures})
     if not 0 <= fold < folds <= len(contents):
         raise ConfigError(f"fold {fold} of {folds}, of {len(contents)} contents", hint="use 2 to 10 folds, from 0 on")
     held_out = {contents[place] for place in np.random.default_rng(seed).permutation(len(contents))[fold::folds]}
-    sides = [[rated for rated in found if (rated.content in held_out) is held] for held in (False, True)]
+    sides = [[rated for rated in pictures if (rated.content in held_out) is held] for held in (False, True)]
     return RatedCrops(sides[0], crops), RatedCrops(sides[1], crops)
 
 
