@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from shoestring.core.errors import DataError
 from shoestring_recipes.lanes import hough, roads, task
+from shoestring_recipes.lanes.files import describe, describe_marked
 from shoestring_recipes.lanes.matching import FIRST_ROW, TOLERANCE, LaneCounts, agreement, compare, matches
 from shoestring_recipes.lanes.wearing import spoilt
 
@@ -236,6 +238,26 @@ def test_bumps_lie_where_the_lanes_are():
     assert (target[0].argmax(-1) == 25).all() and torch.allclose(target[0].amax(-1), torch.ones(45))
     lanes[0, 0, :90] = torch.nan
     assert not task.bumps(lanes)[0, :22].any()
+
+
+def test_what_is_marked_perfectly_is_found():
+    """Flat lanes too, which cross several columns in a row."""
+    drawn = [scene([seed, 9], 0.4, "clean") for seed in range(10)]
+    lanes = [torch.from_numpy(one.lanes.astype(np.float32))[None] for one in drawn]
+    total = LaneCounts()
+    for one, columns in zip(drawn, lanes, strict=True):
+        marks = torch.logit(0.7 * task.bumps(columns), eps=1e-4)
+        image = torch.from_numpy(one.image)[None, None]
+        total += compare(task.lanes_of(image, marks)[0].columns, one.lanes)
+        (row,) = describe_marked(torch.full_like(marks, -9), {"inputs": image})
+        assert row[0]["lane"] == 0 and row[0].keys() == {"lane", "drawn"}
+        assert len(describe(marks, {"inputs": image})[0]) == len(hough.detect(one.image).quality)
+    assert total.f1 > 0.97 and any(np.abs(np.diff(one.lanes[-1, -20:])).min() > 1.5 for one in drawn)
+
+
+def test_a_picture_of_another_size_is_refused():
+    with pytest.raises(DataError, match=r"shape \(10, 10\), not \(180, 320\)"):
+        hough.detect(np.zeros((10, 10)))
 
 
 @settings(max_examples=10, deadline=None)
