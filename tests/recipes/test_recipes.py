@@ -18,7 +18,10 @@ from tests.waiting import until
 
 STEPS, BATCH, LONG = 6, 4, 40
 """Steps of a run, samples of a step, and steps of a run that is killed on its way."""
-TOY = {"quality": {"data": {"arguments": {"crops_each": 1}}}}
+TOY = {
+    "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
+    "quality": {"data": {"arguments": {"crops_each": 1}}},
+}
 """What makes each recipe small enough to be trained for a few steps in seconds, besides steps and batch."""
 AREAS = {
     "comm": {"powersgd": {"rank": 2}},

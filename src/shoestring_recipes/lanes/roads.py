@@ -1,0 +1,135 @@
+"""Pictures of roads with known lane markings: their geometry, how worn each is, and what spoils the picture.
+
+A marking starts below the vanishing point and widens towards the camera. Wear removes paint in runs of rows and leaves
+a trace of it. Everything follows from the random generator, so seeds name pictures.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.ndimage import gaussian_filter, gaussian_filter1d
+
+HEIGHT, WIDTH = 180, 320
+TAUGHT = ("clean", "shadow", "rain")
+"""Kinds that a network may be taught on: nothing; three shadows; streaks on a wet, grainy road."""
+UNTAUGHT = ("fog", "glare", "night", "seams")
+"""Kinds that show what a network does with what it has not seen: fog that thickens with distance; a low sun and its
+reflection; a dark road before a camera's noise; seams of tar, scratches and patches of newer asphalt."""
+KINDS = (*TAUGHT, "storm", *UNTAUGHT)
+"""All kinds; a storm has shadows and rain at once."""
+TRACE = 0.12
+"""Contrast of worn paint, as a fraction of that of fresh paint."""
+_PAINT = 110.0
+_NOISE = {"fog": 7.0, "glare": 7.0, "night": 8.0}
+"""Standard deviation of a camera's noise in pictures of little contrast, in grey levels."""
+_ROWS, _COLUMNS = np.arange(HEIGHT, dtype=float), np.arange(WIDTH, dtype=float)
+
+
+class Scene(NamedTuple):
+    """A picture and the truth about it."""
+
+    image: np.ndarray
+    """uint8 (HEIGHT, WIDTH)."""
+    lanes: np.ndarray
+    """(lanes, HEIGHT): column of the middle of each marking in each row, which may lie outside of the picture; NaN
+    above its start."""
+    wear: np.ndarray
+    """(lanes,): fraction of the rows of each marking without fresh paint."""
+
+
+def render(rng: np.random.Generator, wear: float, kind: str) -> Scene:
+    """Render one picture with two or three markings, each with 0.5 to 1.5 times the wear given (at most 0.97)."""
+    return film(rng, wear, kind, 1)[0]
+
+
+def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[Scene]:
+    """Render successive pictures of one road, from a camera that sways by about a pixel."""
+    vanishing = np.array([WIDTH / 2 + rng.normal(0, 15), 60 + rng.normal(0, 5)])
+    count = 2 + int(rng.random() < 0.5)
+    bottoms = WIDTH / 2 * (1 + np.array([-0.55, 0.45, 1.4])[:count] * rng.uniform(0.85, 1.15, count))
+    curves = rng.normal(0, 12, count)
+    wears = np.minimum(wear * rng.uniform(0.5, 1.5, count), 0.97)
+    surface = gaussian_filter1d(rng.normal(size=(count, HEIGHT)), 3, axis=1)
+    scenes = []
+    for frame in range(frames):
+        point = vanishing + (rng.normal(0, 1, 2) if frame else 0)
+        start = int(point[1]) + 12
+        t = (_ROWS - point[1]) / (HEIGHT - point[1])
+        lanes = point[0] + (bottoms - point[0])[:, None] * t + curves[:, None] * (t - 1) * t
+        lanes[:, :start] = np.nan
+        painted = _painted(np.roll(surface, 9 * frame, 1)[:, start:], wears)
+        scenes.append(Scene(_picture(rng, lanes, painted, point, kind), lanes, wears))
+    return scenes
+
+
+def _painted(surface: np.ndarray, wears: np.ndarray) -> np.ndarray:
+    """Whether paint is fresh: the rows of a marking (lanes, rows) whose surface is above the quantile of its wear."""
+    worn = np.array([np.quantile(row, wear) for row, wear in zip(surface, wears, strict=True)])
+    return surface > worn[:, None]
+
+
+def _picture(
+    rng: np.random.Generator, lanes: np.ndarray, painted: np.ndarray, vanishing: np.ndarray, kind: str
+) -> np.ndarray:
+    grain = 40.0 if kind in ("rain", "storm") else 20.0
+    image = 90 + grain * gaussian_filter(rng.normal(size=(HEIGHT, WIDTH)), 1)
+    image[: int(vanishing[1])] = 160  # the sky
+    if kind == "seams":
+        image = _with_seams(rng, image, vanishing)
+    start = HEIGHT - painted.shape[1]
+    half = 0.5 + 3.5 * (_ROWS[start:] - vanishing[1]) / (HEIGHT - vanishing[1])
+    inside = np.abs(_COLUMNS - lanes[:, start:, None]) <= half[:, None] + 0.5
+    image[start:] += (inside * np.where(painted, _PAINT, TRACE * _PAINT)[:, :, None]).sum(0)
+    if kind in ("shadow", "storm"):
+        image = _with_shadows(rng, image)
+    if kind in ("rain", "storm"):
+        image = _with_rain(rng, image)
+    if kind == "fog":
+        density = rng.uniform(0.6, 0.9) * np.exp(-np.maximum(_ROWS - vanishing[1], 0) / rng.uniform(60, 140))
+        image = image + density[:, None] * (185 - image)
+    if kind == "glare":
+        image = _with_glare(rng, image)
+    if kind == "night":
+        image = image * 0.3
+    image = gaussian_filter(image.clip(0, 255), 0.7)
+    if kind in _NOISE:
+        image = image + rng.normal(0, _NOISE[kind], image.shape)
+    return image.clip(0, 255).round().astype(np.uint8)
+
+
+def _with_glare(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
+    column, row = rng.uniform(0, WIDTH), rng.uniform(80, 150)
+    across, down = _COLUMNS - column, _ROWS[:, None] - row
+    sun = 150 * np.exp(-((across / 70) ** 2) - (down / 40) ** 2)
+    reflection = 60 * np.exp(-((across / 22) ** 2)) * gaussian_filter1d((_ROWS > 60).astype(float), 8)[:, None]
+    return 40 + 0.7 * image + sun + reflection
+
+
+def _with_shadows(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
+    rows, columns = rng.uniform(70, HEIGHT, (3, 1, 1)), rng.uniform(0, WIDTH, (3, 1, 1))
+    distance = ((_ROWS[:, None] - rows) / 25) ** 2 + ((_COLUMNS - columns) / 60) ** 2
+    return image * 0.55 ** (distance < 1).sum(0)
+
+
+def _with_rain(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
+    tops, lengths = rng.integers(0, HEIGHT - 20, (60, 1)), rng.integers(6, 18, (60, 1))
+    columns = rng.integers(0, WIDTH, 60)
+    streaks = np.zeros_like(image)
+    down = _ROWS - tops
+    np.add.at(streaks.T, columns, 35.0 * ((down >= 0) & (down < lengths)))
+    return image + streaks
+
+
+def _with_seams(rng: np.random.Generator, image: np.ndarray, vanishing: np.ndarray) -> np.ndarray:
+    """Four patches of darker asphalt, six dark seams and five bright scratches in any direction."""
+    image = image.copy()
+    for _ in range(4):
+        top, left = int(rng.uniform(vanishing[1] + 20, HEIGHT - 20)), int(rng.uniform(0, WIDTH - 60))
+        image[top : top + int(rng.uniform(12, 40)), left : left + int(rng.uniform(30, 120))] -= 25
+    below = np.arange(int(vanishing[1]) + 12, HEIGHT)
+    for depth, (top, bottom) in zip([-45] * 6 + [40] * 5, rng.uniform(0, WIDTH, (11, 2)), strict=True):
+        middle = np.linspace(top, bottom, len(below))
+        image[below] += depth * (np.abs(_COLUMNS - middle[:, None]) < 1.5)
+    return image
