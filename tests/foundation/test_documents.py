@@ -20,6 +20,9 @@ import ranks
 from shoestring.core.world import World
 from shoestring.run import parse
 from shoestring.training.loop import train
+from shoestring_hub.client.logins import log_in
+from tests.rigs.hub.server import HubServer
+from tests.rigs.hub.visitor import Visitor, add_person
 from tests.rigs.small_tasks import write_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -228,13 +231,20 @@ def test_the_readmes_commands_run_one_after_the_other_in_a_folder_of_any_name(tm
     (here / "run.toml").write_text(short + small + "held_out = 0.2\n")
     (task,) = write_tasks(here / "tasks", ("choices",))
     shown = next(each for each in blocks(page("README.md"), "") if "shoestring check" in each)
-    for line in shown.replace("piqa", shlex.quote(task)).splitlines():  # the data of public tasks comes from a hub
-        verb, *arguments = shlex.split(line.partition("#")[0])
-        assert verb == "shoestring"
-        command = [sys.executable, "-m", "shoestring", *arguments]
-        if arguments[0] == "serve":
-            serves([*command, "--port", "0"], here)
-            continue
-        done = subprocess.run(command, cwd=here, env=ranks.environment(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, (line, done.stderr)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with HubServer(tmp_path / "hub") as hub:
+        person = Visitor(hub.port)
+        person.set_password(add_person(hub.folder, "ada"), "ada")
+        person.make_project("runs")
+        log_in(hub.address, person.make_token("runs"))
+        for line in shown.replace("piqa", shlex.quote(task)).splitlines():  # public tasks come from a hub of models
+            verb, *arguments = shlex.split(line.partition("#")[0])
+            assert verb == "shoestring"
+            command = [sys.executable, "-m", "shoestring", *arguments]
+            if arguments[0] == "serve":
+                serves([*command, "--port", "0"], here)
+                continue
+            environment = {"env": ranks.environment(), "timeout": 120}
+            done = subprocess.run(command, cwd=here, capture_output=True, text=True, **environment)
+            assert done.returncode == 0, (line, done.stderr)
     assert json.loads((here / "runs" / "run" / "summary.json").read_text())["ranks"][1]["rank"] == 1

@@ -1,7 +1,5 @@
 """A hub with a person, a project and a login, for tests of the client and of pages."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,7 @@ pytest.importorskip("django")
 
 from shoestring_hub.client.logins import log_in
 from tests.rigs.hub.server import HubServer
-from tests.rigs.hub.visitor import Visitor
-
-
-def add_person(folder, name, *options):
-    """The link by which a new person sets a password."""
-    command = [sys.executable, "-m", "shoestring", "hub", "person", str(folder), "--person", name, *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()[-1]
+from tests.rigs.hub.visitor import Visitor, add_person
 
 
 @pytest.fixture(scope="session")

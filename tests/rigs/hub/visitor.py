@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 import http.client
 import re
+import subprocess
+import sys
 from http.cookies import SimpleCookie
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode, urlsplit
 
@@ -92,3 +95,9 @@ class Visitor:
         match = re.search(r"/join/[\w-]+", self.post(f"/{project}/people/invite", role=role).text)
         assert match
         return match[0]
+
+
+def add_person(folder: Path, name: str, *options: str) -> str:
+    """The link by which a new person of a hub sets a password."""
+    command = [sys.executable, "-m", "shoestring", "hub", "person", str(folder), "--person", name, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()[-1]
