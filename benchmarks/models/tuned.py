@@ -30,7 +30,7 @@ from shoestring.data.tokenizer import byte_tokenizer
 from shoestring.models.gpt import GPTConfig
 
 TEMPLATE = "{% for message in messages %}{{ message.content + '<|endoftext|>' }}{% endfor %}"
-CLIENTS, TOKENS, ROUNDS = 8, 24, 6
+CLIENTS, TOKENS, ROUNDS = 8, 64, 16
 
 
 def save_base(folder: Path, shape: GPTConfig = SHAPE) -> Path:
