@@ -20,7 +20,7 @@ def repeating(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def client(request, repeating, tmp_path_factory):
-    with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param))) as connected:
+    with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param), epochs=1)) as connected:
         yield connected
 
 

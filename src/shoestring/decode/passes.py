@@ -44,6 +44,11 @@ class Counts:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """Counters of speculation."""
 
+    def reset(self) -> None:
+        """Count from the beginning."""
+        vars(self).update(vars(Counts()) | {"drafts": self.drafts})
+        vars(self.drafts).update(vars(DraftCounts()))
+
 
 class RowPasses:
     """Runs passes over rows of one cache, in the order of their slots."""

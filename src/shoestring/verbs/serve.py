@@ -104,7 +104,7 @@ def build_app(
         if name == served.name:
             raise ConfigError(f"--adapter {name}: this is the model's own name", hint="give it another name")
         adapters.add(name, folder)
-    app = App(served, EngineThread(engine), serving, adapters)
+    app = App(served, EngineThread(engine, warm_up=True), serving, adapters)
     if served.chat:
         app.understanding.check()
     return app

@@ -122,6 +122,7 @@ class App:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.worker.start()
+        await self.worker.warm()
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 
 from shoestring.core.errors import NonFiniteError
 from shoestring.decode.engine import Engine
@@ -18,6 +18,8 @@ from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 
 log = logging.getLogger("shoestring.serve")
 
+PROMPT = 17
+"""Tokens of the prompt that is read before the first request: more than the products of few rows take."""
 BACKLOG = 1 << 17
 """Largest number of tokens, those listed in log-probabilities included, that wait for one client to read them; about
 20 MiB of memory."""
@@ -83,21 +85,28 @@ class EngineThread:
 
     Args:
         engine: the engine, which nothing else may use until `close`.
+        warm_up: whether to generate a short text before the first request, which then finds kernels loaded and
+            memory touched.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, warm_up: bool = False) -> None:
+        self.engine, self._warm_up = engine, warm_up
         self.unfinished = 0
         """Number of texts that are being generated or waiting."""
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._places: dict[Row, tuple[Batch, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._warm = Event()
         self._thread = Thread(target=self._run, name="shoestring-engine", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which reports to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    async def warm(self) -> None:
+        """Wait until requests are carried out as fast as later ones."""
+        await asyncio.to_thread(self._warm.wait)
 
     async def close(self) -> None:
         """End the thread after its current pass; nothing more is reported on unfinished texts."""
@@ -129,6 +138,9 @@ class EngineThread:
     # -- in the engine's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._warm_up:
+            self._write_a_token()
+        self._warm.set()
         while True:
             try:
                 order = self._orders.get(block=not self.engine.busy)
@@ -141,6 +153,15 @@ class EngineThread:
                 order()
             except Exception:  # other requests must still be served
                 log.exception("the engine could not carry out an order")
+
+    def _write_a_token(self) -> None:
+        try:
+            self.engine.submit(Request(tokens=[0] * max(1, min(PROMPT, self.engine.window - 2)), max_new=2))
+            while self.engine.busy:
+                self.engine.step()
+        except Exception:  # a request with the same error will be told
+            log.exception("a text could not be generated beforehand")
+        self.engine.counts.reset()
 
     def _step(self) -> None:
         try:
