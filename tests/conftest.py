@@ -80,15 +80,24 @@ def own_trust():
         yield
 
 
+ROOT = Path(__file__).parents[1]
+
+
 @pytest.fixture(autouse=True)
-def search_path():
-    """No test takes folders from `sys.path` that ranks of later ones import their scenarios from."""
-    before = list(sys.path)
+def nothing_left():
+    """No test takes folders from `sys.path` that ranks of later ones import their scenarios from, and none leaves files
+    in the folder of the repository."""
+    before, files = list(sys.path), set(ROOT.iterdir())
     yield
     lost = [path for path in before if path not in sys.path]
     if lost:
         sys.path[:] = before
         pytest.fail(f"the test has removed {lost} from sys.path")
+    left = [path for path in ROOT.iterdir() if path not in files and path.is_file()]
+    for path in left:
+        path.unlink(missing_ok=True)
+    if left:
+        pytest.fail(f"the test has left {[path.name for path in left]} in the folder of the repository")
 
 
 @pytest.fixture(scope="session")
