@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -101,6 +102,16 @@ def test_the_seed_decides_also_through_meta(tied):
     assert torch.equal(direct(tokens()), late(tokens()))
     assert not list(direct.buffers())
     assert not torch.equal(direct.embed.weight, build(config, 6).embed.weight)
+
+
+@pytest.mark.parametrize("name", ["attention.qkv", "mlp.gate_up"])
+def test_a_contiguous_part_of_a_fused_layer_is_refused(name):
+    """As torch's ColwiseParallel computes it: the layer keeps its number of outputs, and has the first half of them."""
+    model = GPT(GPTConfig(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=2, hidden=16, context=8))
+    layer = model.blocks[0].get_submodule(name)
+    layer.weight = nn.Parameter(layer.weight.detach().chunk(2)[0])
+    with pytest.raises(ConfigError, match="of a fused layer"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
 
 
 def test_a_model_is_outlined_without_torchs_compiler():

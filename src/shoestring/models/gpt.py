@@ -194,8 +194,8 @@ def _whole(layer: nn.Module, y: Tensor) -> Tensor:
     Raises:
         ConfigError: it is a part, as of torch's ColwiseParallel, whose halves are not what they are taken for.
     """
-    outputs = getattr(layer, "out_features", y.shape[-1])
-    if y.shape[-1] != outputs:
+    outputs = getattr(layer, "out_features", None)
+    if isinstance(y, Tensor) and y.shape[-1] != (outputs or y.shape[-1]):  # torch.fx traces without tensors
         raise ConfigError(
             f"a rank has {y.shape[-1]} of the {outputs} outputs of a fused layer (queries, keys, values or gate, up)",
             hint="a contiguous split mixes them: split a model whose layers are apart, or use parallel.FSDP()",
