@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shoestring._torch import foreach_mul_
 from shoestring.core.attachments import Attachments
@@ -17,8 +18,11 @@ def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
 
     def clip() -> None:
         gradients = {name: tensor.grad for name, tensor in attachments.trained.items() if tensor.grad is not None}
-        norm = global_norm(attachments, gradients)
-        # As torch's clip_grad_norm_, which takes no tensors of several meshes, and no plain ones beside sharded ones.
+        # The same bits as in a loop that clips by torch, which takes one mesh at most, and no plain tensors beside it.
+        if attachments.parted or any(isinstance(gradient, DTensor) for gradient in gradients.values()):
+            norm = global_norm(attachments, gradients)
+        else:
+            norm = torch.nn.utils.get_total_norm(list(gradients.values()), foreach=True)
         foreach_mul_(attachments.gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         attachments.numbers["grad_norm"] = norm
 
