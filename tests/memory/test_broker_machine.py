@@ -2,7 +2,9 @@
 
 import shutil
 import tempfile
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from broker_hosts import Pretended
@@ -23,12 +25,16 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.root = Path(tempfile.mkdtemp())
+        self.root, numbers = Path(tempfile.mkdtemp()), count()
+        # Keys decide between leases of the same age: random ones would make each run of the same steps another one.
+        self.keys = mock.patch("shoestring.memory.broker.ledger.secrets.token_hex", lambda _: f"{next(numbers):016x}")
+        self.keys.start()
         self.host = Pretended(self.root / "user" / "broker")
         self.tenants, self.granted, self.touched = {}, {}, {}
         self.firm_in_excess = False
 
     def teardown(self):
+        self.keys.stop()
         for memory in self.tenants.values():
             memory.leave()
         shutil.rmtree(self.root)
