@@ -1,7 +1,7 @@
 """Examples of clients that call tools: OpenAI's client for Python, and its library for agents.
 
-Each asks one question, runs the functions that the model calls, and returns their calls with the model's answer. They
-are written as the guides of these libraries show.
+Each gives the same instructions, asks one question, runs the functions that the model calls, and returns their calls
+with the model's answer. They are written as the guides of these libraries show.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.serving.conversations import definition
 Client = Any
 """`openai.OpenAI`."""
 QUESTION = "What is the weather in Köln? Switch on the light in the hall."
+INSTRUCTIONS = "Be brief."
 NAMES = ("weather", "light")
 
 
@@ -47,7 +48,7 @@ _FUNCTIONS: Mapping[str, Callable[..., str]] = {"weather": weather, "light": lig
 
 def in_chats(client: Client, stream: bool = False) -> Outcome:
     """The loop of chat completions."""
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": QUESTION}]
     asked = {"model": client.models.list().data[0].id, "tools": [definition(name, strict=True) for name in NAMES]}
     called = []
     while True:
@@ -73,7 +74,7 @@ def in_responses(client: Client, stream: bool = False) -> Outcome:
     """The loop of responses."""
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"type": "function", **definition(name, strict=True)["function"]} for name in NAMES]
-    asked = {"model": client.models.list().data[0].id, "tools": tools}
+    asked = {"model": client.models.list().data[0].id, "tools": tools, "instructions": INSTRUCTIONS}
     called = []
     while True:
         response = _response(client, stream, **asked, input=items)
@@ -120,7 +121,7 @@ def by_agent(client: Client, kind: str, stream: bool = False) -> Outcome:
     async def run() -> str:
         asynchronous = openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0)
         model = getattr(agents, f"OpenAI{kind}Model")(model=name, openai_client=asynchronous)
-        agent = agents.Agent(name="small", instructions="Be brief.", tools=[of_a_city, of_a_room], model=model)
+        agent = agents.Agent(name="small", instructions=INSTRUCTIONS, tools=[of_a_city, of_a_room], model=model)
         async with asynchronous:
             if not stream:
                 return (await agents.Runner.run(agent, QUESTION)).final_output

@@ -22,6 +22,7 @@ from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.figures import percent, seconds, size
 from shoestring.parallel import DDP
+from shoestring.report.recordings import RecordsSteps
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.build import build_job, build_loader
@@ -64,10 +65,13 @@ def plan(run: Run, world: World, out: Path | None = None) -> PlannedRun:
     auto = _auto(run)
     others = tuple(feature for feature in run.features if not isinstance(feature, Auto | Exchange))
     trial = replace(run, features=(*others, auto)).completed(world)
-    trial = replace(trial, features=tuple(f for f in trial.features if not f.name.startswith("checkpoint.")))
+    # A plan saves no checkpoint, and records no step: recordings also take time, which the run's other steps do not.
+    left_out = [f for f in trial.features if f.name.startswith("checkpoint.") or isinstance(f, RecordsSteps)]
+    trial = replace(trial, features=tuple(f for f in trial.features if f not in left_out))
     code = import_user_code(trial, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
         folder = Path(run.settings.folder or Path("runs") / run.name)
+        trial = trial.placed(folder)
         data = open_data(trial, world, folder, code.collate)
         stack.callback(data.close)
         job = stack.enter_context(build_job(trial, code, world, data, stack.enter_context(Trace(rank=world.rank))))
