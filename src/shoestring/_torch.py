@@ -162,6 +162,11 @@ def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
         del model._ddp_params_and_buffers_to_ignore
 
 
+def prepare_backward(model: DistributedDataParallel) -> None:
+    """Let DDP average gradients in the next backward pass, in which every parameter gets one."""
+    model.reducer.prepare_for_backward([])
+
+
 def has_hook(model: nn.Module) -> bool:
     """Whether the model is wrapped in DDP and has a communication hook."""
     return isinstance(model, DistributedDataParallel) and bool(model._comm_hooks)

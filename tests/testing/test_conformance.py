@@ -12,7 +12,7 @@ from shoestring.comm import BF16
 from shoestring.graph import Compile
 from shoestring.memory import Recompute
 from shoestring.optim import SGD, AdamW, Clip, Schedule
-from shoestring.parallel import DDP, FSDP
+from shoestring.parallel import DDP, FSDP, Pipeline
 from shoestring.precision import Autocast
 from shoestring.testing import FeatureSuite
 
@@ -52,6 +52,15 @@ class TestFSDP(FeatureSuite):
     feature = FSDP()
     returns_model = False
     clashes: ClassVar = {"comm.bf16": "nothing is left to exchange"}
+
+
+class TestPipeline(FeatureSuite):
+    feature = Pipeline()
+    returns_model = False
+    clashes: ClassVar = {
+        "graph.compile": "the whole model would be compiled",
+        "comm.bf16": "nothing is left to exchange",
+    }
 
 
 class TestBF16(FeatureSuite):

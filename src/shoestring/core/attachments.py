@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -88,6 +88,7 @@ class Attachments:
         self._around_forward: list[Context] = []
         self._around_evaluation: list[Context] = []
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
+        self.elsewhere: set[str] = set()  # parameters that other ranks hold in place of this one
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
         self._refresh: Callable[[], None] | None = None
@@ -233,6 +234,7 @@ class Attachments:
         trained: Mapping[str, Tensor] | None = None,
         refresh: Callable[[], None] | None = None,
         run: Callable[[MicroBatches], None] | None = None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         """Set how the model is distributed over mesh axes, and which tensors the optimizer steps. For owners of SHARD.
 
@@ -254,14 +256,17 @@ class Attachments:
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
                 output of a micro-batch, and `backward` on the tensor that `loss` returns. Forward passes and losses run
-                within `computing`. The forward and the backward pass of a micro-batch each run within `sync(last)`,
-                where `last` says whether this backward pass is the last of this rank in the step. All communication is
+                within `computing`. The backward pass of a micro-batch runs within `sync(last)`, where `last` says
+                whether it is the last of this rank in the step; forward passes do not. All communication is
                 complete when `run` returns, because the step then sums losses over the ranks and corrects all gradients
                 by the true divisor. Evaluations call `run` as well, with `training` False and gradients off; in an
                 evaluation `run` does no backward pass.
+            elsewhere: names of parameters that other ranks hold, and this one need not, trained or not. Those that it
+                does have are not those of the model.
         """
         self.claim(over, trained=trained is not None)
         self.average_over(over)
+        self.elsewhere |= {*elsewhere}
         self.model = self.model if model is None else model
         if sync is not None:
             self._around_step.append(sync)
@@ -385,8 +390,12 @@ class Attachments:
         return {self._own_name(name): parameter for name, parameter in self.module.named_parameters()}
 
     def weights(self) -> dict[str, Any]:
-        """This rank's shards of the model's parameters and buffers by name, including those of frozen modules."""
-        return ModelState(self.model, self._trained or {}).state_dict()
+        """This rank's shards of the model's parameters and buffers by name, including those of frozen modules.
+
+        Parameters that other ranks train, or hold, are missing.
+        """
+        trained = self.trained if self.trainers else self._trained or {}
+        return ModelState(self.model, trained, leave_out=self.elsewhere, trainers=self.trainers).state_dict()
 
     def agree_on_trained(self) -> None:
         """Find out which ranks train which parameters: stages of a pipeline train different ones. A collective."""
@@ -504,11 +513,15 @@ class Attachments:
         self.exits.callback(call_closure_first(self.optimizer))
         self.exits.callback(self.optimizer.register_step_pre_hook(lambda *_: before_update(self)).remove)
         self.exits.callback(self.optimizer.register_step_post_hook(lambda *_: after_update(self)).remove)
-        self.trace.parameters = sum(tensor.numel() for tensor in self.parameters)
+        counts = [float(tensor.numel()) for tensor in self.parameters]
+        sizes = torch.tensor(counts, dtype=torch.float64, device=self.world.device)
+        self.trace.parameters = int(self.total(sizes, [*self.trained]))
         self.trace.gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters)
         self.trace.ranks = self.world.size
         frozen = [entry.state.within_model for entry in self.kept.values() if isinstance(entry.state, Reference)]
-        model = ModelState(self.model, self._trained or {}, self._refresh, frozenset().union(*frozen), self.trainers)
+        trained = self.trained if self.trainers else self._trained or {}
+        left_out = self.elsewhere.union(*frozen)
+        model = ModelState(self.model, trained, self._refresh, left_out, self.trainers)
         self.keep("model", model, across="shard")
         optimizer = OptimizerState(self.optimizer, self.named, self.hooks_off, self.trainers)
         self.keep("optimizer", optimizer, across="shard")

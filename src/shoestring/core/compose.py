@@ -134,7 +134,8 @@ def attach(
         The job. The loop may call its `keep`, `restore` and `close`, but not its `step`: it steps its own optimizer.
 
     Raises:
-        ConfigError: as in `compose`; also for a feature at LOSS, because the loop computes the loss itself.
+        ConfigError: as in `compose`; also for a feature at LOSS, because the loop computes the loss itself, and for one
+            that runs micro-batches itself.
     """
     check_features(features)
     for feature in features:
@@ -146,6 +147,13 @@ def attach(
     if scaler is not None:
         attachments.scaler = scaler
     compose(job, features)
+    if attachments.run_micro_batches is not None:
+        job.close()
+        owner = attachments.owners["how micro-batches are run"]
+        raise ConfigError(
+            f"`{owner}` runs the forward and backward passes, which this loop does itself",
+            hint="compose a Job and call its `step`",
+        )
     if scaler is not None:
         attachments.exits.callback(unscale_before_steps(job.optimizer))
     if attachments.phases[Phase.FORWARD]:

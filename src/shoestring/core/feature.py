@@ -260,5 +260,19 @@ def check_owners(features: Sequence[Feature]) -> None:
 
 
 def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
-    """All pairs (seam, feature) in the order in which they are applied; within a seam, features keep their order."""
-    return sorted(((seam, feature) for feature in features for seam in feature.seams), key=lambda pair: pair[0])
+    """All pairs (seam, feature) in the order in which they are applied; within a seam, features keep their order.
+
+    Only owners of an axis along which ranks share a replica go before the others at SHARD, so that the others see the
+    parameters that a rank trains, and after the others at WIRE, once gradients are averaged over replicas.
+    """
+
+    def place(pair: tuple[Seam, Feature]) -> tuple[Seam, bool]:
+        seam, feature = pair
+        return seam, seam in (Seam.SHARD, Seam.WIRE) and splits_replicas(feature) == (seam is Seam.WIRE)
+
+    return sorted(((seam, feature) for feature in features for seam in feature.seams), key=place)
+
+
+def splits_replicas(feature: Feature) -> bool:
+    """Whether ranks work on the same samples, so that none runs the whole model (a pipeline)."""
+    return Seam.SHARD in feature.seams and not {*feature.over} <= {*DATA}

@@ -107,10 +107,16 @@ class ModelState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = {name: value for name, value in state_dict.items() if name not in self.trained}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
-        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        strict = not (self.trained or self.leave_out or self.trainers)
-        options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
-        set_model_state_dict(self.model, whole, options=options)
+        if self.trainers:  # other ranks' parameters may be on `meta`, and torch would then untie tied parameters here
+            own = {self._own_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
+            for name, value in whole.items():
+                if isinstance(value, Tensor):
+                    fill(own[name], value)
+        else:
+            sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+            strict = not (self.trained or self.leave_out)
+            options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
+            set_model_state_dict(self.model, whole, options=options)
         for name, tensor in self.trained.items():
             fill(tensor, state_dict[name])
         if self.refresh is not None:

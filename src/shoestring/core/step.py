@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring._torch import foreach_mul_
+from shoestring._torch import foreach_mul_, overflows
 from shoestring.auxiliary import with_auxiliary
 from shoestring.core.errors import ConfigError, NonFiniteError
 from shoestring.core.feature import Phase
@@ -64,6 +64,9 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
     # Step. First the gradients are corrected to the true divisor. The optimizer's pre-hook runs CLIP, RATE, GRAD and
     # WAIT; its post-hook runs PROJECT, OUTER and CAPTURE. Being hooks, they also run in loops of other programs.
     scaler.unscale_(optimizer)
+    if scaler.is_enabled() and (parted := attachments.world.group(attachments.parted)) is not None:
+        for overflow in overflows(scaler, optimizer):  # or some stages would step, and others not
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=parted)
     if progress.count and (gradients := attachments.gradients):  # a refused loss has set all gradients to None
         micro.correct(gradients, sums[1])
     with span("optimizer", "compute"):

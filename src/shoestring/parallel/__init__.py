@@ -1,5 +1,5 @@
-"""Data parallelism with torch's DDP (a replica on every rank) and FSDP2 (a shard on every rank)."""
+"""Several ranks train one model: replicas (DDP), shards (FSDP2), or stages of a pipeline."""
 
-from shoestring.parallel.settings import DDP, FSDP
+from shoestring.parallel.settings import DDP, FSDP, Pipeline
 
-__all__ = ["DDP", "FSDP"]
+__all__ = ["DDP", "FSDP", "Pipeline"]

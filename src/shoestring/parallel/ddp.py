@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoestring._torch import ignore_in_ddp
+from shoestring._torch import ignore_in_ddp, prepare_backward
 from shoestring.collectives import GLOO, broadcast_tensors
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
@@ -26,9 +28,11 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
     # DDP need not broadcast frozen modules, because their hashes were compared across ranks. It cannot broadcast
     # tensors of data types that Gloo lacks.
     frozen = [name for reference in references for name in reference.within_model]
-    unsupported = {name for name, tensor in _tensors(attachments.model) if tensor.dtype not in GLOO} - {*frozen}
-    if frozen or unsupported:
-        ignore_in_ddp(attachments.model, [*frozen, *unsupported])
+    elsewhere = {name for name, tensor in _tensors(attachments.model) if tensor.is_meta}  # of other pipeline stages
+    unsupported = {name for name, tensor in _tensors(attachments.model) if tensor.dtype not in GLOO}
+    unsupported -= {*frozen, *elsewhere}
+    if frozen or unsupported or elsewhere:
+        ignore_in_ddp(attachments.model, [*frozen, *unsupported, *elsewhere])
         attachments.exits.callback(ignore_in_ddp, attachments.model, ())
     model = DistributedDataParallel(
         attachments.model,
@@ -38,7 +42,8 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
-    attachments.shard(model, over=over, sync=last_only(model))
+    runs_apart = attachments.run_micro_batches is not None
+    attachments.shard(model, over=over, sync=_last_of_several(model) if runs_apart else last_only(model))
     if unsupported:  # broadcast them at the start and before each step, as DDP does with the other buffers
 
         def broadcast() -> None:
@@ -48,6 +53,22 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
         attachments.at(Phase.FORWARD, broadcast)
     if not find_unused:
         attachments.at(Phase.CLIP, lambda: _check_used(attachments))
+
+
+def _last_of_several(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
+    """The `sync` of backward passes that other forward passes may precede (a pipeline).
+
+    DDP decides in a forward pass whether the next backward pass averages gradients, so here none does, and the last
+    backward pass is prepared when it begins.
+    """
+    model.require_backward_grad_sync = False
+
+    def sync(last: bool) -> AbstractContextManager[Any]:
+        if last:
+            prepare_backward(model)
+        return nullcontext()
+
+    return sync
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

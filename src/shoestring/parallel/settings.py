@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, splits_replicas
+from shoestring.figures import percent
+from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
+    from shoestring.core.world import World
+    from shoestring.parallel.pipeline.stage import Layout
 
 FIRST_BUCKET_MB = 1.05
 """Smallest bucket in MB with which torch.compile works: DDP's first bucket always has 2**20 bytes, and torch.compile
@@ -43,6 +48,11 @@ class DDP(Feature):
             raise ConfigError(f"`{self.name}.bucket_mb` must be positive, got {self.bucket_mb}")
         if attachments.wrapped:
             raise ConfigError("the model is already wrapped in DDP", hint=f"remove {self.name}")
+        if self.find_unused and (splitting := [f.name for f in attachments.features if splits_replicas(f)]):
+            message = (
+                f"`{self.name}.find_unused` searches the model's output, which few ranks have with `{splitting[0]}`"
+            )
+            raise ConfigError(message, hint="set it to false")
         if self.bucket_mb < FIRST_BUCKET_MB and any(Seam.GRAPH in feature.seams for feature in attachments.features):
             raise ConfigError(
                 f"`{self.name}.bucket_mb` of {self.bucket_mb:g} is too small for torch.compile",
@@ -112,4 +122,108 @@ class FSDP(Feature):
             without=whole,
             measured=False,
             cost="gathers parameters twice a step" if self.reshard_after_forward else "gathers parameters once a step",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Feature):
+    """Cut the model's blocks into stages on different ranks, which exchange activations in place of gradients.
+
+    Ranks of a pipeline work on the same micro-batches, one behind the other, so a step needs several of them
+    (`run.accumulate`). The result is that of one process.
+    """
+
+    stages: int = 0
+    """Number of stages. Each host is one by default; on a single host, each rank."""
+    cuts: tuple[int, ...] = ()
+    """Number of the first block of each part but the first, such as `[4, 8]`. By default parts have about as many
+    multiplications."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of passes: `1f1b` runs a backward pass as soon as it can, and holds activations of a few micro-batches;
+    `gpipe` runs all forward passes first."""
+    chunks: int = 1
+    """Parts of the model in each stage (interleaved). More of them let stages wait less, and send as many more
+    messages."""
+    ahead: int = 1
+    """Micro-batches that a stage has under way for each link between it and the last stage, beyond those that it needs
+    without delays. More of them hide slow links, and hold more activations."""
+
+    seams: ClassVar = (Seam.SHARD, Seam.WIRE)
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        return (STAGE,)
+
+    def arrange(self, world: World) -> World:
+        self._check_numbers()
+        stages = self.stages or (world.hosts if world.hosts > 1 else world.local_size)
+        if stages == 1:
+            return world
+        axes = [axis for axis in (HOSTS, LOCAL) if world.ranks_over([axis]) % stages == 0]
+        if not axes:
+            raise ConfigError(
+                f"`{self.name}.stages` is {stages}, which divides neither {world.hosts} hosts nor "
+                f"{world.local_size} ranks of a host",
+                hint="set it to a number that divides one of them",
+            )
+        return world.split(axes[0], STAGE, stages)
+
+    def _check_numbers(self) -> None:
+        for name, least in (("stages", 0), ("chunks", 1), ("ahead", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
+
+    def check(self, attachments: Attachments) -> None:
+        from shoestring.parallel.pipeline.checking import check
+
+        check(attachments, self)
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        from shoestring.parallel.pipeline.running import attach, sum_tied
+
+        (attach if seam is Seam.SHARD else sum_tied)(attachments, self)
+
+    def parts(self, layout: Layout, stages: int) -> list[range]:
+        """The blocks of each part of the model; part p is of stage p mod `stages`.
+
+        Raises:
+            ConfigError: there are fewer blocks than parts, or `cuts` do not cut them into these.
+        """
+        from shoestring.parallel.pipeline.orders import balanced
+
+        costs, parts = layout.costs(), stages * self.chunks
+        if len(costs) < parts:
+            wanted = f"{stages} stages" + (f" of {self.chunks} parts" if self.chunks > 1 else "")
+            raise ConfigError(
+                f"the model has {len(costs)} blocks, too few for {wanted}", hint=f"lower `{self.name}.stages`"
+            )
+        if not self.cuts:
+            return balanced(costs, parts)
+        ends = (0, *self.cuts, len(costs))
+        if len(self.cuts) != parts - 1 or any(end <= start for start, end in pairwise(ends)):
+            message = f"`{self.name}.cuts` {[*self.cuts]} do not cut {len(costs)} blocks into {parts} parts"
+            raise ConfigError(message, hint=f"give {parts - 1} increasing numbers between 1 and {len(costs) - 1}")
+        return [range(*pair) for pair in pairwise(ends)]
+
+    def explain(self, attachments: Attachments) -> str:
+        from shoestring.parallel.pipeline.stage import Layout
+
+        stages = attachments.world.ranks_over([STAGE])
+        if stages == 1:
+            return "off: one stage"
+        parts = self.parts(Layout(attachments.module), stages)
+        counts = ", ".join(str(len(part)) for part in parts)
+        return f"{stages} stages of {counts} blocks" + (f", {self.chunks} parts each" if self.chunks > 1 else "")
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        facts, steps = trace.facts, max(trace.steps, 1)
+        if WHOLE_FACT not in facts:
+            return None
+        waited = facts[WAITED_FACT] / trace.training_seconds if trace.training_seconds else 0.0
+        return Reduction(
+            unit="bytes a step that the first rank sends",
+            used=facts[MESSAGES_FACT] / steps,
+            without=2 * facts[WHOLE_FACT] * (trace.ranks - 1) / trace.ranks,
+            measured=True,
+            cost=f"the first stage waited {percent(waited)} of the time",
         )

@@ -20,7 +20,7 @@ from shoestring import run
 from shoestring.areas import AREAS
 from shoestring.checkpoint import Plain, Tiered
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam, area_of
+from shoestring.core.feature import Feature, Seam, area_of, splits_replicas
 from shoestring.settings import help_texts, structure
 from shoestring.testing import imports, refused_features, scenarios
 from shoestring.testing.case import Case, NotApplicableError, ViolationError, require, weights
@@ -134,7 +134,8 @@ def refuses_before_it_takes(case: Case) -> None:
         refusals: list[tuple[Feature, str]] = [
             (rival, "ConflictError")
             for rival in (refused_features.ShardOwner(), refused_features.WireOwner(), refused_features.OptimOwner())
-            if rival.seams[0] in case.feature.seams and (rival.seams[0] is Seam.OPTIM or case.feature.over)
+            if rival.seams[0] in case.feature.seams
+            and (rival.seams[0] is Seam.OPTIM or {*rival.over}.intersection(case.feature.over))
         ]
         for other, error in (*refusals, (refused_features.RefusesEveryJob(), "ConfigError")):
             for result in case.run(scenarios.refuse, ranks, [*company, other]):
@@ -150,6 +151,8 @@ def releases_what_it_takes(case: Case) -> None:
     """
     for ranks in case.ranks:
         for ending in ENDINGS:
+            if ending == "in backward" and splits_replicas(case.feature) and ranks > 1:
+                continue  # only the last stage has a loss that can fail, and the others would wait for it
             company = case.company(ranks, case.feature)
             arguments = {"ending": ending, "returns_model": case.returns_model}
             for held in case.run(scenarios.release, ranks, company, **arguments):
@@ -160,7 +163,8 @@ def releases_what_it_takes(case: Case) -> None:
 def attaches_to_a_foreign_loop(case: Case) -> None:
     """In a user's own training loop, `attach` gives a feature the same effect as `compose` does in a job.
 
-    A feature at the seam LOSS cannot change the loss of such a loop, and must be refused.
+    A feature at the seam LOSS cannot change the loss of such a loop, and must be refused. So must one whose ranks each
+    run a part of the model.
     """
     for ranks in case.ranks:
         shared = [*case.companions, case.feature]
@@ -169,6 +173,9 @@ def attaches_to_a_foreign_loop(case: Case) -> None:
             continue
         if case.feature.adds_parameters and ranks > 1:
             _refused(partial(case.run, scenarios.foreign, ranks, shared, steps=1), "the loop's own DDP lacks them")
+            continue
+        if splits_replicas(case.feature) and ranks > 1:
+            _refused(partial(case.run, scenarios.foreign, ranks, shared, steps=1), "a rank has a part of the model")
             continue
         loop = case.run(scenarios.foreign, ranks, shared, steps=STEPS)
         _same_weights(loop)
@@ -252,10 +259,11 @@ CLAUSES: tuple[Clause, ...] = (
 
 
 def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
-    """Train with checkpoints; plain ones are added unless one of the features writes checkpoints itself."""
+    """Train with checkpoints, which are added unless one of the features writes some: plain ones where the first rank
+    has the whole model."""
     several = [*others, case.feature]
     if not any(isinstance(feature, Plain | Tiered) for feature in several):
-        several.insert(0, Plain())
+        several.insert(0, Tiered() if any(splits_replicas(feature) for feature in several) else Plain())
     arguments = {"steps": STEPS, "dropout": 0.0 if arguments.get("precise") else 0.1} | arguments
     return case.train(ranks, *several, folder=folder, **arguments)
 

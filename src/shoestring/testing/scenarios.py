@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.attachments import Attachments
 from shoestring.core.compose import attach, compose
-from shoestring.core.feature import Feature, Seam, export_weights
+from shoestring.core.feature import DATA, Feature, Seam, export_weights, splits_replicas
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import ModelState, Progress
 from shoestring.core.task import call_model, cross_entropy
@@ -128,7 +128,7 @@ def train(
         for number in range(start or 0, steps):
             if number + 1 == stop:
                 job.stop()
-            losses.append(float(job.step(jobs.batch(number, world.rank, world.size, ragged=ragged))))
+            losses.append(float(job.step(jobs.batch(number, *_share(job), ragged=ragged))))
             if attachments_of(job).stopping:
                 break
         return {"start": start, "losses": losses, "held_out": _held_out(job)} | _state(job)
@@ -152,15 +152,19 @@ def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str
 
 def _held_out(job: Job) -> float:
     """Return the held-out loss in nats per token; features that change only the training loss do not affect it."""
-    world = job.world
-    total, count = job.evaluate(jobs.batch(jobs.HELD_OUT + number, world.rank, world.size) for number in range(4))
+    total, count = job.evaluate(jobs.batch(jobs.HELD_OUT + number, *_share(job)) for number in range(4))
     return total / count
+
+
+def _share(job: Job) -> tuple[int, int]:
+    """Index of this rank among those that read different samples, and their number."""
+    return job.world.index_over(DATA), job.world.ranks_over(DATA)
 
 
 def _state(job: Job) -> dict[str, Any]:
     """Return the weights, and a digest of each state that should be the same on all ranks."""
     same = {name: _digest(entry.state.state_dict()) for name, entry in job.kept.items() if entry.across == "same"}
-    return _weights(job.model) | {"same": same}
+    return _weights(job.model, attachments_of(job)) | {"same": same}
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -183,9 +187,16 @@ def _digest(state: Mapping[str, Any]) -> str:
     return total.hexdigest()
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
+def _weights(model: nn.Module, attachments: Attachments | None = None) -> dict[str, Any]:
+    """All weights of a model, also those that other ranks train (stages of a pipeline)."""
     state = ModelState(model).state_dict()
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    parted = attachments is not None and attachments.parted
+    held = attachments.weights() if attachments is not None and parted else state
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in held.items()}
+    if attachments is not None and parted:
+        for data in attachments.world.gather(pack(whole)):
+            whole = unpack(data) | whole
+        whole = {name: whole[name] for name in state}
     flat = np.concatenate([value.detach().double().numpy().ravel() for value in whole.values()])
     return {"names": list(whole), "weights": base64.b64encode(flat.tobytes()).decode()}
 
@@ -258,7 +269,9 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     )  # the first optimizer imports torch's compiler, which sets environment variables
     before = held_resources(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
-    with suppress(PlannedError):
+    # A stage of a pipeline sees that another one has failed.
+    failures = (PlannedError, RuntimeError) if any(map(splits_replicas, several)) else PlannedError
+    with suppress(*([failures] if isinstance(failures, type) else failures)):
         _use(built, several, world, optimizers, ending)
     after = held_resources(built if returns_model else None, optimizers)
     left = sorted((after - before).elements())
@@ -282,10 +295,11 @@ def _use(model: nn.Module, features: list[Feature], world: World, optimizers: li
         return optimizers[-1]
 
     def forward(module: nn.Module, batch: Any) -> Any:
-        output = call_model(module, batch)
-        if ending == "in forward" and steps:
-            raise PlannedError
-        return output
+        try:
+            return call_model(module, batch)
+        finally:  # a stage of a pipeline leaves the model's forward pass by an exception
+            if ending == "in forward" and steps:
+                raise PlannedError
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = cross_entropy(output, batch)
@@ -295,7 +309,7 @@ def _use(model: nn.Module, features: list[Feature], world: World, optimizers: li
 
     with compose(Job(model, forward, loss, optimizer, Progress(total=3), world), features) as job:
         for steps in range(2):  # the functions above read `steps`
-            job.step(jobs.batch(steps, world.rank, world.size))
+            job.step(jobs.batch(steps, *_share(job)))
 
 
 @_in_empty_folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +19,7 @@ from shoestring import figures, report
 from shoestring.core.feature import Feature, export_weights
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.trace import span
+from shoestring.core.world import World
 from shoestring.data import baselines
 from shoestring.data.chat_ends import ends_learnt
 from shoestring.data.tokenizer import Tokenizer
@@ -304,7 +306,8 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     attachments = attachments_of(job)
     state = attachments.weights()
     changing = [feature for feature in attachments.features if type(feature).export is not Feature.export]
-    if not changing and not any(isinstance(value, DTensor) for value in state.values()):
+    parted = bool(attachments.parted)
+    if not changing and not parted and not any(isinstance(value, DTensor) for value in state.values()):
         return attachments.module
     if changing:
         with attachments.evaluating():  # recomputes buffers that depend on averaged weights (statistics of batch norms)
@@ -312,8 +315,10 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     weights = {}
     for name, value in state.items():
         full = value.full_tensor() if isinstance(value, DTensor) else value  # a collective: on every rank
-        if job.world.first:
+        if job.world.first or parted:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full
+    if parted:
+        weights = _of_all_ranks(job.world, weights)
     if not job.world.first:
         return None
     states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
@@ -326,6 +331,24 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     if hf.is_pretrained(whole):
         cast(Any, whole).tie_weights()
     return whole
+
+
+def _of_all_ranks(world: World, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """On the first rank, the weights of all ranks, each from the first rank that has it. A collective."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    own = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()}
+    gathered, known = dict(weights), set[str]()
+    for rank, names in enumerate(json.loads(data) for data in world.gather(json.dumps(own).encode())):
+        for name, (shape, dtype) in names.items():
+            if name in known or not rank:
+                continue
+            if world.rank == rank:
+                dist.send(tensors[name].contiguous().to(world.device), 0)
+            elif world.first:
+                dist.recv(tensor := torch.empty(shape, dtype=getattr(torch, dtype), device=world.device), rank)
+                gathered[name] = tensor.cpu()
+        known.update(names)
+    return gathered
 
 
 def _drop_weights(model: nn.Module) -> None:

@@ -1,0 +1,55 @@
+"""What a pipeline refuses before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoestring.core.attachments import Attachments
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.feature import Feature, Seam
+from shoestring.models.blocks import routers
+from shoestring.parallel.pipeline.names import STAGE
+from shoestring.parallel.pipeline.stage import Layout
+
+if TYPE_CHECKING:
+    from shoestring.parallel.settings import Pipeline
+
+
+def check(attachments: Attachments, settings: Pipeline) -> None:
+    """Raise ConfigError if the model cannot be cut as the settings say; ConflictError if a feature does not fit."""
+    stages = attachments.world.ranks_over([STAGE])
+    if stages == 1:
+        return
+    if attachments.wrapped:
+        raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
+    layout = Layout(attachments.module)
+    settings.parts(layout, stages)
+    for name, module in attachments.module.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            message = f"`{name}` has statistics of batches, and only its own stage sees them"
+            raise ConfigError(message, hint="replace batch norms by group norms")
+    if routers(attachments.module):
+        message = f"{type(attachments.module).__name__} has routers, whose auxiliary loss needs those of all stages"
+        raise ConfigError(message, hint=f"remove [{settings.name}]")
+    for feature in attachments.features:
+        reason = _refused(feature, settings)
+        if reason:
+            raise ConflictError(
+                f"`{feature.name}` {reason}, beside `{settings.name}`",
+                hint=f"remove the table [{feature.name}] or [{settings.name}]",
+            )
+
+
+def _refused(feature: Feature, settings: Pipeline) -> str:
+    """Why a feature does not work beside a pipeline; empty if it does."""
+    if Seam.GRAPH in feature.seams:
+        return "compiles the whole model, of which a stage runs a part"
+    if feature.divided == "parameters":
+        return "shards the parameters of the whole model, of which a stage has a part"
+    if feature.adds_parameters or type(feature).export is not Feature.export:
+        return "exports weights of the whole model, of which a stage has a part"
+    if settings.chunks > 1 and feature.averages_in_backward:
+        return "averages gradients in one backward pass, and a stage of several parts has several"
+    return ""

@@ -1,0 +1,109 @@
+"""Activations between the stages of a pipeline, and their gradients on the way back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.core.trace import span
+
+Key = tuple[int, int]
+"""A message: the part of the model that takes the activations, and the micro-batch."""
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DIMS = 8
+
+
+class TensorForm(NamedTuple):
+    """Shape and data type of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def encoded(self, device: torch.device) -> Tensor:
+        numbers = [_TYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(numbers + [0] * (_DIMS + 2 - len(numbers)), device=device)
+
+    @classmethod
+    def received(cls, group: dist.ProcessGroup, source: int, device: torch.device) -> TensorForm:
+        numbers = torch.empty(_DIMS + 2, dtype=torch.int64, device=device)
+        dist.recv(numbers, group=group, group_src=source)
+        dtype, dims, *shape = numbers.tolist()
+        return cls(tuple(shape[:dims]), _TYPES[dtype])
+
+
+class Inbox:
+    """Messages from one stage, which are received in the order in which that stage sends them.
+
+    Args:
+        keys: the messages in that order. known: the form of a message, if it is known. asked: receives it otherwise.
+        early: number of messages whose buffers wait for them before they are asked for.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        keys: Iterable[Key],
+        known: Callable[[Key], TensorForm | None],
+        asked: Callable[[Key], TensorForm],
+        device: torch.device,
+        early: int,
+    ) -> None:
+        self.group, self.source, self.known, self.asked = group, source, known, asked
+        self.device, self.early, self.waited = device, early, 0.0
+        self._expected = deque(keys)
+        self._posted: dict[Key, tuple[Tensor, dist.Work]] = {}
+
+    def take(self, key: Key) -> Tensor:
+        """Wait for a message."""
+        began = time.perf_counter()
+        with span("pipeline", "wire"):
+            while key not in self._posted:
+                first = self._expected[0]
+                self._post(self.known(first) or self.asked(first))
+            tensor, work = self._posted.pop(key)
+            while self._expected and len(self._posted) < self.early and (form := self.known(self._expected[0])):
+                self._post(form)
+            work.wait()
+        self.waited += time.perf_counter() - began
+        return tensor
+
+    def _post(self, form: TensorForm) -> None:
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+        work = dist.irecv(tensor, group=self.group, group_src=self.source)
+        assert work is not None
+        self._posted[self._expected.popleft()] = tensor, work
+
+
+class Outbox:
+    """Messages to one stage, which are sent while this one computes."""
+
+    def __init__(self, group: dist.ProcessGroup, target: int) -> None:
+        self.group, self.target = group, target
+        self.sent, self.waited = 0, 0.0
+        self._going: dict[Key, list[tuple[Tensor, dist.Work]]] = {}
+
+    def send(self, key: Key, *tensors: Tensor) -> None:
+        """Start to send a message, and its form before it if the other stage does not know it."""
+        works = [dist.isend(tensor, group=self.group, group_dst=self.target) for tensor in tensors]
+        self._going[key] = [(tensor, work) for tensor, work in zip(tensors, works, strict=True) if work is not None]
+        self.sent += tensors[-1].nbytes
+
+    def settle(self, *keys: Key) -> None:
+        """Wait until messages are sent, all by default, and let go of them."""
+        began = time.perf_counter()
+        with span("pipeline", "wire"):
+            for key in keys or [*self._going]:
+                for _, work in self._going.pop(key):
+                    work.wait()
+        self.waited += time.perf_counter() - began

@@ -1,0 +1,87 @@
+"""The order of passes in a pipeline, and where it is cut: every case of small numbers."""
+
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoestring.parallel.pipeline.orders import Pass, balanced, orders
+
+CASES = [
+    case
+    for case in product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3, 5, 8), ("1f1b", "gpipe"), (0, 1, 3))
+    if case[0] > 1 or case[1] == 1
+]
+
+
+def replayed(every, parts):
+    """The passes in an order in which each finds its inputs; fails if the stages wait for each other."""
+    queues, done = [list(reversed(order)) for order in every], []
+    while any(queues):
+        before = len(done)
+        for queue in queues:
+            while queue:
+                one = queue[-1]
+                needed = [Pass(one.part, one.micro, False)] if one.backward else []
+                other = one.part + (1 if one.backward else -1)
+                if 0 <= other < parts:
+                    needed.append(Pass(other, one.micro, one.backward))
+                if not {*needed} <= {*done}:
+                    break
+                done.append(queue.pop())
+        assert len(done) > before, queues
+    return done
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_pass_runs_once_behind_what_it_needs(training):
+    for stages, chunks, micro, schedule, ahead in CASES:
+        every = orders(stages, chunks, micro, schedule, ahead, training)
+        done = replayed(every, stages * chunks)
+        wanted = product(range(stages * chunks), range(micro), (False, True) if training else (False,))
+        assert sorted(done) == sorted(Pass(*one) for one in wanted)
+        for stage, order in enumerate(every):
+            assert {one.part % stages for one in order} == {stage}
+            for part, backward in product(range(stage, stages * chunks, stages), (False, True)):
+                numbers = [one.micro for one in order if (one.part, one.backward) == (part, backward)]
+                assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_1f1b_holds_few_micro_batches_and_gpipe_all(stages, ahead):
+    def held(order):
+        now = [sum(-1 if one.backward else 1 for one in order[:count]) for count in range(len(order) + 1)]
+        return max(now)
+
+    for stage in range(stages):
+        assert held(orders(stages, 1, 12, "1f1b", ahead)[stage]) <= (stages - 1 - stage) * (1 + ahead) + 1
+        assert held(orders(stages, 1, 12, "gpipe", ahead)[stage]) == 12
+
+
+def test_interleaved_stages_wait_less():
+    """In the time of the simulation: with two parts a stage, a first pass gets through sooner."""
+
+    def first_of_last(chunks):
+        order = orders(4, chunks, 4, "1f1b")[3]
+        return order.index(next(one for one in order if one.backward))
+
+    assert first_of_last(1) == 1
+    assert orders(4, 2, 8, "1f1b")[0][:8] == [Pass(0, n, False) for n in range(4)] + [
+        Pass(4, n, False) for n in range(4)
+    ]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 8))
+def test_cuts_are_the_best_of_all(costs, parts):
+    if parts > len(costs):
+        with pytest.raises(ValueError, match="do not fill"):
+            balanced(costs, parts)
+        return
+    ours = balanced(costs, parts)
+    assert [index for part in ours for index in part] == [*range(len(costs))]
+    assert all(ours)
+    ends = ((0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), parts - 1))
+    best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in ends)
+    assert max(sum(costs[index] for index in part) for part in ours) == best

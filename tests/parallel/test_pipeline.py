@@ -1,0 +1,119 @@
+"""Pipelines train what one process trains, in fp64; what does not work is refused before anything is allocated."""
+
+import random
+import shutil
+
+import pipeline_ranks
+import pytest
+
+from shoestring.testing.pool import Pool, RankError
+
+CLOSE = 1e-10
+ALONE = [("tied", {}), ("untied", {"chunks": 2}), ("grouped", {"schedule": "gpipe"}), ("llama", {"ahead": 0})]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    with Pool(2, timeout=120) as two, Pool(4, timeout=120) as four:
+        yield {2: two, 4: four}
+
+
+def same(results, wanted, began=None):
+    """Whether all ranks have the losses, norms and held-out loss of one process, and together its weights."""
+    weights = {}
+    for result in results:
+        weights |= result["weights"]
+        assert result["began"] == began
+        for name in ("losses", "norms"):
+            assert result[name] == pytest.approx(wanted[name][began or 0 :], abs=CLOSE, rel=1e-7)
+        assert result["held out"] == pytest.approx(wanted["held out"], abs=CLOSE, rel=1e-12)
+    assert weights.keys() == wanted["weights"].keys()
+    for name, sums in wanted["weights"].items():
+        assert weights[name] == pytest.approx(sums, abs=CLOSE)
+
+
+@pytest.mark.parametrize(("model", "settings"), ALONE)
+def test_two_stages_train_what_one_process_does(pools, model, settings):
+    same(pools[2].call(pipeline_ranks.train, model=model, pipeline=settings), pipeline_ranks.train(model=model))
+
+
+def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
+    wanted = pipeline_ranks.train(beside="clip")
+    same(pools[4].call(pipeline_ranks.train, beside="clip", pipeline={"stages": 2}), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
+@pytest.mark.parametrize("model", pipeline_ranks.MODELS)
+def test_all_forms_train_what_one_process_does(pools, model, beside):
+    wanted = pipeline_ranks.train(model=model, beside=beside)
+    arguments = {"model": model, "beside": beside}
+    for schedule in ({}, {"chunks": 2}, {"schedule": "gpipe", "ahead": 3}):
+        same(pools[2].call(pipeline_ranks.train, pipeline=schedule, **arguments), wanted)
+    same(pools[4].call(pipeline_ranks.train, pipeline={}, **arguments), wanted)
+    for over in pipeline_ranks.OVER:
+        same(pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, over=over, **arguments), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
+    """Numbers of ranks, stages, parts and replicas are drawn for the start and for the rest of a run."""
+    draw = random.Random(seed)
+    model, micro = draw.choice(["tied", "untied", "grouped", "llama", "vit"]), draw.choice([1, 2, 4])
+    wanted = pipeline_ranks.train(model=model, micro=micro)
+    began = resumed = arguments_of(draw)
+    while resumed == began:
+        resumed = arguments_of(draw)
+    for (ranks, arguments), others in ((began, {"stop": 3}), (resumed, {"resume": True})):
+        given = {"model": model, "micro": micro, "folder": str(tmp_path), **arguments, **others}
+        results = pools[ranks].call(pipeline_ranks.train, **given) if ranks > 1 else [pipeline_ranks.train(**given)]
+        if "resume" in others:
+            same(results, wanted, 3)
+        shutil.rmtree(tmp_path / "memory", ignore_errors=True)
+
+
+def arguments_of(draw):
+    ranks = draw.choice([1, 2, 4])
+    if ranks == 1:
+        return 1, {}
+    stages = draw.choice([count for count in (1, 2, 4) if count <= ranks])
+    over = draw.choice(["ddp", "zero", "dense"])
+    if stages == 1:
+        return ranks, {"over": over}
+    chunks = draw.choice([1, 2]) if stages == 2 and over != "ddp" else 1
+    return ranks, {"over": over, "pipeline": {"stages": stages, "chunks": chunks}}
+
+
+@pytest.mark.slow
+def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
+    whole = pools[4].call(pipeline_ranks.train, pipeline={"stages": 2})
+    pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, folder=str(tmp_path), stop=3)
+    rest = pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, folder=str(tmp_path), resume=True)
+    assert [one["losses"][3:] for one in whole] == [one["losses"] for one in rest]
+    assert [one["weights"] for one in whole] == [one["weights"] for one in rest]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline": {"stages": 3}}, "divides neither"),
+        ({"pipeline": {"chunks": 4}}, "has 4 blocks, too few for 2 stages of 4 parts"),
+        ({"pipeline": {"cuts": [0]}}, "do not cut 4 blocks into 2 parts"),
+        ({"pipeline": {"cuts": [1, 2]}}, "do not cut 4 blocks into 2 parts"),
+        ({"pipeline": {"ahead": -1}}, "must be at least 0, got -1"),
+        ({"pipeline": {"schedule": "zb"}}, "cannot be 'zb'"),
+        ({"pipeline": {}, "model": "no blocks"}, "has no repeated blocks to cut at"),
+        ({"pipeline": {}, "model": "two lists"}, "has 2 lists of blocks"),
+        ({"pipeline": {}, "model": "batch norms"}, "has statistics of batches"),
+        ({"pipeline": {}, "model": "reads back"}, "reads `late.weight`, which another stage trains"),
+        ({"pipeline": {}, "model": "skips"}, "reads `head.weight`, which another stage trains"),
+        ({"pipeline": {}, "beside": "lora"}, "exports weights of the whole model"),
+        ({"pipeline": {}, "beside": "fsdp"}, "shards the parameters of the whole model"),
+        ({"pipeline": {}, "beside": "compile"}, "compiles the whole model"),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_is_refused(pools, arguments, message):
+    with pytest.raises(RankError, match=message):
+        pools[2].call(pipeline_ranks.train, **arguments)
