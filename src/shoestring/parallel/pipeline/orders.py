@@ -1,7 +1,8 @@
 """In which order the stages of a pipeline run the passes of a step, and where a model is cut into parts.
 
 A stage has one part of the model, or several parts that are `stages` apart (interleaved; Narayanan et al., 2021): part
-p belongs to stage p mod S.
+p belongs to stage p mod S. Where embeddings are tied to the output layer, the last stage also has what lies before the
+blocks, as part -1: it then sends embeddings, which are far less than the gradient of a large vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ class Pass(NamedTuple):
 
 @cache
 def orders(
-    stages: int, chunks: int, micro: int, schedule: Schedule, ahead: int = 0, training: bool = True
+    stages: int,
+    chunks: int,
+    micro: int,
+    schedule: Schedule,
+    ahead: int = 0,
+    training: bool = True,
+    first: Literal[-1, 0] = 0,
 ) -> tuple[list[Pass], ...]:
     """The passes of each stage in their order, as if a backward pass took as long as two forward passes.
 
@@ -36,9 +43,11 @@ def orders(
         stages: S. chunks: parts of each stage. micro: micro-batches of the step.
         ahead: how long a message takes, in forward passes. A stage has as many more micro-batches under way for each
             link to the last stage, so that it need not wait for messages.
+        first: number of the first part; part -1 takes no time.
     """
-    parts = stages * chunks
-    forward, backward = [0] * parts, [0 if training else micro] * parts  # passes begun, by part
+    parts = range(first, stages * chunks)
+    forward = dict.fromkeys(parts, 0)  # passes begun, by part
+    backward = dict.fromkeys(parts, 0 if training else micro)
     ends: dict[Pass, int] = {}
     free, result = [0] * stages, tuple(list[Pass]() for _ in range(stages))
     limits = [
@@ -47,34 +56,37 @@ def orders(
     ]
 
     def ready(one: Pass, now: int) -> bool:
-        if one.backward and one.part == parts - 1:
+        if one.backward and one.part == parts[-1]:
             needed = Pass(one.part, one.micro, False)
         else:
             needed = Pass(one.part + (1 if one.backward else -1), one.micro, one.backward)
         delay = 0 if needed.part == one.part else ahead
-        return needed.part < 0 or ends.get(needed, now + 1) + delay <= now
+        return needed.part < first or ends.get(needed, now + 1) + delay <= now
 
     def choose(stage: int, now: int) -> Pass | None:
-        own = range(stage, parts, stages)
-        begun, ended = (sum(counts[part] for part in own) for counts in (forward, backward))
+        own = [part for part in parts if part % stages == stage]
+        # Embeddings take no time: they go out early, but not all at once, where other messages would wait behind them.
+        if -1 in own and (sent := forward[-1]) < min(micro, forward[0] + ahead + 2):
+            return Pass(-1, sent, False)
+        begun, ended = (sum(counts[part] for part in own if part >= 0) for counts in (forward, backward))
         if training and (schedule == "1f1b" or begun == micro * chunks):
             for part in reversed(own):
                 if backward[part] < forward[part] and ready(one := Pass(part, backward[part], True), now):
                     return one
-        if begun - ended < limits[stage] or not training:
-            nexts = (Pass(part, forward[part], False) for part in own if forward[part] < micro)
-            possible = [one for one in nexts if ready(one, now)]
-            return min(possible, key=lambda one: (one.micro // stages, one.part, one.micro), default=None)
-        return None
+        if begun - ended >= limits[stage] and training:
+            return None
+        nexts = (Pass(part, forward[part], False) for part in own if part >= 0 and forward[part] < micro)
+        possible = [one for one in nexts if ready(one, now)]
+        return min(possible, key=lambda one: (one.micro // stages, one.part, one.micro), default=None)
 
     now = 0
-    while any(count < micro for count in (*forward, *backward)):
+    while any(count < micro for count in (*forward.values(), *backward.values())):
         waiting = True
         for stage in range(stages):
             waiting &= free[stage] + ahead <= now  # nothing is computed, and no message is under way
-            if free[stage] <= now and (one := choose(stage, now)) is not None:
+            while free[stage] <= now and (one := choose(stage, now)) is not None:
                 (backward if one.backward else forward)[one.part] += 1
-                free[stage] = ends[one] = now + (2 if one.backward else 1)
+                free[stage] = ends[one] = now if one.part < 0 else now + (2 if one.backward else 1)
                 result[stage].append(one)
                 waiting = False
         if waiting:  # all stages hold as much as they may: only with interleaved parts and few micro-batches

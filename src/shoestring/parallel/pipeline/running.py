@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -72,8 +72,12 @@ class Running:
         self.attachments, self.settings, self.stages = attachments, settings, stages
         self.index, self.device = world.index_over([STAGE]), world.device
         parts = settings.parts(layout, stages)
-        self.stage = Stage(attachments, layout, parts, range(self.index, len(parts), stages))
-        self.tied = layout.tied
+        # A rank with two parts has two backward passes, and DDP averages gradients in one.
+        together = bool(layout.tied) and not any(feature.averages_in_backward for feature in attachments.features)
+        self.first: Literal[-1, 0] = -1 if together else 0
+        own = [part for part in range(self.first, len(parts)) if part % stages == self.index]
+        self.stage = Stage(attachments, layout, parts, own, self.first)
+        self.tied = [] if together else layout.tied
         self.forth, self.back = _groups(world)
         for group in (self.forth, self.back):
             attachments.exits.callback(dist.destroy_process_group, group)
@@ -87,12 +91,14 @@ class Running:
         """Run the passes of this stage; see `Attachments.shard`."""
         settings, index, training = self.settings, self.index, micro.training
         forms = [_form_of(batch) for batch in micro.batches]
-        every = orders(self.stages, settings.chunks, len(forms), settings.schedule, settings.ahead, training)
+        every = orders(
+            self.stages, settings.chunks, len(forms), settings.schedule, settings.ahead, training, self.first
+        )
         before, behind = (index - 1) % self.stages, (index + 1) % self.stages
         arriving = [
             (one.part + 1, one.micro) for one in every[before] if not one.backward and one.part < self.stage.last
         ]
-        returning = [(one.part, one.micro) for one in every[behind] if one.backward and one.part]
+        returning = [(one.part, one.micro) for one in every[behind] if one.backward and one.part > self.first]
 
         def known(key: tuple[int, int]) -> TensorForm | None:
             return self._forms.get((key[0], forms[key[1]]))
@@ -110,7 +116,7 @@ class Running:
         for one in every[index]:
             part, number = one.part, one.micro
             if not one.backward:
-                received = activations.take((part, number)) if part else None
+                received = activations.take((part, number)) if part > self.first else None
                 output = self._forward(micro, one, received)
                 if part < self.stage.last:
                     told = self._told((part + 1, forms[number]), output)
@@ -125,7 +131,8 @@ class Running:
                 forth.settle((part + 1, number))
             left -= 1
             with micro.sync(left == 0), span("backward", "compute"):
-                output.backward(gradient)
+                if output.requires_grad:  # with frozen embeddings it may not
+                    output.backward(gradient)
             if received is not None:
                 assert received.grad is not None
                 back.send((part, number), received.grad)
@@ -150,7 +157,7 @@ class Running:
         if (known := self._forms.setdefault(key, form)) is form:
             return [form.encoded(self.device)]
         if known != form:
-            block = self.stage.parts[key[0]][0]
+            block = self.stage.blocks(key[0])[0]
             raise ConfigError(
                 f"block {block} gets {form.shape}, and got {known.shape} from a batch of the same shapes",
                 hint="a pipeline needs activations whose shape follows from those of the batch's tensors",

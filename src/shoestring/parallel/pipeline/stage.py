@@ -97,21 +97,27 @@ class Stage:
 
     Args:
         parts: the blocks of each part of the model. own: the parts of this rank.
+        first: the part with what lies before the blocks: 0, or -1, which has no blocks.
     """
 
-    def __init__(self, attachments: Attachments, layout: Layout, parts: Sequence[range], own: Sequence[int]) -> None:
+    def __init__(
+        self, attachments: Attachments, layout: Layout, parts: Sequence[range], own: Sequence[int], first: int
+    ) -> None:
         self.attachments, self.layout, self.parts, self.own = attachments, layout, parts, own
-        self.last = len(parts) - 1
+        self.first, self.last = first, len(parts) - 1
         self.current, self.begun = 0, False  # the part that runs, and whether its blocks have begun
         self._received: Tensor | None = None
         self._hooked: nn.Module | None = None
         self._checked = set[int]()
         self.part_of = {block: part for part, blocks in enumerate(parts) for block in blocks}
-        inside = {layout.blocks[index] for part in own for index in parts[part]}
+        inside = {layout.blocks[index] for part in own for index in self.blocks(part)}
         held = {parameter for block in inside for parameter in block.parameters()}
-        held |= layout.before if 0 in own else set()
+        held |= layout.before if first in own else set()
         held |= layout.behind if self.last in own else set()
         self.foreign = {parameter: name for name, parameter in layout.model.named_parameters() if parameter not in held}
+
+    def blocks(self, part: int) -> range:
+        return self.parts[part] if part >= 0 else range(0)
 
     @property
     def elsewhere(self) -> list[str]:
@@ -187,16 +193,18 @@ class Stage:
         if isinstance(output, LeftError):
             raise output
         if self.current != self.last:
-            block = self.parts[self.current][-1]
+            block = max(self.blocks(self.current), default=0)
             raise ConfigError(
                 f"{type(self.layout.model).__name__} returned without calling its block {block}",
                 hint="a pipeline needs blocks that are called one after the other",
             )
 
     def _run_block(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        part, blocks = self.part_of[index], self.parts[self.current]
+        part, blocks = self.part_of[index], self.blocks(self.current)
         if part != self.current:
             hidden = _first(args, kwargs)
+            if self.current < 0:
+                raise LeftError(hidden)
             # Some blocks return a tuple, whose first item the model takes: so does this, with a dimension more.
             return hidden[None] if self._received is None or hidden.ndim <= self._received.ndim else hidden
         self.begun = True
@@ -217,7 +225,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stage = self.stage
-        if stage.current == 0 or stage.begun:
+        if stage.current == stage.first or stage.begun:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter) and (name := stage.foreign.get(leaf)):
                     raise ConfigError(

@@ -1,0 +1,17 @@
+"""The command line of parallel's benchmark; see the package's docstring."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.harness import Bar, main
+from benchmarks.parallel import equal, links, noticed
+
+
+def rows() -> list[Bar]:
+    """Every bar of parallel."""
+    return [*equal.rows(), *noticed.rows(), *links.rows()]
+
+
+if __name__ == "__main__":
+    sys.exit(main("parallel", rows))
