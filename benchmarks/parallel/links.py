@@ -16,7 +16,7 @@ from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
 
 BLOCKS = 9
-METHODS = ("ddp", "4bit", "local", "pipeline-8", "interleaved-8", "gpipe-8")
+METHODS = ("ddp", "4bit", "local", "pipeline-16", "interleaved-16", "gpipe-16")
 TIMEOUT = 1800.0
 
 
@@ -50,7 +50,7 @@ def rows() -> list[Bar]:
     """The bars of speed."""
 
     def bar(name: str, hosts: int, other: str, least: float, what: str) -> Bar:
-        measure: Callable[..., Measured | NotRun] = partial(gain, hosts, "20mbit", "pipeline-8", other)
+        measure: Callable[..., Measured | NotRun] = partial(gain, hosts, "20mbit", "pipeline-16", other)
         told = f"step of {what} over one of a pipeline of as many stages; GPT of 7.5 M weights, 2,048 tokens a step"
         return Bar(f"parallel.{name}", f"{told}, {hosts} hosts at 20 Mbit/s", ">=", least, measure, baseline=what)
 
@@ -60,7 +60,7 @@ def rows() -> list[Bar]:
         bar("fast-4-ddp", 4, "ddp", 2.5, "DDP"),
         bar("fast-2-local", 2, "local", 1.0, "local steps, merged every 8 (another result)"),
         bar("fast-4-local", 4, "local", 1.0, "local steps, merged every 8 (another result)"),
-        bar("fast-2-interleaved", 2, "interleaved-8", 1.0, "an interleaved pipeline of two parts a stage"),
-        bar("fast-4-interleaved", 4, "interleaved-8", 1.0, "an interleaved pipeline of two parts a stage"),
-        bar("fast-2-gpipe", 2, "gpipe-8", 1.0, "a pipeline that runs all forward passes first"),
+        bar("fast-2-interleaved", 2, "interleaved-16", 1.0, "an interleaved pipeline of two parts a stage"),
+        bar("fast-4-interleaved", 4, "interleaved-16", 1.0, "an interleaved pipeline of two parts a stage"),
+        bar("fast-2-gpipe", 2, "gpipe-16", 1.0, "a pipeline that runs all forward passes first"),
     ]

@@ -3,10 +3,10 @@
 import random
 import shutil
 
-import pipeline_ranks
 import pytest
 
 from shoestring.testing.pool import Pool, RankError
+from tests.rigs import pipelines, planted
 
 CLOSE = 1e-10
 ALONE = [("tied", {}), ("untied", {"chunks": 2}), ("grouped", {"schedule": "gpipe"}), ("llama", {"ahead": 0})]
@@ -34,25 +34,25 @@ def same(results, wanted, began=None):
 
 @pytest.mark.parametrize(("model", "settings"), ALONE)
 def test_two_stages_train_what_one_process_does(pools, model, settings):
-    same(pools[2].call(pipeline_ranks.train, model=model, pipeline=settings), pipeline_ranks.train(model=model))
+    same(pools[2].call(pipelines.train, model=model, pipeline=settings), pipelines.train(model=model))
 
 
 def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
-    wanted = pipeline_ranks.train(beside="clip")
-    same(pools[4].call(pipeline_ranks.train, beside="clip", pipeline={"stages": 2}), wanted)
+    wanted = pipelines.train(beside="clip")
+    same(pools[4].call(pipelines.train, beside="clip", pipeline={"stages": 2}), wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
-@pytest.mark.parametrize("model", pipeline_ranks.MODELS)
+@pytest.mark.parametrize("model", pipelines.MODELS)
 def test_all_forms_train_what_one_process_does(pools, model, beside):
-    wanted = pipeline_ranks.train(model=model, beside=beside)
+    wanted = pipelines.train(model=model, beside=beside)
     arguments = {"model": model, "beside": beside}
     for schedule in ({}, {"chunks": 2}, {"schedule": "gpipe", "ahead": 3}):
-        same(pools[2].call(pipeline_ranks.train, pipeline=schedule, **arguments), wanted)
-    same(pools[4].call(pipeline_ranks.train, pipeline={}, **arguments), wanted)
-    for over in pipeline_ranks.OVER:
-        same(pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, over=over, **arguments), wanted)
+        same(pools[2].call(pipelines.train, pipeline=schedule, **arguments), wanted)
+    same(pools[4].call(pipelines.train, pipeline={}, **arguments), wanted)
+    for over in pipelines.OVER:
+        same(pools[4].call(pipelines.train, pipeline={"stages": 2}, over=over, **arguments), wanted)
 
 
 @pytest.mark.slow
@@ -61,13 +61,13 @@ def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
     """Numbers of ranks, stages, parts and replicas are drawn for the start and for the rest of a run."""
     draw = random.Random(seed)
     model, micro = draw.choice(["tied", "untied", "grouped", "llama", "vit"]), draw.choice([1, 2, 4])
-    wanted = pipeline_ranks.train(model=model, micro=micro)
+    wanted = pipelines.train(model=model, micro=micro)
     began = resumed = arguments_of(draw)
     while resumed == began:
         resumed = arguments_of(draw)
     for (ranks, arguments), others in ((began, {"stop": 3}), (resumed, {"resume": True})):
         given = {"model": model, "micro": micro, "folder": str(tmp_path), **arguments, **others}
-        results = pools[ranks].call(pipeline_ranks.train, **given) if ranks > 1 else [pipeline_ranks.train(**given)]
+        results = pools[ranks].call(pipelines.train, **given) if ranks > 1 else [pipelines.train(**given)]
         if "resume" in others:
             same(results, wanted, 3)
         shutil.rmtree(tmp_path / "memory", ignore_errors=True)
@@ -86,10 +86,23 @@ def arguments_of(draw):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", planted.FAULTS)
+def test_a_fault_is_noticed(pools, tmp_path, fault):
+    """Beside replicas and clipping, with tied weights; what is wrong in a checkpoint shows once it is resumed."""
+    given = {"fault": fault, "beside": "clip", "pipeline": {"stages": 2}}
+    if resumes := fault in planted.IN_CHECKPOINTS:
+        pools[4].call(planted.train_with, folder=str(tmp_path), stop=3, **given)
+        given |= {"folder": str(tmp_path), "resume": True}
+    results = pools[4].call(planted.train_with, **given)
+    with pytest.raises(AssertionError):
+        same(results, pipelines.train(beside="clip"), 3 if resumes else None)
+
+
+@pytest.mark.slow
 def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
-    whole = pools[4].call(pipeline_ranks.train, pipeline={"stages": 2})
-    pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, folder=str(tmp_path), stop=3)
-    rest = pools[4].call(pipeline_ranks.train, pipeline={"stages": 2}, folder=str(tmp_path), resume=True)
+    whole = pools[4].call(pipelines.train, pipeline={"stages": 2})
+    pools[4].call(pipelines.train, pipeline={"stages": 2}, folder=str(tmp_path), stop=3)
+    rest = pools[4].call(pipelines.train, pipeline={"stages": 2}, folder=str(tmp_path), resume=True)
     assert [one["losses"][3:] for one in whole] == [one["losses"] for one in rest]
     assert [one["weights"] for one in whole] == [one["weights"] for one in rest]
 
@@ -116,4 +129,4 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
 )
 def test_what_does_not_work_is_refused(pools, arguments, message):
     with pytest.raises(RankError, match=message):
-        pools[2].call(pipeline_ranks.train, **arguments)
+        pools[2].call(pipelines.train, **arguments)

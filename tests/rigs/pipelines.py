@@ -33,7 +33,7 @@ OVER = {
 
 
 def gpt(**settings: Any) -> nn.Module:
-    shape = {"dim": 16, "layers": 4, "heads": 4, "kv_heads": 4, "hidden": 24, "context": 32}
+    shape: dict[str, Any] = {"dim": 16, "layers": 4, "heads": 4, "kv_heads": 4, "hidden": 24, "context": 32}
     return GPT(GPTConfig(vocab_size=VOCABULARY, **{**shape, **settings}))
 
 
@@ -51,7 +51,7 @@ def in_double(model: nn.Module) -> nn.Module:
     for module in [*model.modules()]:
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, nn.RMSNorm(child.weight.shape[0], eps=1e-6))
+                setattr(module, name, nn.RMSNorm(len(child.get_parameter("weight")), eps=1e-6))
     return model
 
 
@@ -66,7 +66,9 @@ def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=VOCABULARY, **sizes))
+    config = ViTConfig(image_size=8, patch_size=4, **sizes)
+    config.num_labels = VOCABULARY
+    return ViTForImageClassification(config)
 
 
 class Strange(nn.Module):
@@ -77,10 +79,10 @@ class Strange(nn.Module):
         self.what = what
         self.embed = nn.Embedding(VOCABULARY, 8)
         self.late = nn.Linear(8, 8)
-        blocks = [nn.Linear(8, 8) for _ in range(4)]
+        blocks: list[nn.Module] = [nn.Linear(8, 8) for _ in range(4)]
         if what == "batch norms":
             blocks[2] = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, LENGTH)))
-        self.blocks = nn.Sequential(*blocks) if what == "no blocks" else nn.ModuleList(blocks)
+        self.blocks: Any = nn.Sequential(*blocks) if what == "no blocks" else nn.ModuleList(blocks)
         self.others = nn.ModuleList([nn.Linear(8, 8)] if what == "two lists" else [])
         self.head = nn.Linear(8, VOCABULARY)
 
@@ -142,7 +144,7 @@ def train(
         settings = {"memory_folder": f"{folder}/memory", "memory_every": 1, "disk_every": 1}
         features.append(ss.checkpoint.Tiered(folder=f"{folder}/checkpoints", **settings))
 
-    def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
     torch.manual_seed(0)

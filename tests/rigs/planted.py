@@ -1,0 +1,111 @@
+"""Faults planted in pipelines, to see that a comparison with one process notices each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoestring.core.attachments import Attachments
+from shoestring.core.kept import ModelState, OptimizerState
+from shoestring.core.step import MicroBatches
+from shoestring.parallel import ddp
+from shoestring.parallel.pipeline.messages import Inbox, Outbox
+from shoestring.parallel.pipeline.running import Running
+from shoestring.parallel.pipeline.stage import Stage
+from tests.rigs.pipelines import train
+
+Inner = Callable[..., Any]
+
+
+def around(owner: type, name: str, work: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """A patch of a method: `work` gets the method, and its arguments."""
+    inner = getattr(owner, name)
+    return lambda: patch.object(owner, name, lambda *args, **kwargs: work(inner, *args, **kwargs))
+
+
+def instead(owner: Any, name: str, work: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: patch.object(owner, name, work)
+
+
+def count_twice(inner: Inner, micro: MicroBatches, output: Any, batch: Any) -> Tensor:
+    before = micro.sums[1].clone()
+    loss = inner(micro, output, batch)
+    micro.sums[1] += micro.sums[1] - before
+    return loss
+
+
+def other_rows(inner: Inner, box: Inbox, key: tuple[int, int]) -> Tensor:
+    return inner(box, key).flip(0) if key[1] == 1 else inner(box, key)
+
+
+def fewer_bits(inner: Inner, box: Outbox, key: tuple[int, int], *tensors: Tensor) -> None:
+    inner(box, key, *tensors[:-1], tensors[-1].float().double())
+
+
+def twice(inner: Inner, *args: Any) -> None:
+    inner(*args)
+    inner(*args)
+
+
+def stale(inner: Inner, running: Running) -> None:
+    inner(running)
+    for name in running.tied if running.index else ():
+        grad = running.attachments.trained[name].grad
+        assert grad is not None
+        grad.zero_()
+
+
+def unlearnt(inner: Inner, running: Running, key: tuple[int, Any], output: Tensor) -> Any:
+    if key[0] == 1 and output.requires_grad:
+        output.register_hook(torch.zeros_like)
+    return inner(running, key, output)
+
+
+def block_twice(inner: Inner, stage: Stage, index: int, block: Inner, *args: Any, **kwargs: Any) -> Any:
+    def run(hidden: Tensor, *others: Any) -> Tensor:
+        return block(block(hidden, *others), *others)
+
+    return inner(stage, index, run if index == 1 else block, *args, **kwargs)
+
+
+def without_momentum(inner: Inner, state: OptimizerState) -> dict[str, Any]:
+    content = inner(state)
+    if dist.get_rank() == 1:
+        for values in content["state"].values():
+            values["exp_avg"] = torch.zeros_like(values["exp_avg"])
+    return content
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "tied gradients are not added up": instead(Running, "sum_tied", lambda running: None),
+    "tied gradients are added up twice": around(Running, "sum_tied", twice),
+    "a tied weight is stale on one stage": around(Running, "sum_tied", stale),
+    "gradients are clipped by the norm of a stage": instead(
+        Attachments, "total", lambda _, values, names: values.sum()
+    ),
+    "the loss counts twice": around(MicroBatches, "loss", lambda inner, *args: 2 * inner(*args)),
+    "targets count twice": around(MicroBatches, "loss", count_twice),
+    "a micro-batch gets the rows of another order": around(Inbox, "take", other_rows),
+    "messages have fewer bits": around(Outbox, "send", fewer_bits),
+    "replicas are not averaged": instead(ddp, "prepare_backward", lambda model: None),
+    "a message is lost": around(Inbox, "take", lambda inner, box, key: inner(box, key) * (key[1] != 1)),
+    "what the first stage sends gets no gradient": around(Running, "_told", unlearnt),
+    "a block runs twice": around(Stage, "_run_block", block_twice),
+    "the divisor is that of the step before": instead(MicroBatches, "correct", lambda micro, gradients, count: None),
+    "a checkpoint lacks the momentum of a stage": around(OptimizerState, "state_dict", without_momentum),
+    "a stage resumes with its first weights": instead(ModelState, "load_state_dict", lambda state, content: None),
+}
+"""Patches that plant a fault, by what is wrong then."""
+IN_CHECKPOINTS = ("a checkpoint lacks the momentum of a stage", "a stage resumes with its first weights")
+
+
+def train_with(*, fault: str, **arguments: Any) -> dict[str, Any]:
+    """Train with a fault."""
+    with FAULTS[fault]():
+        return train(**arguments)
