@@ -17,7 +17,7 @@ from shoestring.testing.pool import Pool
 from tests.rigs import pipelines
 
 CLOSE = 1e-10
-MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "gpt2", "vit")
+MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "gpt2", "vit", "frozen")
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 stages": (2, {"pipeline": {}}),
     "4 stages": (4, {"pipeline": {}}),

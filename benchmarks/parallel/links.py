@@ -16,17 +16,19 @@ from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
 
 BLOCKS = 9
-METHODS = ("ddp", "4bit", "local", "pipeline-16", "interleaved-16", "gpipe-16")
+OURS = "pipeline-16"
+MAIN, OTHERS = ("ddp", "4bit"), ("local", "interleaved-16", "gpipe-16")
+"""Methods beside ours, by launch."""
 TIMEOUT = 1800.0
 
 
 @cache
-def measured(hosts: int, rate: str) -> dict[str, list[float]]:
-    """Seconds of a step by method, block by block."""
+def measured(hosts: int, rate: str, others: tuple[str, ...]) -> dict[str, list[float]]:
+    """Seconds of a step by method, ours among them, block by block."""
     with tempfile.TemporaryDirectory() as folder, processor_quotas(hosts) as group:
         out = Path(folder) / "seconds.json"
         with netlab(hosts=hosts, rate=rate) as lab:
-            command = ["-m", "benchmarks.parallel.worker", str(out), str(BLOCKS), group, *METHODS]
+            command = ["-m", "benchmarks.parallel.worker", str(out), str(BLOCKS), group, OURS, *others]
             program = lab.torchrun(command, env={"OMP_NUM_THREADS": "1"})
             try:
                 program.check(timeout=TIMEOUT)
@@ -35,13 +37,13 @@ def measured(hosts: int, rate: str) -> dict[str, list[float]]:
         return json.loads(out.read_text())["seconds"]
 
 
-def gain(hosts: int, rate: str, ours: str, other: str, deadline: Deadline) -> Measured | NotRun:
+def gain(hosts: int, rate: str, other: str, deadline: Deadline) -> Measured | NotRun:
     """How many times as long a step of another method takes."""
     if reason := netlab_available():
         return NotRun(reason)
     deadline.check()
-    seconds = measured(hosts, rate)
-    ratios = [theirs / own for theirs, own in zip(seconds[other], seconds[ours], strict=True)]
+    seconds = measured(hosts, rate, MAIN if other in MAIN else OTHERS)
+    ratios = [theirs / own for theirs, own in zip(seconds[other], seconds[OURS], strict=True)]
     medians = ", ".join(f"{name} {statistics.median(values):.3g} s" for name, values in seconds.items())
     return of_median(ratios, f"medians of {BLOCKS} blocks: {medians}")
 
@@ -50,7 +52,7 @@ def rows() -> list[Bar]:
     """The bars of speed."""
 
     def bar(name: str, hosts: int, other: str, least: float, what: str) -> Bar:
-        measure: Callable[..., Measured | NotRun] = partial(gain, hosts, "20mbit", "pipeline-16", other)
+        measure: Callable[..., Measured | NotRun] = partial(gain, hosts, "20mbit", other)
         told = f"step of {what} over one of a pipeline of as many stages; GPT of 7.5 M weights, 2,048 tokens a step"
         return Bar(f"parallel.{name}", f"{told}, {hosts} hosts at 20 Mbit/s", ">=", least, measure, baseline=what)
 

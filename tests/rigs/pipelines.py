@@ -93,6 +93,20 @@ class Strange(nn.Module):
         return self.head(self.late(hidden) if self.what == "reads back" else hidden)
 
 
+def frozen() -> nn.Module:
+    model = gpt(tied=False)
+    for name in ("embed", "blocks.0.mlp", "blocks.2.attention", "blocks.3.mlp"):
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def frozen_block() -> nn.Module:
+    model = gpt(tied=False)
+    for name in ("embed", "blocks.0"):
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
 MODELS = {
     "tied": gpt,
     "untied": lambda: gpt(tied=False),
@@ -101,6 +115,8 @@ MODELS = {
     "tied llama": lambda: llama(tied=True),
     "gpt2": gpt2,
     "vit": vit,
+    "frozen": frozen,
+    "frozen block": frozen_block,
 }
 
 

@@ -89,6 +89,7 @@ class Attachments:
         self._around_evaluation: list[Context] = []
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
         self.elsewhere: set[str] = set()  # parameters that other ranks hold in place of this one
+        self.holders: dict[str, tuple[int, ...]] = {}  # of parameters that not all ranks hold: the ranks that do
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
         self._refresh: Callable[[], None] | None = None
@@ -399,8 +400,11 @@ class Attachments:
 
     def agree_on_trained(self) -> None:
         """Find out which ranks train which parameters: stages of a pipeline train different ones. A collective."""
-        gathered = self.world.gather(json.dumps(sorted(self.trained)).encode())
-        names = [json.loads(data) for data in gathered]  # own file: what the ranks of this job send
+        own = [sorted(self.trained), sorted(self.elsewhere)]
+        gathered = [json.loads(data) for data in self.world.gather(json.dumps(own).encode())]  # own file: of this job
+        names, elsewhere = ([of_rank[part] for of_rank in gathered] for part in (0, 1))
+        for name in sorted(set().union(*elsewhere)):
+            self.holders[name] = tuple(rank for rank, missing in enumerate(elsewhere) if name not in missing)
         if all(of_rank == names[0] for of_rank in names):
             return
         trainers: dict[str, list[int]] = {}
@@ -521,7 +525,8 @@ class Attachments:
         frozen = [entry.state.within_model for entry in self.kept.values() if isinstance(entry.state, Reference)]
         trained = self.trained if self.trainers else self._trained or {}
         left_out = self.elsewhere.union(*frozen)
-        model = ModelState(self.model, trained, self._refresh, left_out, self.trainers)
+        holders = {**self.holders, **self.trainers}
+        model = ModelState(self.model, trained, self._refresh, left_out, self.trainers, holders)
         self.keep("model", model, across="shard")
         optimizer = OptimizerState(self.optimizer, self.named, self.hooks_off, self.trainers)
         self.keep("optimizer", optimizer, across="shard")

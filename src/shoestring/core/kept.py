@@ -87,6 +87,7 @@ class ModelState:
         refresh: copies the tensors of `trained` into the parameters.
         leave_out: names of frozen tensors, of which a checkpoint holds only a `Reference`.
         trainers: name of a parameter -> the ranks that train it; a checkpoint has it from these. Empty if all do.
+        holders: name of a parameter -> the ranks that have it, for those that not all have.
     """
 
     model: nn.Module
@@ -94,6 +95,7 @@ class ModelState:
     refresh: Work | None = None
     leave_out: Collection[str] = ()
     trainers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._own_name = cache(partial(own_name, self.model))

@@ -157,8 +157,8 @@ class Pipeline(Feature):
     def arrange(self, world: World) -> World:
         self._check_numbers()
         stages = self.stages or (world.hosts if world.hosts > 1 else world.local_size)
-        if stages == 1:
-            return world
+        if stages == 1 or STAGE in world.axes:
+            return world if stages == 1 else world.split(LOCAL, STAGE, stages)
         axes = [axis for axis in (HOSTS, LOCAL) if world.ranks_over([axis]) % stages == 0]
         if not axes:
             raise ConfigError(

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from shoestring import figures
-from shoestring.core.feature import Feature, Table, arrange_mesh, resolve_all
+from shoestring.core.feature import Feature, Table, arrange_mesh, resolve_all, splits_replicas
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
 from shoestring.memory import Budget
@@ -137,6 +137,8 @@ def _tables(process: subprocess.Popen[str], trace: Trace) -> list[Table]:
 
 def saving(features: Sequence[Feature]) -> list[str]:
     """Names of the memory features whose effect on the peak can be predicted."""
+    if any(map(splits_replicas, features)):  # ranks hold different parts of the model
+        return []
     return [feature.name for feature in features if feature.name.startswith("memory.") and is_predicted(feature)]
 
 

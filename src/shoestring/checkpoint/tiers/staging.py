@@ -121,7 +121,7 @@ class Content:
         for name, entry in states.items():
             leaves: dict[str, Tensor] = {}
             own = entry.across == "own"
-            self.trainers |= trainers_of(name, entry.state)
+            self.trainers |= holders_of(name, entry.state)
             self.trees["own" if own else "shared"][name] = encode(entry.state.state_dict(), root(name), leaves)
             self.tensors += leaves.values()
             self.outline += [
@@ -182,11 +182,11 @@ class Frame:
         return drafts
 
 
-def trainers_of(name: str, state: object) -> dict[str, tuple[int, ...]]:
-    """Path of a parameter, or of the mapping of its state -> the ranks that train it, where not all do."""
+def holders_of(name: str, state: object) -> dict[str, tuple[int, ...]]:
+    """Path of a parameter, or of the mapping of its state -> the ranks that have it, where not all do."""
     match state:
         case ModelState():
-            return {f"{root(name)}/{step(parameter)}": ranks for parameter, ranks in state.trainers.items()}
+            return {f"{root(name)}/{step(parameter)}": ranks for parameter, ranks in state.holders.items()}
         case OptimizerState():
             return {f"{root(name)}/state/{step(parameter)}": ranks for parameter, ranks in state.trainers.items()}
     return {}

@@ -11,7 +11,7 @@ from shoestring.core.errors import ConfigError, ConflictError
 from shoestring.core.feature import Feature, Seam
 from shoestring.models.blocks import routers
 from shoestring.parallel.pipeline.names import STAGE
-from shoestring.parallel.pipeline.stage import Layout
+from shoestring.parallel.pipeline.stage import Layout, first_part, own_parts
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Pipeline
@@ -25,7 +25,12 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
     if attachments.wrapped:
         raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
     layout = Layout(attachments.module)
-    settings.parts(layout, stages)
+    parts, first = settings.parts(layout, stages), first_part(layout, attachments.features)
+    for index in range(stages):
+        held = layout.held(parts, own_parts(parts, first, index, stages), first)
+        if not any(parameter.requires_grad for parameter in held):
+            message = f"stage {index} of {stages} would train nothing: all of its parameters are frozen"
+            raise ConfigError(message, hint=f"move the cuts with `{settings.name}.cuts`, or use fewer stages")
     for name, module in attachments.module.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             message = f"`{name}` has statistics of batches, and only its own stage sees them"

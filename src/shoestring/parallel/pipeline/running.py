@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from shoestring.core.world import World
 from shoestring.parallel.pipeline.messages import Inbox, Outbox, TensorForm
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 from shoestring.parallel.pipeline.orders import Pass, orders
-from shoestring.parallel.pipeline.stage import Layout, Stage
+from shoestring.parallel.pipeline.stage import Layout, Stage, first_part, own_parts
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Pipeline
@@ -72,12 +72,9 @@ class Running:
         self.attachments, self.settings, self.stages = attachments, settings, stages
         self.index, self.device = world.index_over([STAGE]), world.device
         parts = settings.parts(layout, stages)
-        # A rank with two parts has two backward passes, and DDP averages gradients in one.
-        together = bool(layout.tied) and not any(feature.averages_in_backward for feature in attachments.features)
-        self.first: Literal[-1, 0] = -1 if together else 0
-        own = [part for part in range(self.first, len(parts)) if part % stages == self.index]
-        self.stage = Stage(attachments, layout, parts, own, self.first)
-        self.tied = [] if together else layout.tied
+        self.first = first_part(layout, attachments.features)
+        self.stage = Stage(attachments, layout, parts, own_parts(parts, self.first, self.index, stages), self.first)
+        self.tied = layout.tied if self.first == 0 else []
         self.forth, self.back = _groups(world)
         for group in (self.forth, self.back):
             attachments.exits.callback(dist.destroy_process_group, group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Feature
 from shoestring.models.blocks import repeated
 from shoestring.models.gpt import GPT
 
@@ -71,6 +72,12 @@ class Layout:
         both = self.before & self.behind
         return [name for name, parameter in self.model.named_parameters() if parameter in both]
 
+    def held(self, parts: Sequence[range], own: Sequence[int], first: int) -> set[nn.Parameter]:
+        """The parameters of some parts of the model; see `Stage`."""
+        inside = [self.blocks[index] for part in own if part >= 0 for index in parts[part]]
+        held = {parameter for block in inside for parameter in block.parameters()}
+        return held | (self.before if first in own else set()) | (self.behind if len(parts) - 1 in own else set())
+
     def costs(self) -> list[float]:
         """Multiplications for a token, by block; the first and the last also have what lies before and behind them."""
         looked_up = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
@@ -82,6 +89,19 @@ class Layout:
         costs[0] += cost(self.before - looked_up)
         costs[-1] += cost(self.behind)
         return costs
+
+
+def first_part(layout: Layout, features: Sequence[Feature]) -> Literal[-1, 0]:
+    """The part with what lies before the blocks: -1, of the last stage, if embeddings are tied to the output layer.
+
+    Beside DDP it is 0: a rank of several parts has several backward passes, and DDP averages gradients in one.
+    """
+    return -1 if layout.tied and not any(feature.averages_in_backward for feature in features) else 0
+
+
+def own_parts(parts: Sequence[range], first: int, index: int, stages: int) -> list[int]:
+    """The parts of a stage."""
+    return [part for part in range(first, len(parts)) if part % stages == index]
 
 
 def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
@@ -110,10 +130,7 @@ class Stage:
         self._hooked: nn.Module | None = None
         self._checked = set[int]()
         self.part_of = {block: part for part, blocks in enumerate(parts) for block in blocks}
-        inside = {layout.blocks[index] for part in own for index in self.blocks(part)}
-        held = {parameter for block in inside for parameter in block.parameters()}
-        held |= layout.before if first in own else set()
-        held |= layout.behind if self.last in own else set()
+        held = layout.held(parts, own, first)
         self.foreign = {parameter: name for name, parameter in layout.model.named_parameters() if parameter not in held}
 
     def blocks(self, part: int) -> range:
