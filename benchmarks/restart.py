@@ -19,12 +19,14 @@ ROUNDS = 20
 CLOSE = 1e-6  # how far a loss may be off, relatively; in fact they are equal bit for bit
 
 
-def share(scenario: Callable[[Lab, LabRun, str], Program], rounds: int, deadline: Deadline) -> Measured | NotRun:
+def share(
+    scenario: Callable[[Lab, LabRun, str], Program], rounds: int, deadline: Deadline, *, pipeline: bool = False
+) -> Measured | NotRun:
     """The share of the rounds that end with the losses of two local ranks to which nothing happened."""
     if reason := netlab_available():
         return NotRun(reason)
     with tempfile.TemporaryDirectory() as folder:
-        lab_run = LabRun.prepare(Path(folder))
+        lab_run = LabRun.prepare(Path(folder), pipeline=pipeline)
         expected = lab_run.local("local")
         good, worst = 0, 0.0
         for number in range(rounds):

@@ -12,10 +12,12 @@ from pathlib import Path
 from benchmarks.harness import Bar, Deadline
 from benchmarks.intervals import of_median
 from benchmarks.parallel.quotas import processor_quotas
+from benchmarks.restart import share
 from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
+from tests.rigs.lab_run import replaced
 
-BLOCKS = 9
+BLOCKS, ROUNDS = 9, 5
 OURS = "pipeline-16"
 MAIN, OTHERS = ("ddp", "4bit"), ("local", "interleaved-16", "gpipe-16")
 """Methods beside ours, by launch."""
@@ -56,7 +58,19 @@ def rows() -> list[Bar]:
         told = f"step of {what} over one of a pipeline of as many stages; GPT of 7.5 M weights, 2,048 tokens a step"
         return Bar(f"parallel.{name}", f"{told}, {hosts} hosts at 20 Mbit/s", ">=", least, measure, baseline=what)
 
+    lost = (
+        "two hosts at 100 Mbit/s, each a stage, of which one is lost with memory and disk and replaced, end with the "
+        f"losses of two local stages: share of {ROUNDS} rounds"
+    )
     return [
+        Bar(
+            "parallel.stage-lost",
+            lost,
+            ">=",
+            1.0,
+            partial(share, replaced, ROUNDS, pipeline=True),
+            kind="exact",
+        ),
         bar("fast-2-ddp", 2, "ddp", 1.8, "DDP"),
         bar("fast-2-4bit", 2, "4bit", 1.1, "4-bit gradients (lossy)"),
         bar("fast-4-ddp", 4, "ddp", 2.5, "DDP"),

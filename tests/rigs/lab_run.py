@@ -29,15 +29,16 @@ batch = 4
 resume = "auto"
 [model]
 dim = 32
-layers = 1
+layers = {layers}
 heads = 2
 kv_heads = 2
 [data]
 tokenizer = "bytes"
 sequence = 32
-[checkpoint.plain]
-every = {every}
+{checkpoint}
 """
+_PLAIN = f"[checkpoint.plain]\nevery = {EVERY}"
+_PIPELINE = f"[checkpoint.tiered]\ndisk_every = {EVERY}\nmemory_every = {EVERY}\n[parallel.pipeline]"
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class LabRun:
     folder: Path
 
     @classmethod
-    def prepare(cls, folder: Path) -> LabRun:
-        """Write the corpus and the run file."""
+    def prepare(cls, folder: Path, *, pipeline: bool = False) -> LabRun:
+        """Write the corpus and the run file: of replicas, or of a pipeline."""
         words, draw = ["red", "green", "blue", "fish", "river", "stone", "sky", "runs", "sleeps"], random.Random(0)
         lines = (" ".join(draw.choices(words, k=9)) for _ in range(600))
         (folder / "corpus.txt").write_text("\n".join(lines))
-        (folder / "run.toml").write_text(_RUN.format(corpus=folder / "corpus.txt", steps=STEPS, every=EVERY))
+        tables = {"layers": 4, "checkpoint": _PIPELINE} if pipeline else {"layers": 1, "checkpoint": _PLAIN}
+        run = _RUN.format(corpus=folder / "corpus.txt", steps=STEPS, **tables)
+        (folder / "run.toml").write_text(run)
         (folder / "shared").mkdir()
         return cls(folder)
 
