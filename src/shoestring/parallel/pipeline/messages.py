@@ -67,13 +67,13 @@ class Inbox:
     def take(self, key: Key) -> Tensor:
         """Wait for a message."""
         began = time.perf_counter()
-        with span("pipeline", "wire"):
-            while key not in self._posted:
-                first = self._expected[0]
-                self._post(self.known(first) or self.asked(first))
-            tensor, work = self._posted.pop(key)
-            while self._expected and len(self._posted) < self.early and (form := self.known(self._expected[0])):
-                self._post(form)
+        while key not in self._posted:
+            first = self._expected[0]
+            self._post(self.known(first) or self.asked(first))
+        tensor, work = self._posted.pop(key)
+        while self._expected and len(self._posted) < self.early and (form := self.known(self._expected[0])):
+            self._post(form)
+        with span("pipeline", "wire", tensor.nbytes):
             work.wait()
         self.waited += time.perf_counter() - began
         return tensor
