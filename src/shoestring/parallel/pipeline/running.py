@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from shoestring._torch import timeout_of
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
@@ -60,7 +61,8 @@ def _groups(world: World) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     gathered = world.gather(json.dumps(dist.get_process_group_ranks(mine)).encode())
     members = [json.loads(data) for data in gathered]  # own file: what the ranks of this job send
     replicas = [ranks for number, ranks in enumerate(members) if ranks not in members[:number]]
-    forth, back = (dist.new_subgroups_by_enumeration(replicas)[0] for _ in range(2))
+    limit = timeout_of(mine)
+    forth, back = (dist.new_subgroups_by_enumeration(replicas, timeout=limit)[0] for _ in range(2))
     return cast(dist.ProcessGroup, forth), cast(dist.ProcessGroup, back)
 
 
