@@ -199,6 +199,9 @@ def test_every_pair_of_description_and_classifier_learns():
     assert judged.queries.sum() == len(judged.own) and set(judged.untaught) == set(people.left_out(0))
     assert all(rows.shape == (len(judged.own), crops.PEOPLE) for rows in judged.similarity.values())
     assert contest.classical(held_out, 120) is judged
+    unmasked = contest.classical(held_out, 30)  # no queries among them
+    rows = unmasked.beside(np.zeros(30, bool), np.zeros((30, 4)), np.zeros((crops.PEOPLE, 4)))
+    assert rows.keys() == {"methods", "kinds"}
 
 
 # -- measures ----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def classical(samples: CoveredFaces, count: int) -> Judged:
     untaught = [kind for kind in samples.kinds if kind not in teacher.kinds]
     queries = np.array([kind in untaught and kind in MASKS for kind in kinds])
     real = labels["people"] < PEOPLE
-    alike = similarities(taught[real], labels["people"][real], judged[queries], bare_faces()[:, 0].numpy())
+    bare = bare_faces()[:, 0].numpy()
+    alike = similarities(taught[real], labels["people"][real], judged[queries], bare) if queries.any() else {}
     own = np.array([samples.person(index) for index in np.flatnonzero(queries).tolist()], int)
     answers = contest(described(taught), labels["targets"], described(judged))
     return Judged(kinds, untaught, queries, own, answers, alike)

@@ -53,7 +53,7 @@ def report(
     similarity: Mapping[str, Values],
     own: Values,
 ) -> dict[str, Any]:
-    """The numbers of the first method, and tables of all.
+    """The numbers of the first method that the samples suffice for, and tables of all.
 
     Args:
         masked: what each method says of each face, (N,) of bool. kinds: what covers each. untaught: kinds left out.
@@ -62,31 +62,32 @@ def report(
     by_method = {name: recalls(answers, kinds) for name, answers in masked.items()}
     taught = [kind for kind in KINDS if kind not in untaught]
     accuracy = {name: (balanced(recall, taught), balanced(recall, untaught)) for name, recall in by_method.items()}
-    places = {name: ranks(rows, own) for name, rows in similarity.items()}
-    shares = {name: ((place == 1).mean(), (place <= 5).mean()) for name, place in places.items()}
     first = next(iter(masked))
     head = ("kind", "taught", *by_method)
     rows = tuple(
         (kind, "no" if kind in untaught else "yes", *(recall[kind] for recall in by_method.values()))
         for kind in by_method[first]
     )
-    return {
-        "taught": accuracy[first][0],
-        "untaught": accuracy[first][1],
-        "rank_1": shares[first][0] if len(own) else 0.0,
+    results: dict[str, Any] = {
         "methods": Table(
             title="Masked or not: balanced accuracy on other people",
             head=("method", "taught kinds", "other kinds"),
             rows=tuple((name, *values) for name, values in accuracy.items()),
         ),
         "kinds": Table(title="Recall by what covers the face", head=head, rows=rows),
-        "people": Table(
+    }
+    numbers = dict(zip(("taught", "untaught"), accuracy[first], strict=True))
+    if len(own):
+        places = {name: ranks(rows, own) for name, rows in similarity.items()}
+        shares = {name: [float((place <= most).mean()) for most in (1, 5)] for name, place in places.items()}
+        numbers["rank_1"] = shares[first][0]
+        results["people"] = Table(
             title="Masked people found among all",
             head=("method", "first", "among five"),
-            rows=tuple((name, *map(float, values)) for name, values in shares.items()),
+            rows=tuple((name, *values) for name, values in shares.items()),
             note="Masks of the kind that was not taught, people who were not taught, probes from the same photos.",
-        ),
-    }
+        )
+    return {name: value for name, value in numbers.items() if np.isfinite(value)} | results
 
 
 def overlay(image: Values, covered: Values) -> Values:
