@@ -1,7 +1,6 @@
 """The recipe `faces`: aligned faces, what covers them, classical methods, measures, and what the network is taught."""
 
 import hashlib
-import subprocess
 import sys
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis.extra.numpy import arrays
 from skimage.transform import SimilarityTransform, warp
 
 from shoestring.core.errors import ConfigError, DataError
+from shoestring.naming import resolve
 from shoestring_recipes.faces import classical, contest, crops, measures, occluders, people, task
 from shoestring_recipes.faces.detection import apart, find
 
@@ -82,20 +82,19 @@ def test_what_is_not_covered_stays_as_it_is(seed, kind, any_fill):
     assert all(np.isfinite(part).all() and part.min() >= 0 and part.max() <= 1 for part in spoilt)
 
 
-def covered_shares(kind, name, count=60):
-    """How much of a landmark each drawn thing of a kind covers."""
-    column, row = (np.array(crops.LANDMARKS[name]) * crops.SIZE).astype(int)
+def covered_shares(kind, names, count=40):
+    """How much of each landmark each drawn thing of a kind covers: (landmarks, count)."""
+    columns, rows = (np.array([crops.LANDMARKS[name] for name in names]) * crops.SIZE).astype(int).T
     face = np.zeros((crops.SIZE, crops.SIZE))
-    return np.array([occluders.cover(face, kind, draws(seed)).cover[row, column] for seed in range(count)])
+    return np.stack([occluders.cover(face, kind, draws(seed)).cover[rows, columns] for seed in range(count)], 1)
 
 
 @pytest.mark.parametrize("kind", occluders.KINDS)
 def test_masks_cover_nose_and_mouth_and_nothing_else_does(kind):
-    places = ("nose", "left mouth", "right mouth")
-    shares = np.stack([covered_shares(kind, name) for name in places])
+    *shares, eye = covered_shares(kind, ("nose", "left mouth", "right mouth", "left eye"))
+    shares = np.stack(shares)
     if kind in occluders.MASKS:
-        assert (shares > 0.5).mean() > 0.95
-        assert (covered_shares(kind, "left eye") < 0.1).mean() > 0.95
+        assert (shares > 0.5).mean() > 0.95 and (eye < 0.1).mean() > 0.95
     else:
         assert ((shares > 0.5).all(0)).mean() < 0.1
     assert kind not in ("none", "beard") or not shares.any()
@@ -191,11 +190,11 @@ def test_cosines_of_nothing_are_nothing():
 
 
 def test_every_pair_of_description_and_classifier_learns():
-    _, held_out = people.data(0, 1, 4, 8)
+    _, held_out = people.data(0, 1, 2, 8)
     judged = contest.classical(held_out, 120)
     assert len(judged.masked) == len(classical.DESCRIPTIONS) * len(classical.CLASSIFIERS)
     truth = np.array([kind in occluders.MASKS for kind in judged.kinds])
-    assert all((said == truth).mean() > 0.6 for said in judged.masked.values())
+    assert all((said == truth).mean() > 0.55 for said in judged.masked.values())
     assert judged.queries.sum() == len(judged.own) and set(judged.untaught) == set(people.left_out(0))
     assert all(rows.shape == (len(judged.own), crops.PEOPLE) for rows in judged.similarity.values())
     assert contest.classical(held_out, 120) is judged
@@ -298,10 +297,10 @@ def test_the_loss_falls_and_every_parameter_learns():
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize(("package", "word"), [("skimage", "scikit-image"), ("sklearn", "scikit-learn")])
-def test_a_missing_package_is_one_line(package, word):
-    code = f"import sys; sys.modules['{package}'] = None\nfrom shoestring.cli import main\n"
-    code += "sys.exit(main(['check', 'faces']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode and 'pip install "shoestring[faces]"' in done.stdout + done.stderr
-    assert word in done.stdout + done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize(("package", "module"), [("skimage.data", "crops"), ("sklearn.svm", "classical")])
+def test_a_missing_package_is_one_line(monkeypatch, package, module):
+    for name in [name for name in sys.modules if name.startswith("shoestring_recipes.faces.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=r"needs scikit-.*pip install \"shoestring\[faces\]\""):
+        resolve(f"shoestring_recipes.faces.{module}:np", "run.data")

@@ -5,11 +5,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from skimage.data import astronaut
 
 from shoestring.cli import main
-from shoestring_recipes.faces import detection
+from shoestring_recipes.faces import crops, detection, files, occluders
 from shoestring_recipes.faces.files import embedded, read
 
 TOY = [
@@ -65,8 +66,19 @@ def test_photos_of_all_forms_are_read_and_others_are_named(trained, tmp_path):
     assert all(
         row["masked"] in ("True", "False") and 0 <= float(row["covered"]) <= 1 for row in rows if not row["error"]
     )
+    assert all(row["masked"] == "False" for row in rows if not row["error"])  # whom nothing covers
     page = (tmp_path / "faces.html").read_text()
     assert page.count("data:image/png") >= 6 and "<b>nobody" not in page
+
+
+def test_either_method_says_whether_faces_are_masked():
+    faces = np.stack([crops.faces()[3], occluders.cover(crops.faces()[3], "n95", np.random.default_rng(0)).picture])
+    batch = {"inputs": torch.from_numpy((255 * faces).astype(np.uint8))[None], "boxes": torch.zeros(1, 2, 5)}
+    output = {"masked": torch.tensor([[9.0, -9.0]]), "cover": torch.zeros(1, 2, 12, 12)}
+    for how, wanted in ((files.describe, [False, True]), (files.describe_by_network, [True, False])):
+        (rows,) = how(output, batch)
+        assert [row["masked"] for row in rows] == wanted and [row["face"] for row in rows] == [1, 2]
+        assert all((row["probability"] > 0.5) == row["masked"] and row["covered"] == 0.5 for row in rows)
 
 
 def test_embeddings_of_a_photo_are_of_one_length(trained, tmp_path):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import shoestring as ss
 from shoestring.core.errors import DataError
 from shoestring.data.pictures import read_picture
+from shoestring_recipes.faces.classical import CLASSIFIERS, patterns
+from shoestring_recipes.faces.contest import pictures
+from shoestring_recipes.faces.crops import PEOPLE
 from shoestring_recipes.faces.detection import find
 from shoestring_recipes.faces.measures import overlay
+from shoestring_recipes.faces.occluders import KINDS, MASKS
+from shoestring_recipes.faces.people import CoveredFaces
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -32,15 +40,37 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def describe(output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """A row for each face: the probability that it is masked, the share of it that is covered, and where it is; and the
-    aligned face beside itself with what is covered in red."""
-    masked, cover = (output[name].float().sigmoid().cpu() for name in ("masked", "cover"))
+    """A row for each face: whether it is masked, by local binary patterns and the nearest neighbours, with the share of
+    them that are; how much of it is covered, by the network; and where it is. On the page there is the aligned face
+    beside itself with what is covered in red."""
+    faces = batch["inputs"].flatten(0, 1).cpu().numpy()
+    shares = _by_patterns().predict_proba(patterns(faces))[:, 1]
+    return _rows(torch.from_numpy(shares).view(batch["inputs"].shape[:2]), output, batch)
+
+
+def describe_by_network(output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
+    """The same with the network's probability that a face is masked."""
+    return _rows(output["masked"].float().sigmoid().cpu(), output, batch)
+
+
+@cache
+def _by_patterns() -> Any:
+    """The nearest neighbours by local binary patterns, taught by all people and all kinds."""
+    taught = CoveredFaces(list(range(PEOPLE)), KINDS, views=20, seed=0)
+    masked = [taught.kind(index) in MASKS for index in range(len(taught))]
+    neighbours = make_pipeline(StandardScaler(), CLASSIFIERS["kNN"](0))
+    return neighbours.fit(patterns(pictures(taught, len(taught))), masked)
+
+
+def _rows(masked: Tensor, output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
+    """The rows of each photo, given the probability that each face is masked, (photos, faces)."""
+    cover = output["cover"].float().sigmoid().cpu()
     photos = zip(batch["inputs"].cpu().numpy(), masked, cover, batch["boxes"].tolist(), strict=True)
     return [
         [
             {
                 "face": number + 1,
-                "masked": probability > 0.5,
+                "masked": bool(probability > 0.5),
                 "probability": probability,
                 "covered": cells.mean(),
                 **dict(zip(("top", "left", "height", "width", "likeness"), box, strict=True)),
