@@ -19,6 +19,7 @@ from tests.waiting import until
 STEPS, BATCH, LONG = 6, 4, 40
 """Steps of a run, samples of a step, and steps of a run that is killed on its way."""
 TOY = {
+    "generation": {"data": {"arguments": {"held_out": 16}}},
     "lanes": {"data": {"arguments": {"pictures": 8, "held_out": 8}}},
     "quality": {"data": {"arguments": {"crops_each": 1}}},
 }
