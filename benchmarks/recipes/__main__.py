@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Bar, Deadline, main, resumable
-from benchmarks.recipes import lanes, quality
+from benchmarks.recipes import generation, lanes, quality
 
-PARTS: Mapping[str, Callable[[Path, Deadline], Iterable[Bar]]] = {"lanes": lanes.rows, "quality": quality.rows}
+PARTS: Mapping[str, Callable[[Path, Deadline], Iterable[Bar]]] = {
+    "generation": generation.rows,
+    "lanes": lanes.rows,
+    "quality": quality.rows,
+}
 """The bars of each recipe, given the folder of its stored runs and when they must have ended. The ids begin with
 `recipes.` and the recipe's name."""
 

@@ -1,9 +1,9 @@
 """The recipe `generation`: the GAN with spatially adaptive normalisation beside a plain one and a regression.
 
-All have the same data, batches and processor time; the plain GAN gets map and texture beside its features instead, and
-the regression has the recipe's generator and no discriminator. Two judges of different architecture, taught on real
-pictures in all styles, say which kind of clothes and which style the pictures of test images show; the Fréchet distance
-is that of their features. In each figure the worse judge counts.
+All have the same data, batches and processor time of a training. The plain GAN gets map and texture beside its features
+instead, and the regression has the recipe's generator and no discriminator. Two judges of different architecture,
+taught on real pictures in all styles, say which kind of clothes and which style the pictures of test images show; the
+Fréchet distance is that of their features. In each figure the worse judge counts.
 
 python -m benchmarks.recipes.generation [FOLDER]
 
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,27 +42,22 @@ from shoestring_recipes.generation.task import data, forward, hinge
 SEEDS = 3
 TEST = 4000
 """Number of test images that are drawn."""
-JUDGE_STEPS, JUDGE_BATCH = 400, 64
+JUDGE_STEPS, JUDGE_BATCH = 600, 64
 CACHE = Path(".cache/recipes/generation")
 CORNERS = ((0.0, 0.0), (0.4, 0.7))
 """Windows of a swatch for two pictures of one map."""
+MINUTES = 4.0
+"""Processor time of each training."""
 DEFAULT = "spade"
 
 
-@dataclass(frozen=True)
-class Method:
-    """How a generator is trained: steps that take four minutes of a processor, and other arguments of `train`."""
-
-    steps: int
-    arguments: tuple[str, ...] = ()
-
-
-METHODS: Mapping[str, Method] = {
-    DEFAULT: Method(2000),
-    "plain GAN": Method(2000, ("--model.condition", "concatenated")),
-    "L1": Method(2000, ("--loss", f"{__name__}:l1", "--forward", f"{__name__}:made_only")),
-    "spade, last weights": Method(2000, ("--optim.ema.decay", "0")),
+METHODS: dict[str, tuple[str, ...]] = {
+    DEFAULT: (),
+    "plain GAN": ("--model.condition", "concatenated"),
+    "L1": ("--loss", f"{__name__}:l1", "--forward", f"{__name__}:made_only"),
+    "spade, last weights": ("--optim.ema.decay", "0"),
 }
+"""What the training of each method adds to the command line."""
 
 
 def made_only(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -175,14 +169,34 @@ def judged(name: str, pictures: Tensor, samples: Mapping[str, Tensor]) -> dict[s
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
 
-def trained(method: str, seed: int) -> Path:
+def step_seconds(method: str) -> float:
+    """Processor seconds of a step of a method without the optimizer's, the median of nine, its data among them."""
+    torch.manual_seed(0)
+    condition = "concatenated" if method == "plain GAN" else DEFAULT
+    model, (samples, _), seconds = StyledGan(condition=condition), data(held_out=8), []
+    for number in range(9):
+        began = time.process_time()
+        batch = samples.columns(range(32 * number, 32 * number + 32))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = (made_only if method == "L1" else forward)(model, batch)
+        (l1 if method == "L1" else hinge)(output, batch)[0].backward()
+        seconds.append(time.process_time() - began)
+    return float(np.median(seconds))
+
+
+def steps_of_all() -> dict[str, Any]:
+    """How many steps each method takes in the processor time of a training."""
+    return {method: round(60 * MINUTES / step_seconds(method)) for method in METHODS}
+
+
+def trained(method: str, seed: int, steps: int) -> Path:
     """The run folder of a training, which continues where it stopped."""
     folder = CACHE.absolute() / f"{seed}-{method.replace(' ', '-').replace(',', '')}"
     if not (folder / "model").exists():
         named = ["--seed", str(seed), "--data.arguments.seed", str(seed), "--folder", str(folder), "--resume", "auto"]
-        named += ["--steps", str(METHODS[method].steps), "--evaluate_every", "0"]
+        named += ["--steps", str(steps), "--evaluate_every", "0"]
         named += ["--evaluate", "", "--data.arguments.held_out", "8"]  # it is judged here
-        run_command([sys.executable, "-m", "shoestring", "train", "generation", *named, *METHODS[method].arguments])
+        run_command([sys.executable, "-m", "shoestring", "train", "generation", *named, *METHODS[method]])
     return folder
 
 
@@ -204,12 +218,12 @@ def judged_real(seed: int) -> dict[str, Any]:
     return {"diversity": diversity, **{name: judged(name, again, samples) for name in JUDGES}}
 
 
-def judged_method(method: str, seed: int) -> dict[str, Any]:
+def judged_method(method: str, seed: int, steps: int) -> dict[str, Any]:
     """What the judges say of a training's pictures, and how much those of one map and swatch differ."""
-    samples, run = test_samples(seed), trained(method, seed)
+    samples, run = test_samples(seed), trained(method, seed, steps)
     first, second = (drawn(run, samples, corner) for corner in CORNERS)
     judges = {name: judged(name, first, samples) for name in JUDGES}
-    return {"diversity": float((first - second).abs().mean()), **judges}
+    return {"steps": steps, "diversity": float((first - second).abs().mean()), **judges}
 
 
 class Study:
@@ -222,13 +236,16 @@ class Study:
         """What was judged of a method, or of real pictures, for each seed."""
         draw = lambda: {"seeds": [secrets.randbelow(2**20) for _ in range(SEEDS)]}  # noqa: E731
         seeds = stored(self.runs / "seeds.json", self.check, draw)["seeds"]
+        steps = stored(self.runs / "steps.json", self.check, steps_of_all)
         paths = {seed: self.runs / f"{seed}-{method}.json" for seed in seeds}
         if not all(path.exists() for path in paths.values()):
             for name in JUDGES:  # before several threads ask for them
                 judge(name)
 
         def cell(seed: int) -> dict[str, Any]:
-            make = partial(judged_real, seed) if method == "real" else partial(judged_method, method, seed)
+            make = (
+                partial(judged_real, seed) if method == "real" else partial(judged_method, method, seed, steps[method])
+            )
             return stored(paths[seed], self.check, make)
 
         with ThreadPoolExecutor(2) as pool:  # trainings are processes of their own

@@ -168,7 +168,7 @@ def test_each_loss_leaves_the_other_network_alone(gan):
 
     taught = gradients("real", "fake")
     assert taught["generator"] == 0 < taught["discriminator"]
-    taught = gradients("fooled", "coarse")
+    taught = gradients("fooled", "means", "light")
     assert taught["discriminator"] == 0 < taught["generator"]
     output = task.forward(gan, batch)
     assert torch.allclose(output["fake"], output["fooled"], atol=0.05)  # the same pictures, one power iteration later
@@ -187,9 +187,10 @@ def test_the_discriminators_gain_is_bounded(gan):
 
 def test_the_loss_is_the_hinge():
     real, fake, fooled = torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.tensor([[-2.0, 0.0]] * 2), torch.ones(2, 2)
-    output = {"real": real, "fake": fake, "fooled": fooled, "coarse": torch.tensor([0.1, 0.0])}
+    output = {"real": real, "fake": fake, "fooled": fooled}
+    output |= {"means": torch.tensor([0.0, 0.05]), "light": torch.tensor([0.1, 0.0])}
     total, count = task.hinge(output, {})
-    assert count == 2 and float(total) == pytest.approx(0.5 + 0.5 + 0.5 - 2 + 1)
+    assert count == 2 and float(total) == pytest.approx(0.5 + 0.5 + 0.5 - 2 + 1 + 1)
 
 
 def test_light_is_compared_where_textures_average_out(gan):
@@ -197,7 +198,7 @@ def test_light_is_compared_where_textures_average_out(gan):
     gan.generator.forward = lambda maps, textures: (
         0.502 + 0.3 * ((torch.arange(SIDE) // 2) % 2 * 2 - 1).expand(6, 1, 32, 32)
     )
-    assert task.forward(gan.eval(), batch)["coarse"].max() < 0.001
+    assert task.forward(gan.eval(), batch)["light"].max() < 0.001
 
 
 def test_labels_are_the_nearest_colours():

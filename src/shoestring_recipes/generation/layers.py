@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,13 +45,16 @@ class Modulated(nn.Module):
             self.hidden = nn.Conv2d(guide, HIDDEN, 3, padding=1)
             self.places = nn.Conv2d(HIDDEN, 2 * width, 3, padding=1)
             self.style = nn.Linear(CODE, 2 * width)
+            for layer in (self.places, self.style):  # the scale begins at 0: at first the guide alone draws
+                nn.init.zeros_(layer.weight[:width].detach())
+                nn.init.zeros_(layer.bias[:width].detach())
 
     def forward(self, x: Tensor, guide: Tensor, code: Tensor) -> Tensor:
         if not self.spade:
             return torch.cat([F.leaky_relu(self.norm(x), 0.2), guide], 1)
         modulation = self.places(F.relu(self.hidden(guide))) + self.style(code)[..., None, None]
         scale, shift = modulation.chunk(2, 1)
-        return F.leaky_relu(self.norm(x) * (1 + scale) + shift, 0.2)
+        return F.leaky_relu(self.norm(x) * scale + shift, 0.2)
 
 
 class Generator(nn.Module):
@@ -81,26 +86,32 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Scores pictures (N, C, S, S) of maps (N, labels, S, S) in the style of textures (N, C, S, S): (N, scores), for
-    patches of two sizes; the style takes part in all of them by a product of features (Miyato and Koyama, 2018)."""
+    """Scores pictures (N, C, S, S) of maps (N, labels, S, S) in the style of textures (N, C, S, S).
+
+    Gives scores (N, scores) of patches of two sizes, in all of which the style takes part by a product of features
+    (Miyato and Koyama, 2018); and the means of the features of all layers in quarters of the picture, (N, means), which
+    tell a texture but hardly where it begins.
+    """
 
     def __init__(self, labels: int, channels: int, width: int) -> None:
         super().__init__()
 
-        def layer(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
-            return nn.Sequential(
-                spectral_norm(nn.Conv2d(inputs, outputs, kernel, stride, padding=1)), nn.LeakyReLU(0.2)
-            )
+        def layer(inputs: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(spectral_norm(nn.Conv2d(inputs, outputs, 4, 2, 1)), nn.LeakyReLU(0.2))
 
-        self.small = nn.Sequential(layer(labels + channels, width // 2, 4, 2), layer(width // 2, width, 4, 2))
-        self.large = layer(width, width, 4, 2)
-        self.style = nn.Sequential(layer(channels, 16, 4, 2), layer(16, 32, 4, 2))
+        widths = labels + channels, width // 2, width, width
+        self.layers = nn.ModuleList(layer(*pair) for pair in pairwise(widths))
+        self.style = nn.Sequential(layer(channels, 16), layer(16, 32))
         self.match = spectral_norm(nn.Linear(32, width))
-        self.heads = nn.ModuleList(spectral_norm(nn.Conv2d(width, 1, 3, padding=1)) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Conv2d(width, 1, 3, padding=1) for _ in range(2))  # free to scale the scores
 
-    def forward(self, pictures: Tensor, maps: Tensor, textures: Tensor) -> Tensor:
-        small = self.small(torch.cat([pictures, maps], 1))
-        large = self.large(small)
+    def forward(self, pictures: Tensor, maps: Tensor, textures: Tensor) -> tuple[Tensor, Tensor]:
+        features = [torch.cat([pictures, maps], 1)]
+        for layer in self.layers:
+            features.append(layer(features[-1]))
+        _, small, large = features[1:]
         scores = torch.cat([head(x).flatten(1) for head, x in zip(self.heads, (small, large), strict=True)], 1)
         style = self.match(self.style(textures).mean((2, 3)))
-        return (scores + (small.mean((2, 3)) * style).sum(1, keepdim=True)).float()
+        scores = scores + (small.mean((2, 3)) * style).sum(1, keepdim=True)
+        means = [F.adaptive_avg_pool2d(x, 2).flatten(1) for x in features[1:]]
+        return scores.float(), torch.cat(means, 1).float()

@@ -78,8 +78,9 @@ class StyledGan(nn.Module):
 
         Returns:
             `made` (N, C, S, S) and `unknown` (N,): whether a map has a colour that no label has. With images also the
-            scores `real`, `fake` and `fooled`, (N, scores), and `coarse`, the mean difference of light between `made`
-            and the images in squares that are larger than a texture's period, (N,).
+            scores `real`, `fake` and `fooled`, (N, scores), and two mean differences of `made` and the images, (N,):
+            `means`, of the means of the discriminator's features (Salimans et al., 2016), and `light`, of squares that
+            are larger than a texture's period.
         """
         labels, unknown = self.labels(maps)
         if swatches.shape[-1] != 2 * self.size:
@@ -91,9 +92,15 @@ class StyledGan(nn.Module):
             return {"made": made, "unknown": unknown}
         real = images.to(labels.dtype) / 255
         both = torch.cat([real, made.detach()])
-        scores = self.discriminator(both, *(torch.cat([one, one]) for one in (labels, textures[1])))
+        scores, means = self.discriminator(both, *(torch.cat([one, one]) for one in (labels, textures[1])))
         still = {name: weight.detach() for name, weight in self.discriminator.named_parameters()}
-        fooled = functional_call(self.discriminator, still, (made, labels, textures[1]))
-        light = F.avg_pool2d(made - real, 8, 4).abs().mean((1, 2, 3))
-        first, second = scores.chunk(2)
-        return {"made": made, "unknown": unknown, "real": first, "fake": second, "fooled": fooled, "coarse": light}
+        fooled, made_means = functional_call(self.discriminator, still, (made, labels, textures[1]))
+        return {
+            "made": made,
+            "unknown": unknown,
+            "real": scores[: len(real)],
+            "fake": scores[len(real) :],
+            "fooled": fooled,
+            "means": (made_means - means[: len(real)].detach()).abs().mean(1),
+            "light": F.avg_pool2d(made - real, 8, 4).abs().mean((1, 2, 3)),
+        }

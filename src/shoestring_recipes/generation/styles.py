@@ -13,13 +13,13 @@ SIDE = 32
 """Height and width of pictures in pixels; a swatch has twice that."""
 SEEN, STRONG = 0.08, 1.2
 """Brightness above which a pixel belongs to what is shown, and gradient (Sobel's filter) above which it is an edge."""
-DEPTH = 0.75
+DEPTH = 0.6
 """Largest part of the brightness that a texture takes away."""
 BEHIND = 0.4
 """Brightness of a texture behind what is shown."""
-WIDTHS = 3.5, 7.0
+WIDTHS = 5.0, 9.0
 """Least and largest period of a texture in pixels."""
-GRAIN = 0.25
+GRAIN = 0.15
 """Largest standard deviation of the noise of a texture."""
 
 Pattern = Callable[[np.ndarray, np.ndarray], np.ndarray]

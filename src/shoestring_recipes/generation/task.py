@@ -15,8 +15,8 @@ from shoestring_recipes.generation.clothes import Clothes
 from shoestring_recipes.generation.measures import features, frechet, sheet
 from shoestring_recipes.generation.styles import STYLES, TAUGHT
 
-COARSE = 10.0
-"""Weight of the difference of light, beside the scores of the discriminator."""
+MEANS, LIGHT = 20.0, 10.0
+"""Weights of the differences of features and of light, beside the scores of the discriminator."""
 SHOWN = 6
 """Samples of each style in the report."""
 CAPTION = "From left to right: map, swatch, real picture, two made ones."
@@ -41,10 +41,10 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def hinge(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The losses of both networks (hinge, Lim and Ye, 2017) and the difference of light: a sum over samples, and their
-    number."""
+    """The losses of both networks (hinge, Lim and Ye, 2017), and the differences of features and of light: a sum over
+    samples, and their number."""
     scores = F.relu(1 - output["real"]) + F.relu(1 + output["fake"]) - output["fooled"]
-    return (scores.mean(1) + COARSE * output["coarse"]).sum(), len(scores)
+    return (scores.mean(1) + MEANS * output["means"] + LIGHT * output["light"]).sum(), len(scores)
 
 
 def measure(model: nn.Module, held_out: Any) -> dict[str, Any]:
