@@ -244,6 +244,12 @@ def test_the_distance_is_frechets(seed, first_count, second_count, width):
     assert float(frechet(torch.from_numpy(first), torch.from_numpy(first[::-1].copy()))) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_distance_of_no_pictures_is_unknown():
+    none, one = torch.zeros(0, 3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
+    assert frechet(none, one).isnan() and frechet(one, none).isnan() and frechet(one, one + 2) == 12
+
+
 def test_random_features_tell_styles_apart():
     samples = clothes(64)
     rows = samples.columns(range(64))

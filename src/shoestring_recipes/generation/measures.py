@@ -27,11 +27,11 @@ def features(pictures: Tensor) -> Tensor:
 
 def frechet(first: Tensor, second: Tensor) -> Tensor:
     """The Fréchet distance of normal distributions with the moments of two sets of features (n, F) and (m, F):
-    |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017). NaN where a set has no feature."""
+    |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017). NaN where a set is empty."""
+    if not len(first) or not len(second):
+        return first.new_tensor(torch.nan)
     mean = (first.double().mean(0) - second.double().mean(0)).square().sum()
     covariances = [torch.cov(one.double().T, correction=0).reshape(one.shape[1], -1) for one in (first, second)]
-    if not len(first) or not len(second):
-        return mean
     values, vectors = torch.linalg.eigh(covariances[0])
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     both = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
