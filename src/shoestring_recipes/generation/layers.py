@@ -46,8 +46,8 @@ class Modulated(nn.Module):
             self.places = nn.Conv2d(HIDDEN, 2 * width, 3, padding=1)
             self.style = nn.Linear(CODE, 2 * width)
             for layer in (self.places, self.style):  # the scale begins at 0: at first the guide alone draws
-                nn.init.zeros_(layer.weight[:width].detach())
-                nn.init.zeros_(layer.bias[:width].detach())
+                for parameter in layer.parameters():
+                    nn.init.zeros_(parameter[:width].detach())
 
     def forward(self, x: Tensor, guide: Tensor, code: Tensor) -> Tensor:
         if not self.spade:
