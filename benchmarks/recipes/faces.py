@@ -1,7 +1,8 @@
 """The recipe `faces`: masked or not under masks never taught, and people found again, beside classical methods.
 
 A *cell* leaves out a kind of mask and a look-alike, and thirty people, drawn by the seed of the cell. The network and
-all classical methods learn from the same pictures. Settings of both were chosen on seeds below 100, which no row uses.
+all classical methods learn from the same pictures. Settings of the network were chosen on seeds below 100, which no row
+uses; those of the classical methods are set by hand.
 
 python -m benchmarks.recipes.faces [FOLDER]
 

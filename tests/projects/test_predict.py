@@ -125,6 +125,19 @@ def test_the_verb_writes_a_table_and_a_page(trained, files, tmp_path, capsys):
     assert len(read_back) == 9 and read_back[1] == {"file": "1.txt", "sum": 2.5, "note": "=1+1 <b>"}
 
 
+def test_pictures_are_written_to_files_that_the_rows_name(trained, files, tmp_path, capsys):
+    out, folder = tmp_path / "rows.jsonl", tmp_path / "some" / "pictures"
+    command = ["predict", str(trained / "own"), str(files), "--out", str(out), "--pictures"]
+    assert main([*command, str(folder)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    named = [row["map"] for row in rows if "map" in row]
+    assert len(named) == 7 and sorted(named) == sorted(path.name for path in folder.iterdir())
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in named)
+    assert "data:image/png" in out.with_suffix(".html").read_text()
+    (tmp_path / "file").write_text("")
+    assert main([*command, str(tmp_path / "file")]) == 2 and "cannot write to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("run", "arguments", "said"),
     [

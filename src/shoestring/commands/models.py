@@ -91,16 +91,19 @@ class Predict:
     out: Path = Path("predictions.csv")
     """File to write the rows to, a .csv or .jsonl file; a page with the same name and the suffix .html lies beside
     it."""
+    pictures: Path | None = None
+    """Folder to write the pictures among the predictions to, as PNG files that the rows name. By default they are on
+    the page only."""
     settings: FilePrediction = field(default_factory=FilePrediction)
     """Settings of the predictions."""
 
     def __call__(self) -> int:
-        from shoestring.verbs.predict import FORMATS, predict, save_page, save_table
+        from shoestring.verbs.predict import FORMATS, predict, save_page, save_pictures, save_table
 
         if self.out.suffix not in FORMATS:
             raise ConfigError(f"`{self.out}` is neither .csv nor .jsonl", hint="choose another --out")
         rows = predict(self.run, self.folder, self.settings)
-        save_table(rows, self.out)
+        save_table(save_pictures(rows, self.pictures) if self.pictures else rows, self.out)
         page = self.out.with_suffix(".html")
         save_page(rows, f"{Path(self.run).resolve().name} on {self.folder.resolve().name}", self.folder, page)
         failed = [row for row in rows if "error" in row]

@@ -193,6 +193,28 @@ def save_table(rows: Sequence[Row], path: Path) -> None:
         raise ConfigError(f"cannot write `{path}`: {error.strerror}", hint="choose another --out") from error
 
 
+def save_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
+    """Write the pictures of rows as PNG files, numbered by row, and return rows that name them.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    named = []
+    for number, row in enumerate(rows):
+        pictures = {key: value for key, value in row.items() if isinstance(value, Picture)}
+        names = {key: f"{number:06}-{place}.png" for place, key in enumerate(pictures)}
+        named.append(row | names)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for key, picture in pictures.items():
+                write_atomic(folder / names[key], png(picture.bytes_of_pixels()))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to `{folder}`: {error.strerror}", hint="choose others --pictures"
+            ) from error
+    return named
+
+
 def _columns(rows: Sequence[Row]) -> list[str]:
     """The keys of all rows in the order in which they appear, `error` last."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -1,0 +1,51 @@
+"""How far made pictures are from real ones, without a judge that was trained; and sheets of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@cache
+def _filters(channels: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    first = torch.randn(32, channels, 5, 5, generator=draw) / (25 * channels) ** 0.5
+    return first, torch.randn(16, 32, 3, 3, generator=draw) / 288**0.5
+
+
+def features(pictures: Tensor) -> Tensor:
+    """Features (N, 64) of pictures (N, C, H, W) from 0 to 1 by a fixed random network, which tells distributions of
+    pictures apart without being trained (Naeem et al., 2020)."""
+    first, second = (one.to(pictures.device) for one in _filters(pictures.shape[1]))
+    x = F.conv2d(F.relu(F.conv2d(pictures.float() - 0.5, first, stride=2, padding=2)), second, stride=2, padding=1)
+    return F.adaptive_avg_pool2d(F.relu(x), 2).flatten(1).double()
+
+
+def frechet(first: Tensor, second: Tensor) -> Tensor:
+    """The Fréchet distance of normal distributions with the moments of two sets of features (n, F) and (m, F):
+    |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017). NaN where a set is empty."""
+    if not len(first) or not len(second):
+        return first.new_tensor(torch.nan)
+    mean = (first.double().mean(0) - second.double().mean(0)).square().sum()
+    covariances = [torch.cov(one.double().T, correction=0).reshape(one.shape[1], -1) for one in (first, second)]
+    values, vectors = torch.linalg.eigh(covariances[0])
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    both = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
+    return (mean + sum(one.trace() for one in covariances) - 2 * both).clamp(min=0)
+
+
+def sheet(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Pictures side by side, twice as large as the last of a row: bytes, or numbers from 0 to 1, of one or three
+    channels and any size; uint8 (3, H, W)."""
+    height, width = (2 * side for side in rows[0][-1].shape[-2:])
+    return torch.cat([torch.cat([_cell(one, height, width) for one in row], 2) for row in rows], 1)
+
+
+def _cell(picture: Tensor, height: int, width: int) -> Tensor:
+    pixels = picture if picture.dtype is torch.uint8 else (255 * picture.float()).round().clamp(0, 255)
+    large = F.interpolate(pixels[None].float(), (height - 2, width - 2), mode="nearest")[0]
+    return F.pad(large.expand(3, -1, -1), (1, 1, 1, 1), value=128).to(torch.uint8)

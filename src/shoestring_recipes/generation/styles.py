@@ -1,0 +1,105 @@
+"""Styles: procedural textures of random angle, width, phase and grain, edges of pictures, and pictures in a style."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIDE = 32
+"""Height and width of pictures in pixels; a swatch has twice that."""
+SEEN, STRONG = 0.08, 1.2
+"""Brightness above which a pixel belongs to what is shown, and gradient (Sobel's filter) above which it is an edge."""
+DEPTH = 0.6
+"""Largest part of the brightness that a texture takes away."""
+BEHIND = 0.4
+"""Brightness of a texture behind what is shown."""
+WIDTHS = 5.0, 9.0
+"""Least and largest period of a texture in pixels."""
+GRAIN = 0.15
+"""Largest standard deviation of the noise of a texture."""
+
+Pattern = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""A pattern in the plane, bright where it is positive. A period of its arguments is 2π."""
+
+
+def _ripples(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Waves in seven directions, of which no place looks like another."""
+    turns = np.pi * np.arange(7)[:, None, None, None] / 7
+    return np.cos(0.8 * (u * np.cos(turns) + v * np.sin(turns)) + 5 * turns).sum(0) / 2
+
+
+def _triangle(v: np.ndarray) -> np.ndarray:
+    """A wave of straight lines from -1 to 1."""
+    return 2 / np.pi * np.arcsin(np.sin(v))
+
+
+def _bricks(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Bright bricks between dark lines; each row is shifted by half a brick."""
+    row = np.floor(v / (2 * np.pi))
+    return 0.75 - np.maximum(np.cos(v), np.cos(u / 2 + np.pi * row))
+
+
+def _rings(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Rings around the points of a square lattice."""
+    centred = (np.mod(axis + 2 * np.pi, 4 * np.pi) - 2 * np.pi for axis in (u, v))
+    return np.cos(np.hypot(*centred) * 1.5)
+
+
+PATTERNS: dict[str, Pattern] = {
+    "stripes": lambda u, v: np.cos(u),
+    "checks": lambda u, v: 2 * np.cos(u / 1.4) * np.cos(v / 1.4),
+    "dots": lambda u, v: np.cos(u) + np.cos(v) - 0.8,
+    "zigzag": lambda u, v: np.cos(u + 1.6 * _triangle(v / 1.4)),
+    "ripples": _ripples,
+    "plain": lambda u, v: np.full_like(u, 0.3),
+    "bricks": _bricks,
+    "rings": _rings,
+}
+STYLES = tuple(PATTERNS)
+TAUGHT, UNTAUGHT = STYLES[:6], STYLES[6:]
+
+
+def swatches(kinds: Sequence[int], draws: Sequence[np.random.Generator], side: int = 2 * SIDE) -> np.ndarray:
+    """Draw swatches of textures.
+
+    Args:
+        kinds: numbers of styles in `STYLES`, one for each swatch.
+        draws: what each swatch is drawn with.
+
+    Returns:
+        float32 (N, side, side), from 0 to 1.
+    """
+    angle, width, first, second, grain = np.array([one.random(5) for one in draws]).reshape(-1, 5).T[..., None, None]
+    noise = np.array([one.standard_normal((side, side), np.float32) for one in draws]).reshape(-1, side, side)
+    period = WIDTHS[0] + (WIDTHS[1] - WIDTHS[0]) * width
+    sin, cos = np.sin(np.pi * angle), np.cos(np.pi * angle)
+    y, x = (2 * np.pi / period * axis for axis in np.mgrid[:side, :side])
+    u, v = x * cos - y * sin + 1000 * first, x * sin + y * cos + 1000 * second
+    bright, of = np.empty(u.shape, np.float32), np.asarray(kinds)
+    for number, pattern in enumerate(PATTERNS.values()):
+        bright[of == number] = pattern(u[of == number], v[of == number])
+    return (1 / (1 + np.exp(-6 * bright)) + GRAIN * grain * noise).clip(0, 1).astype(np.float32)
+
+
+def dressed(images: Tensor, textures: Tensor) -> Tensor:
+    """Images (N, 1, H, W) from 0 to 1 with the textures (N, 1, H, W) on what they show, and darker behind it."""
+    return torch.where(images > SEEN, images * (1 - DEPTH + DEPTH * textures), BEHIND * textures)
+
+
+def edge_map(images: Tensor) -> Tensor:
+    """Maps of what is drawn in images (N, 1, H, W) from 0 to 1: uint8 of the same shape, 85 inside of the silhouette
+    plus 170 on a strong edge."""
+    sobel = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]], device=images.device)
+    gradient = F.conv2d(images, torch.stack([sobel, sobel.T])[:, None], padding=1)
+    return (85 * (images > SEEN) + 170 * (gradient.norm(dim=1, keepdim=True) > STRONG)).to(torch.uint8)
+
+
+def windows(pictures: Tensor, corners: Tensor, side: int) -> Tensor:
+    """A square of each picture (N, C, H, W), with its upper left corner at `corners` (N, 2): (N, C, side, side)."""
+    places = corners[..., None] + torch.arange(side, device=pictures.device)
+    rows = pictures.gather(2, places[:, 0, None, :, None].expand(-1, pictures.shape[1], -1, pictures.shape[3]))
+    return rows.gather(3, places[:, 1, None, None, :].expand(-1, pictures.shape[1], side, -1))
