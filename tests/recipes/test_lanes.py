@@ -260,20 +260,21 @@ def test_a_picture_of_another_size_is_refused():
         hough.detect(np.zeros((10, 10)))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seeds)
 def test_spoiling_takes_paint_from_the_lanes_it_is_given(seed):
+    """On the mean of many pictures: a single one may be dimmed, or hardly worn."""
     torch.manual_seed(seed % 2**31)
-    images = torch.full((6, 1, roads.HEIGHT, roads.WIDTH), 80, dtype=torch.uint8)
-    lanes = torch.full((6, 2, roads.HEIGHT), torch.nan)
+    images = torch.full((48, 1, roads.HEIGHT, roads.WIDTH), 80, dtype=torch.uint8)
+    lanes = torch.full((48, 2, roads.HEIGHT), torch.nan)
     lanes[:, 0] = 160.0
     images[..., 157:164] = 200
     worn = spoilt(images, lanes)
     assert worn.shape == images.shape and worn.dtype is torch.float32
     assert worn.isfinite().all() and worn.min() >= 0 and worn.max() <= 255
-    contrast = lambda picture: (picture[..., 160] - picture[..., 120]).mean((1, 2))  # noqa: E731
+    contrast = lambda picture: (picture[..., 160] - picture[..., 120]).mean()  # noqa: E731
     light = spoilt(images, torch.full_like(lanes, torch.nan))  # without lanes, only light and noise
-    assert (contrast(light) > 25).all() and contrast(worn).mean() < contrast(light).mean()
+    assert contrast(light) > 40 and contrast(worn) < contrast(light) - 10
 
 
 def test_the_network_looks_at_contrast_and_not_at_light():
