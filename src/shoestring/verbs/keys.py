@@ -83,7 +83,11 @@ def toml_of(value: object) -> str:
         return ""
     if is_dataclass(value) or value == {}:
         return "{}"
-    if isinstance(value, tuple | list) and not any(isinstance(item, Mapping) for item in value):
+    if isinstance(value, Mapping):  # on one line
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_of(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        if any(isinstance(item, Mapping) for item in value):
+            return f"[{', '.join(map(toml_of, value))}]"
         return json.dumps(list(value), ensure_ascii=False)
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
