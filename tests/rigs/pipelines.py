@@ -11,6 +11,7 @@ import shoestring as ss
 from shoestring.core.feature import DATA, Feature
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
+from shoestring.core.task import call_model
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.testing.scenarios import here
 
@@ -71,6 +72,13 @@ def vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
+class Added(nn.Linear):
+    """A block that also gets the embeddings."""
+
+    def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return super().forward(hidden) + first
+
+
 class Strange(nn.Module):
     """Models that a pipeline cannot cut, by what is strange in them."""
 
@@ -82,14 +90,22 @@ class Strange(nn.Module):
         blocks: list[nn.Module] = [nn.Linear(8, 8) for _ in range(4)]
         if what == "batch norms":
             blocks[2] = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, LENGTH)))
+        if "side inputs" in what:
+            blocks = [Added(8, 8) for _ in range(4)]
+            self.embed.requires_grad_("frozen" not in what)
+        if what == "shared blocks":
+            blocks[3] = blocks[0]
+        if what == "tied inside":
+            self.late.weight = nn.Parameter(blocks[1].get_parameter("weight").detach())
+            blocks[1].register_parameter("weight", self.late.weight)
         self.blocks: Any = nn.Sequential(*blocks) if what == "no blocks" else nn.ModuleList(blocks)
         self.others = nn.ModuleList([nn.Linear(8, 8)] if what == "two lists" else [])
         self.head = nn.Linear(8, VOCABULARY)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.embed(inputs)
+        first = hidden = self.embed(inputs)
         for block in self.blocks if self.what != "skips" else self.blocks[:1]:
-            hidden = block(hidden)
+            hidden = block(hidden, first) if "side inputs" in self.what else block(hidden)
         return self.head(self.late(hidden) if self.what == "reads back" else hidden)
 
 
@@ -118,6 +134,10 @@ MODELS = {
     "frozen": frozen,
     "frozen block": frozen_block,
 }
+
+
+def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["inputs"]) + model(batch["inputs"].flip(0))
 
 
 def batches(model: str, step: int, micro: int, index: int, ranks: int) -> list[dict[str, Tensor]]:
@@ -149,6 +169,7 @@ def train(
     folder: str = "",
     resume: bool = False,
     stop: int = STEPS,
+    checkpoint: str = "tiered",
 ) -> dict:
     """Losses of the steps, norms of clipped gradients, the held-out loss, and the weights."""
     world = here()
@@ -156,7 +177,9 @@ def train(
     if world.size > ({"stages": 1} if pipeline is None else pipeline).get("stages", world.size):
         features.append(OVER[over]())
     features += BESIDE[beside] if world.size > 1 or beside != "exchange" else []
-    if folder:
+    if checkpoint == "plain":
+        features.append(ss.checkpoint.Plain(folder=folder))
+    elif folder:
         settings = {"memory_folder": f"{folder}/memory", "memory_every": 1, "disk_every": 1}
         features.append(ss.checkpoint.Tiered(folder=f"{folder}/checkpoints", **settings))
 
@@ -165,7 +188,8 @@ def train(
 
     torch.manual_seed(0)
     built = (MODELS[model]() if model in MODELS else Strange(model)).double()
-    job = ss.compose(Job(built, optimizer=adam, progress=Progress(total=STEPS), world=world), features)
+    forward = twice if model == "two calls" else call_model
+    job = ss.compose(Job(built, forward, optimizer=adam, progress=Progress(total=STEPS), world=world), features)
     with job:
         began = job.restore("auto") if resume and job.restore else None
         attachments, losses, norms = attachments_of(job), [], []

@@ -30,6 +30,7 @@ class Plain(Feature):
     """Folder of the checkpoints; a relative path lies in the run folder."""
 
     seams: ClassVar = (Seam.STEP,)
+    reads_first_rank: ClassVar = True
 
     def placed(self, folder: Path) -> Self:
         return replace(self, folder=str(folder / self.folder))

@@ -113,6 +113,8 @@ class Feature(ABC):
     """At SHARD: whether gradients are averaged during the backward pass, with a hook that WIRE may replace."""
     data_form: ClassVar[str] = ""
     """At LOSS: form that `data.form` must have, for a loss of samples of that form; empty if text or chats will do."""
+    reads_first_rank: ClassVar[bool] = False
+    """Whether the feature takes the first rank's parameters for those of the model, which a pipeline divides."""
     adds_parameters: ClassVar[bool] = False
     """At MODEL: whether the feature adds parameters to the model (LoRA). Existing parameters keep their names."""
 
@@ -276,3 +278,8 @@ def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Featur
 def splits_replicas(feature: Feature) -> bool:
     """Whether ranks work on the same samples, so that none runs the whole model (a pipeline)."""
     return Seam.SHARD in feature.seams and not {*feature.over} <= {*DATA}
+
+
+def splitting(features: Iterable[Feature], world: World) -> list[str]:
+    """Names of the features that split replicas over several ranks of a world whose axes are arranged."""
+    return [each.name for each in features if splits_replicas(each) and world.ranks_over(each.over) > 1]

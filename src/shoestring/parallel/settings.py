@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, splits_replicas
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, splitting
 from shoestring.figures import percent
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 
@@ -48,10 +48,8 @@ class DDP(Feature):
             raise ConfigError(f"`{self.name}.bucket_mb` must be positive, got {self.bucket_mb}")
         if attachments.wrapped:
             raise ConfigError("the model is already wrapped in DDP", hint=f"remove {self.name}")
-        if self.find_unused and (splitting := [f.name for f in attachments.features if splits_replicas(f)]):
-            message = (
-                f"`{self.name}.find_unused` searches the model's output, which few ranks have with `{splitting[0]}`"
-            )
+        if self.find_unused and (names := splitting(attachments.features, attachments.world)):
+            message = f"`{self.name}.find_unused` searches the model's output, which few ranks have with `{names[0]}`"
             raise ConfigError(message, hint="set it to false")
         if self.bucket_mb < FIRST_BUCKET_MB and any(Seam.GRAPH in feature.seams for feature in attachments.features):
             raise ConfigError(

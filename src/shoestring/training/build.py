@@ -12,7 +12,7 @@ import torch
 from shoestring import figures
 from shoestring.core.compose import compose
 from shoestring.core.errors import CheckpointError, ConfigError
-from shoestring.core.feature import DATA, splits_replicas
+from shoestring.core.feature import splitting
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.trace import Trace
@@ -121,9 +121,8 @@ def check_loading(job: Job, settings: Settings, sample: int) -> None:
         )
     check_batch(settings.batch, 0, readers, settings.accumulate)
     attachments = attachments_of(job)
-    splitting = [feature.name for feature in attachments.features if splits_replicas(feature)]
-    if splitting and settings.evaluate and job.world.ranks_over(DATA) < job.world.size:
-        message = f"`run.evaluate` gets the model, of which a rank has a part with `{splitting[0]}`"
+    if settings.evaluate and (names := splitting(attachments.features, job.world)):
+        message = f"`run.evaluate` gets the model, of which a rank has a part with `{names[0]}`"
         raise ConfigError(message, hint="evaluate the exported model after the run: shoestring evaluate")
     averaged = attachments.replicas or attachments.data_axes
     for feature in attachments.features:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring.core.feature import splits_replicas
+from shoestring.core.feature import arrange_mesh, splitting
 from shoestring.core.world import World
 from shoestring.memory import Budget
 from shoestring.memory.settings.budget import BudgetChoice, SettledBudget
@@ -46,8 +46,8 @@ def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
     budget = next((feature for feature in run.features if isinstance(feature, Budget)), None)
     if budget is None or isinstance(budget, SettledBudget):
         return run
-    if splitting := [feature.name for feature in run.features if splits_replicas(feature)]:
-        message = f"`{budget.name}` cannot choose for `{splitting[0]}`, whose ranks hold different parts of the model"
+    if names := splitting(run.features, arrange_mesh(world, run.features)):
+        message = f"`{budget.name}` cannot choose for `{names[0]}`, whose ranks hold different parts of the model"
         raise ConfigError(message, hint=f"remove the table [{budget.name}], and set memory.recompute yourself")
     decide = world.decide if dist.is_initialized() else lambda work: work()  # `check` has no ranks
     choice = structure(decide(lambda: _decided(run, world, budget, folder)), BudgetChoice, budget.name, FILE)

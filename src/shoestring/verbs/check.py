@@ -15,7 +15,7 @@ from torch import nn
 from shoestring import figures
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
-from shoestring.core.feature import arrange_mesh, check_owners, order_of_application, resolve_all, splits_replicas
+from shoestring.core.feature import arrange_mesh, check_owners, order_of_application, resolve_all, splitting
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.world import World
@@ -119,8 +119,8 @@ def _parameters(job: Job) -> str:
 
 
 def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[str]:
-    if splitting := [feature.name for feature in attachments_of(job).features if splits_replicas(feature)]:
-        yield f"memory: not predicted, because the ranks of {splitting[0]} hold different parts of the model"
+    if names := splitting(attachments_of(job).features, job.world):
+        yield f"memory: not predicted, because the ranks of {names[0]} hold different parts of the model"
         return
     own = data if data is not None and data.corpus is None else None
     shape, accumulate = (micro, run.data.sequence), run.settings.accumulate

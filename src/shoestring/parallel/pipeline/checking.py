@@ -55,6 +55,8 @@ def _refused(feature: Feature, settings: Pipeline) -> str:
         return "shards the parameters of the whole model, of which a stage has a part"
     if feature.adds_parameters or type(feature).export is not Feature.export:
         return "exports weights of the whole model, of which a stage has a part"
+    if feature.reads_first_rank:
+        return "takes the first rank's parameters for those of the model, of which a stage has a part"
     if settings.chunks > 1 and feature.averages_in_backward:
         return "averages gradients in one backward pass, and a stage of several parts has several"
     return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -54,9 +55,7 @@ class Layout:
                 f"{type(model).__name__} has {len(lists)} lists of blocks, and a pipeline cuts one",
                 hint="an encoder beside a decoder is not supported",
             )
-        self.block_of = {
-            parameter: index for index, block in enumerate(self.blocks) for parameter in block.parameters()
-        }
+        self.block_of = self._block_of()
         before, behind, met = list[nn.Parameter](), list[nn.Parameter](), False
         for name, parameter in model.named_parameters(remove_duplicate=False):
             met |= parameter in self.block_of
@@ -65,6 +64,30 @@ class Layout:
         if isinstance(model, GPT) and model.head is None:
             behind += [*model.embed.parameters()]
         self.before, self.behind = {*before}, {*behind}
+
+    def _block_of(self) -> dict[nn.Parameter, int]:
+        """The block of each parameter of a block.
+
+        Raises:
+            ConfigError: blocks share a parameter with each other or with the rest of the model, so that several stages
+                might train it.
+        """
+        block_of: dict[nn.Parameter, int] = {}
+        inside = set[nn.Module]()
+        for index, block in enumerate(self.blocks):
+            inside.update(block.modules())
+            for name, parameter in block.named_parameters():
+                if block_of.setdefault(parameter, index) != index:
+                    raise self._shared(f"blocks {block_of[parameter]} and {index}", name)
+        for module in {*self.model.modules()} - inside:
+            for name, parameter in module._parameters.items():
+                if parameter in block_of:
+                    raise self._shared(f"block {block_of[parameter]} and what lies outside of the blocks", name)
+        return block_of
+
+    def _shared(self, places: str, name: str) -> ConfigError:
+        message = f"{places} of {type(self.model).__name__} share `{name}`, which a pipeline would train apart"
+        return ConfigError(message, hint="only an embedding and the output layer may be tied")
 
     @property
     def tied(self) -> list[str]:
@@ -129,6 +152,7 @@ class Stage:
         self._received: Tensor | None = None
         self._hooked: nn.Module | None = None
         self._checked = set[int]()
+        self._calls = 0  # of the model, for the batch that runs
         self.part_of = {block: part for part, blocks in enumerate(parts) for block in blocks}
         held = layout.held(parts, own, first)
         self.foreign = {parameter: name for name, parameter in layout.model.named_parameters() if parameter not in held}
@@ -182,7 +206,7 @@ class Stage:
         Returns:
             The model's output for the last part, and otherwise what the next part needs.
         """
-        self.current, self.begun, self._received = part, False, received
+        self.current, self.begun, self._received, self._calls = part, False, received, 0
         outermost = self.attachments.model
         if self._hooked is not outermost:
             self.attachments.exits.callback(outermost.register_forward_hook(self._leave_early).remove)
@@ -191,13 +215,14 @@ class Stage:
         try:
             if part in self._checked:
                 return call()
-            with _Reads(self):
+            with self._checking():
                 return call()
         except LeftError as left:
             return left.hidden
         finally:
-            self._checked.add(part)
             self._received = None
+            if torch.is_grad_enabled():
+                self._checked.add(part)
 
     def _run_model(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass: within a wrapper such as DDP, nothing is raised."""
@@ -207,6 +232,12 @@ class Stage:
             return left
 
     def _leave_early(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls += 1
+        if self._calls > 1:  # earlier stages have run the first call only
+            raise ConfigError(
+                "`forward` calls the model several times for a batch",
+                hint="a pipeline needs one call: put what is compared into one batch, or use parallel.DDP()",
+            )
         if isinstance(output, LeftError):
             raise output
         if self.current != self.last:
@@ -221,9 +252,11 @@ class Stage:
         if part != self.current:
             hidden = _first(args, kwargs)
             if self.current < 0:
+                self._check_inputs(index, args, kwargs)
                 raise LeftError(hidden)
             # Some blocks return a tuple, whose first item the model takes: so does this, with a dimension more.
             return hidden[None] if self._received is None or hidden.ndim <= self._received.ndim else hidden
+        self._check_inputs(index, args, kwargs)
         self.begun = True
         if index == blocks[0] and self._received is not None:
             args, kwargs = _with_first(args, kwargs, self._received)
@@ -231,6 +264,32 @@ class Stage:
         if index == blocks[-1] and self.current != self.last:
             raise LeftError(_hidden(output, index))
         return output
+
+    def _check_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """In the first passes, refuse a block that gets more than hidden states from weights: stages send these alone.
+
+        Raises:
+            ConfigError: another argument depends on weights, such as embeddings that every block gets.
+        """
+        if self.current in self._checked or not torch.is_grad_enabled():
+            return
+        place = _place(args, kwargs)
+        others = {key: value for key, value in (*enumerate(args), *kwargs.items()) if key != place}
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(others)):
+            raise ConfigError(
+                f"block {index} gets more than its hidden states from the layers before it",
+                hint="a pipeline sends only these to another stage: use parallel.FSDP(), or memory.Zero()",
+            )
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Context of the first pass: watches which parameters it reads; what frozen embeddings give has gradients."""
+        with ExitStack() as stack:
+            stack.enter_context(_Reads(self))
+            for module in self.layout.model.modules():
+                if isinstance(module, nn.Embedding) and module.weight in self.layout.before:
+                    stack.callback(module.register_forward_hook(_with_gradient).remove)
+            yield
 
 
 class _Reads(TorchFunctionMode):
@@ -250,6 +309,11 @@ class _Reads(TorchFunctionMode):
                         hint="a pipeline needs a model that reads it on the same side of its blocks as it is declared",
                     )
         return func(*args, **(kwargs or {}))
+
+
+def _with_gradient(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(output, Tensor) and not output.requires_grad:
+        output.requires_grad_()
 
 
 def _zeros(width: int, dtype: torch.dtype, indices: Tensor) -> Tensor:
