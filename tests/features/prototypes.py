@@ -47,7 +47,7 @@ class Sparse(Feature):
             if name.endswith(self.part):
                 attachments.patch(layer, partial(forward, layer))
 
-    def export(self, weights, kept):
+    def export(self, weights, states):
         return {
             name: self.sparse(weight) if name.endswith(f"{self.part}.weight") else weight
             for name, weight in weights.items()
@@ -91,7 +91,7 @@ class Adapter(Feature):
     def _take_off(layer: nn.Module) -> None:
         del layer.lora_a, layer.lora_b
 
-    def export(self, weights, kept):
+    def export(self, weights, states):
         merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
         for name in weights:
             if name.endswith(".lora_a"):

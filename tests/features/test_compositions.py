@@ -51,7 +51,7 @@ def compose(
 
 
 def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
-    verdict = judge.judge(compose(*features, **others))
+    verdict = judge(compose(*features, **others))
     assert verdict.kind == expected, f"{verdict.kind}: {verdict.detail}"
     return verdict.detail
 
@@ -59,8 +59,16 @@ def check(judge: Judge, expected: str, *features: Feature, **others) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
 def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, judge):
-    seeds = range(first, first + TOGETHER)
-    faults = {f"{draw(seed)}": verdict for seed in seeds if not (verdict := judge(seed)).good}
+    drawn = [draw(seed) for seed in range(first, first + TOGETHER)]
+    faults = {f"{composition}": verdict for composition in drawn if not (verdict := judge(composition)).good}
+    assert not faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
+def test_drawn_pipelines_are_equal_or_refused_or_lossy_by_their_word(first, judge):
+    drawn = [draw(seed, pipeline=True) for seed in range(first, first + TOGETHER)]
+    faults = {f"{composition}": verdict for composition in drawn if not (verdict := judge(composition)).good}
     assert not faults
 
 

@@ -42,6 +42,13 @@ def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
     same(pools[4].call(pipelines.train, beside="clip", pipeline={"stages": 2}), wanted)
 
 
+def test_all_stages_skip_the_step_in_which_the_gradients_of_one_overflow(pools):
+    wanted = pipelines.train(beside="fp16")
+    results = pools[2].call(pipelines.train, beside="fp16", pipeline={})
+    same(results, wanted)
+    assert [result["scale"] for result in results] == [wanted["scale"]] * 2 == [2.0**15] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
 @pytest.mark.parametrize("model", [name for name in pipelines.MODELS if name != "frozen block"])
@@ -119,8 +126,8 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
         ({"pipeline": {}, "model": "no blocks"}, "has no repeated blocks to cut at"),
         ({"pipeline": {}, "model": "two lists"}, "has 2 lists of blocks"),
         ({"pipeline": {}, "model": "batch norms"}, "has statistics of batches"),
-        ({"pipeline": {}, "model": "reads back"}, "reads `late.weight`, which another stage trains"),
-        ({"pipeline": {}, "model": "skips"}, "reads `head.weight`, which another stage trains"),
+        ({"pipeline": {}, "model": "reads back"}, "reads `late.weight`, which another one trains"),
+        ({"pipeline": {}, "model": "skips"}, "reads `head.weight`, which another one trains"),
         ({"pipeline": {"cuts": [1]}, "model": "frozen block"}, "stage 0 of 2 would train nothing"),
         ({"pipeline": {}, "model": "shared blocks"}, "blocks 0 and 3 of Strange share `weight`"),
         ({"pipeline": {}, "model": "tied inside"}, "block 1 and what lies outside of the blocks of Strange share"),

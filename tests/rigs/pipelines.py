@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ BESIDE = {
     "alone": [],
     "clip": [ss.optim.Clip(max_norm=0.05)],
     "recompute": [ss.memory.Recompute()],
+    "fp16": [ss.precision.Autocast(dtype="fp16")],
     "exchange": [ss.comm.Dense()],
     "lora": [ss.memory.LoRA(rank=2)],
     "fsdp": [ss.parallel.FSDP()],
@@ -72,11 +74,15 @@ def vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
-class Added(nn.Linear):
+class Added(nn.Module):
     """A block that also gets the embeddings."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
     def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
-        return super().forward(hidden) + first
+        return self.linear(hidden) + first
 
 
 class Strange(nn.Module):
@@ -91,7 +97,7 @@ class Strange(nn.Module):
         if what == "batch norms":
             blocks[2] = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, LENGTH)))
         if "side inputs" in what:
-            blocks = [Added(8, 8) for _ in range(4)]
+            blocks = [Added() for _ in range(4)]
             self.embed.requires_grad_("frozen" not in what)
         if what == "shared blocks":
             blocks[3] = blocks[0]
@@ -188,6 +194,10 @@ def train(
 
     torch.manual_seed(0)
     built = (MODELS[model]() if model in MODELS else Strange(model)).double()
+    if beside == "fp16":  # the gradient of one block overflows in the second step
+        last = built.get_submodule("blocks.3")
+        factors = iter([1.0] * micro + [inf] * micro)
+        next(last.parameters()).register_hook(lambda grad: grad * next(factors, 1.0))
     forward = twice if model == "two calls" else call_model
     job = ss.compose(Job(built, forward, optimizer=adam, progress=Progress(total=STEPS), world=world), features)
     with job:
@@ -205,4 +215,12 @@ def train(
     sums = {
         name: [float(tensor.double().sum()), float(tensor.double().square().sum())] for name, tensor in weights.items()
     }
-    return {"losses": losses, "norms": norms, "began": began, "held out": [total, count], "weights": sums}
+    scale = attachments.scaler.get_scale()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "scale": scale,
+        "began": began,
+        "held out": [total, count],
+        "weights": sums,
+    }

@@ -104,7 +104,7 @@ def root(monkeypatch, tmp_path):
 def test_a_record_comes_back_as_it_was(root):
     folder = lab_folders.create()
     mine = replace(
-        LabRecord.mine(), switch=Identity(pid=1, started=2), hosts={3: Identity(pid=4, started=5)}, kept=True
+        LabRecord.mine(), switch=Identity(pid=1, started=2), hosts={3: Identity(pid=4, started=5)}, standing=True
     )
     mine.write(folder)
     assert LabRecord.read(folder) == mine

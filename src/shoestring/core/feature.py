@@ -177,7 +177,7 @@ class Feature(ABC):
     def apply(self, attachments: Attachments, seam: Seam) -> None:
         """Attach the feature at one of its `seams`. Callbacks that undo this go on `attachments.exits`."""
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         """Turn trained weights into weights with which a plain model, without the feature, computes the same.
 
         For features at MODEL whose module does not compute with its parameters as they are (masked weights, adapters).
@@ -185,7 +185,7 @@ class Feature(ABC):
 
         Args:
             weights: parameters and buffers by name, after the `export` of earlier features.
-            kept: the states that features saved with `Attachments.keep`, such as masks, by name.
+            states: the states that features saved with `Attachments.keep`, such as masks, by name.
         """
         return weights
 
@@ -228,11 +228,11 @@ def area_of(kind: type[Feature]) -> str:
 
 
 def export_weights(
-    features: Iterable[Feature], weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]
+    features: Iterable[Feature], weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
     """Pass trained weights through the `export` of each feature, one after the other."""
     for feature in features:
-        weights = feature.export(weights, kept)
+        weights = feature.export(weights, states)
     return weights
 
 
@@ -282,4 +282,4 @@ def splits_replicas(feature: Feature) -> bool:
 
 def splitting(features: Iterable[Feature], world: World) -> list[str]:
     """Names of the features that split replicas over several ranks of a world whose axes are arranged."""
-    return [each.name for each in features if splits_replicas(each) and world.ranks_over(each.over) > 1]
+    return [part.name for part in features if splits_replicas(part) and world.ranks_over(part.over) > 1]

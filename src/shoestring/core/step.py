@@ -106,6 +106,8 @@ class MicroBatches:
         self._first = training and not attachments.progress.count
         if self.owned and self._first:
             attachments.progress.count = 1.0  # a provisional divisor: not every rank computes a loss
+        if self.owned and attachments.scaler.is_enabled():
+            attachments.scaler.scale(self.sums)  # the first loss makes a scaler ready, likewise
 
     def sync(self, last: bool) -> AbstractContextManager[None]:
         """Context around the forward and backward pass of a micro-batch; only the `last` one exchanges gradients."""

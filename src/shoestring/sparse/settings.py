@@ -127,10 +127,10 @@ class SSTE(Sparsity):
 
         return Shrunk(attachments, self)
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.sparse.soft import shrink
 
-        scales = kept[self.name]["scales"]
+        scales = states[self.name]["scales"]
         return weights | {f"{name}.weight": shrink(weights[f"{name}.weight"]) * scales[name] for name in scales}
 
 
@@ -186,10 +186,10 @@ class Masked(Sparsity):
             if not 0 <= share < 1:
                 raise ConfigError(f"`{self.name}.{name}` is a share of the steps in [0, 1), got {share}")
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.sparse.masked import pruned
 
-        masks = kept[self.name]["masks"]
+        masks = states[self.name]["masks"]
         return weights | {f"{name}.weight": pruned(weights[f"{name}.weight"], masks[name]) for name in masks}
 
 

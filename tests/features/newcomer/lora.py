@@ -57,7 +57,7 @@ class LoRA(ss.Feature):
             attachments.frozen(f"lora.{name}", layer, self.base)
             adapt(attachments, name, layer, rank=self.rank, scale=self.alpha / self.rank)
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from tests.features.newcomer.adapter import merge
 
         return merge(weights, scale=self.alpha / max(self.rank, 1))

@@ -17,7 +17,7 @@ def main(first: int, stop: int) -> int:
         for seed in range(first, stop):
             try:
                 composition = draw(seed)
-                verdict = judge.judge(composition)
+                verdict = judge(composition)
             except Exception as error:
                 print(f"FAULT crash: {draw(seed)}\n    {error!r}", flush=True)
                 counts["crash"] += 1

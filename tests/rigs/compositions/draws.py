@@ -33,6 +33,12 @@ class Composition:
     """Step after which the run that is resumed is broken off."""
     features: tuple[Feature, ...]
 
+    @property
+    def readers(self) -> int:
+        """Ranks that read different samples."""
+        pipelined = any(isinstance(each, parallel.Pipeline) for each in self.features)
+        return self.ranks // 2 if pipelined else self.ranks
+
     def __str__(self) -> str:
         named = ", ".join(f"{each}" for each in self.features)
         hosts = f"{self.ranks // self.local_size} x {self.local_size} ranks"
@@ -90,6 +96,7 @@ LOCAL_STEPS: dict[type[Feature], Settings] = {
     comm.SparseLoCo: {key: LOCAL[key] for key in ("every", "start", "replica")}
     | {"k": (64, 4096), "residual_decay": (0.95, 1.0)},
 }
+PIPELINE: Settings = {"stages": (2,), "ahead": (0, 1, 3), "schedule": ("1f1b", "gpipe")}
 ZERO: Settings = {"stage": (1, 2), "bucket_mb": (4.0, 1e-3), "in_flight_mb": (100.0, 1e-3), "master": ("fp32", "none")}
 
 OPTIMIZERS: dict[type[Feature], Settings] = {
@@ -157,15 +164,18 @@ BESIDE: dict[type[Feature], Settings] = {
 """What should change nothing of the results."""
 
 
-def draw(seed: int) -> Composition:
-    """The composition of a seed."""
+def draw(seed: int, pipeline: bool = False) -> Composition:
+    """The composition of a seed: of replicas, or of a pipeline of two stages, beside replicas where ranks are left."""
     random = Random(seed)
     ranks = random.choice((2, 4))
     local_size = random.choice((1, ranks, ranks, 2))
     features: list[Feature] = [
-        EXACT_CHOICE if ranks > 2 and feature is ROUNDED_CHOICE else feature for feature in _spread(random)
+        EXACT_CHOICE if ranks > 2 and feature is ROUNDED_CHOICE else feature
+        for feature in (_spread(random) if not pipeline or ranks > 2 else [])
     ]
-    others = 1 if len(features) == 3 else random.randint(1, 4 - len(features))
+    if pipeline:
+        features.insert(random.randint(0, len(features)), _drawn(random, parallel.Pipeline, PIPELINE))
+    others = 1 if len(features) >= 3 else random.randint(1, 4 - len(features))
     pools: list[tuple[dict[type[Feature], Settings], float]] = [
         (OPTIMIZERS, 5),
         (AROUND, 6),
@@ -185,7 +195,7 @@ def draw(seed: int) -> Composition:
         features[-1] = graph.Compile(backend="eager")
     random.shuffle(features)
     features.sort(key=_place)
-    model = random.choice(("tiny", "tiny", "odd", "buffers"))
+    model = "tiny" if pipeline else random.choice(("tiny", "tiny", "odd", "buffers"))
     if model == "odd":  # with what a step does not use
         features = [replace(each, find_unused=True) if isinstance(each, parallel.DDP) else each for each in features]
     return Composition(
@@ -193,7 +203,7 @@ def draw(seed: int) -> Composition:
         ranks=ranks,
         local_size=local_size,
         model=model,
-        micro_batches=random.choice((1, 1, 2)),
+        micro_batches=random.choice((1, 2, 4) if pipeline else (1, 1, 2)),
         ragged=random.random() < 0.5,
         stop=random.randint(1, STEPS - 1),
         features=tuple(features),
@@ -250,6 +260,7 @@ def _drawn(random: Random, kind: type[Feature], settings: Settings) -> Feature:
         "every_nth",
         "warmup",
         "teacher",
+        "stages",
     }
     needed |= {"start", "steps"} if issubclass(kind, RecordsSteps) else set()
     chosen = {

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoestring.checkpoint import Plain
+from shoestring.checkpoint import Plain, Tiered
+from shoestring.checkpoint.format.state import pack, unpack
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
+from shoestring.core.feature import DATA, splits_replicas
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.task import Batch
@@ -92,8 +94,12 @@ class _Run:
     def __call__(self, folder: str, kill: int = 0, resume: bool = False) -> dict[str, Any]:
         model = models.build(self.model)
         features = scenarios.features_of(self.features, folder)
+        if self.world.size == 1:  # what is compared with: the whole model
+            features = [each for each in features if not splits_replicas(each)]
         if not any(each.name.startswith("checkpoint.") for each in features):
-            features.append(Plain(folder=folder, every=kill))
+            parted = self.world.size > 1 and any(map(splits_replicas, features))
+            every = {"memory_folder": f"{folder}/memory", "memory_every": 1, "disk_every": 1}
+            features.append(Tiered(folder=folder, **every) if parted else Plain(folder=folder, every=kill))
         job = Job(model, optimizer=jobs.sgd(0.05), progress=Progress(total=self.steps), world=self.world)
         with fresh_garbage():
             before = held_resources(model)
@@ -104,7 +110,7 @@ class _Run:
                     step = (job.restore("auto") or 0) if resume else 0
                     result: dict[str, Any] = {"start": step, "losses": [], "gains": []}
                     while step < self.steps:
-                        result["losses"].append(float(job.step(*self._batches(step))))
+                        result["losses"].append(float(job.step(*self._batches(job, step))))
                         result["gains"].append(float(job.numbers.get("gain", 1.0)))
                         step += 1
                         if step == kill:
@@ -113,7 +119,7 @@ class _Run:
                             self._evaluated(job)
                     result["averaged"] = self._evaluated(job)
                     result["held_out"] = self._held_out(job)
-                    weights = {name: _whole(value).detach() for name, value in attachments_of(job).weights().items()}
+                    weights = _of_all_ranks(job)
                     result["weights"] = _encode(weights)
                     result["names"] = [name for name, value in weights.items() if value.is_floating_point()]
                     return result
@@ -131,11 +137,11 @@ class _Run:
             "detail": "".join(traceback.format_exception(failed))[-3000:],
         }
 
-    def _batches(self, number: int) -> list[Batch]:
-        """The micro-batches of this rank; of one process alone those of all `parts` ranks, in their order."""
+    def _batches(self, job: Job, number: int) -> list[Batch]:
+        """The micro-batches of this rank; of one process alone those of all `parts` readers, in their order."""
         alone = self.world.size == 1
-        ranks = range(self.parts) if alone else [self.world.rank]
-        size = self.parts if alone else self.world.size
+        ranks = range(self.parts) if alone else [job.world.index_over(DATA)]
+        size = self.parts if alone else job.world.ranks_over(DATA)
         shares = [jobs.batch(number, rank, size, ragged=self.ragged) for rank in ranks]
         return [
             {name: value.chunk(self.micro_batches)[index] for name, value in share.items()}
@@ -146,15 +152,28 @@ class _Run:
     def _evaluated(self, job: Job) -> str:
         """The weights that evaluations see."""
         with attachments_of(job).evaluating():
+            if attachments_of(job).parted:
+                return _encode(_of_all_ranks(job))
             state = {
                 name: _whole(value).detach().clone() for name, value in attachments_of(job).module.state_dict().items()
             }
         return _encode(state)
 
     def _held_out(self, job: Job) -> float:
-        world = self.world
-        total, count = job.evaluate([jobs.batch(jobs.HELD_OUT, world.rank, world.size)])
+        place = job.world.index_over(DATA), job.world.ranks_over(DATA)
+        total, count = job.evaluate([jobs.batch(jobs.HELD_OUT, *place)])
         return total / count
+
+
+def _of_all_ranks(job: Job) -> Weights:
+    """All weights of the model, also those that other ranks hold (stages of a pipeline), in the order of its names."""
+    attachments = attachments_of(job)
+    weights = {name: _whole(value).detach().clone() for name, value in attachments.weights().items()}
+    if attachments.parted:
+        for data in job.world.gather(pack(weights)):
+            weights = unpack(data) | weights
+        weights = {name: weights[name] for name in attachments.module.state_dict() if name in weights}
+    return weights
 
 
 def _whole(value: Any) -> Tensor:

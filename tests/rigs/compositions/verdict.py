@@ -17,7 +17,7 @@ from shoestring.comm.settings.local_steps import LocalSteps
 from shoestring.core.feature import Feature
 from shoestring.testing import scenarios
 from shoestring.testing.pool import Pool, RankError
-from tests.rigs.compositions.draws import STEPS, Composition, draw
+from tests.rigs.compositions.draws import STEPS, Composition
 from tests.rigs.compositions.trainee import attempt
 
 EQUAL = 1e-8
@@ -65,10 +65,7 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __call__(self, seed: int) -> Judgement:
-        return self.judge(draw(seed))
-
-    def judge(self, composition: Composition) -> Judgement:
+    def __call__(self, composition: Composition) -> Judgement:
         """Run it on its ranks, and on one process where that says more."""
         with TemporaryDirectory(prefix="shoestring-composition-") as folder:
             arguments = {
@@ -95,7 +92,7 @@ class Judge:
         self, composition: Composition, result: Mapping[str, Any], folder: Path, arguments: dict[str, Any]
     ) -> Judgement:
         torch.set_num_threads(1)
-        alone = attempt(folder=f"{folder}/alone", parts=composition.ranks, resumes=False, **arguments)
+        alone = attempt(folder=f"{folder}/alone", parts=composition.readers, resumes=False, **arguments)
         if "error" in alone:
             return Judgement("wrong", f"one process refuses what {composition.ranks} ranks do: {alone['message']}")
         reasons = {each.name: reason for each in composition.features if (reason := inexact(each))}

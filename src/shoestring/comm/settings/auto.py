@@ -13,7 +13,7 @@ from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, S
 from shoestring.comm.settings.per_step import Dense, Exchange
 from shoestring.comm.settings.worth import estimate_worth
 from shoestring.core.errors import ConfigError, nearest
-from shoestring.core.feature import DATA, HOSTS, Feature, Inexact, Reduction, Seam
+from shoestring.core.feature import DATA, HOSTS, Feature, Inexact, Reduction, Seam, splitting
 from shoestring.settings import structure
 
 if TYPE_CHECKING:
@@ -83,6 +83,12 @@ class Auto(Feature):
 
     def _check_methods(self, attachments: Attachments) -> None:
         check_types(self, attachments)
+        names = splitting(attachments.features, attachments.world)
+        if names and attachments.world.ranks_over(DATA) > 1:
+            raise ConfigError(
+                f"`{self.name}` times passes of the whole model, of which `{names[0]}` gives a rank one part",
+                hint="name a codec, as in [comm.powersgd]",
+            )
         if self.trials < 1:
             raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
         if len(self.worth) not in (0, len(self.allow)) or not all(worth >= 0 for worth in self.worth):

@@ -11,7 +11,7 @@ from shoestring import figures
 from shoestring.comm.settings.base import check_types, refuse_sparse
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Inexact, Reduction, Seam
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Inexact, Reduction, Seam, splitting
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -134,7 +134,8 @@ class LocalSteps(Feature):
                 hint='inside hosts use parallel.FSDP(hosts="leave") or parallel.DDP(hosts="leave")',
             )
         # If a replica is a host with DDP inside, the exchange stays within the replica.
-        inside = self.replica == "host" and attachments.averages_in_backward
+        apart = splitting(attachments.features, attachments.world)
+        inside = self.replica == "host" and attachments.averages_in_backward and not apart
         exchanges = [feature for feature in attachments.features if Seam.WIRE in feature.seams]
         if exchanges and not inside:
             raise ConfigError(

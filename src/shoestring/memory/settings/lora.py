@@ -123,10 +123,10 @@ class LoRA(Feature):
             copies=any(isinstance(feature, Zero) and feature.master == "fp32" for feature in attachments.features),
         )
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.memory.adapters.leaving import merged
 
-        return merged(weights, kept[self.name])
+        return merged(weights, states[self.name])
 
     def write_beside(self, attachments: Attachments, base: str) -> Callable[[Path], None]:
         from shoestring.memory.adapters.leaving import gather_adapters

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Curve, Feature, Reduction, Seam
+from shoestring.core.feature import Curve, Feature, Reduction, Seam, splitting
 from shoestring.optim.settings.averaging import trains_apart
 from shoestring.optim.settings.ranges import at_least_zero
 
@@ -49,6 +49,11 @@ class AdaScale(Feature):
         if attachments.divided == "parameters" and not self.consecutive:
             raise ConfigError(
                 f"`{self.name}` needs the gradients of single ranks, which FSDP does not keep",
+                hint=f"set {self.name}.consecutive = true",
+            )
+        if (names := splitting(attachments.features, attachments.world)) and not self.consecutive:
+            raise ConfigError(
+                f"`{self.name}` measures the gradient of each micro-batch, of which `{names[0]}` shows a rank one part",
                 hint=f"set {self.name}.consecutive = true",
             )
         if self.consecutive and not self.scale:

@@ -74,10 +74,10 @@ class EMA(Feature):
 
         attach(attachments, self.name, lambda: MovingAverage(self.decay))
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.optim.averaging import exported
 
-        return exported(weights, kept[self.name]["average"], kept, self.name)
+        return exported(weights, states[self.name]["average"], states, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +105,10 @@ class LAWA(Feature):
 
         attach(attachments, self.name, lambda: LatestAverage(self.count, self.every))
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.optim.averaging import exported
 
-        return exported(weights, kept[self.name]["average"], kept, self.name)
+        return exported(weights, states[self.name]["average"], states, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +157,13 @@ class ScheduleFree(Feature):
 
         (build_schedule_free if seam is Seam.OPTIM else evaluate_average)(attachments, self)
 
-    def export(self, weights: dict[str, Tensor], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
         from shoestring.optim.averaging import exported
         from shoestring.optim.schedule_free import averaged
 
         averages = {
             name: averaged(weights[name], state["z"], self.betas[0])
-            for name, state in kept["optimizer"]["state"].items()
+            for name, state in states["optimizer"]["state"].items()
             if name in weights and state["step"][0]
         }
-        return exported(weights, averages, kept, self.name)
+        return exported(weights, averages, states, self.name)

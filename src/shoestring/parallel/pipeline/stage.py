@@ -300,15 +300,23 @@ class _Reads(TorchFunctionMode):
         self.stage = stage
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stage = self.stage
-        if stage.current == stage.first or stage.begun:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter) and (name := stage.foreign.get(leaf)):
-                    raise ConfigError(
-                        f"stage {stage.own[0]} reads `{name}`, which another stage trains",
-                        hint="a pipeline needs a model that reads it on the same side of its blocks as it is declared",
-                    )
-        return func(*args, **(kwargs or {}))
+        stage, leaves = self.stage, pytree.tree_leaves((args, kwargs))
+        checked = stage.current == stage.first or stage.begun
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] if checked else []
+        name = next(filter(None, map(stage.foreign.get, parameters)), "")
+        if not name:
+            return func(*args, **(kwargs or {}))
+        refusal = ConfigError(
+            f"a stage reads `{name}`, which another one trains",
+            hint="a pipeline needs a model that reads it on the same side of its blocks as it is declared",
+        )
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:  # it has no numbers here
+            raise refusal from error
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            raise refusal  # it did not only look at a shape or a storage
+        return result
 
 
 def _with_gradient(module: nn.Module, args: Any, output: Any) -> None:

@@ -75,7 +75,7 @@ def keep() -> None:
     hosts, rate, delay, shm, disk, shared, coalesce = sys.argv[1:]
     folder, links = Path(shared) if shared else None, {"rate": rate or None, "delay": float(delay)}
     try:
-        with netlab(int(hosts), **links, shm=shm, disk=disk, shared=folder, kept=True, coalesce=bool(coalesce)):
+        with netlab(int(hosts), **links, shm=shm, disk=disk, shared=folder, standing=True, coalesce=bool(coalesce)):
             print("up", flush=True)
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123 (what follows has no reader)
                 os.dup2(nowhere.fileno(), 1)

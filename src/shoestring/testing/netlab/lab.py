@@ -29,7 +29,7 @@ class Lab:
         rate: str | None,
         logs: Path,
         *,
-        kept: bool,
+        standing: bool,
         coalesce: bool = False,
     ) -> None:
         self.logs = logs
@@ -37,7 +37,7 @@ class Lab:
         self._coalesce = coalesce
         self._hosts: dict[int, Host] = {}
         self._jobs: list[Program] = []
-        self._record = replace(lab_folders.LabRecord.mine(), switch=switch, kept=kept)
+        self._record = replace(lab_folders.LabRecord.mine(), switch=switch, standing=standing)
         self._record.write(folder)
 
     @property
@@ -229,7 +229,7 @@ def netlab(
     disk: str = "1g",
     shared: Path | None = None,
     logs: Path | None = None,
-    kept: bool = False,
+    standing: bool = False,
     coalesce: bool = False,
 ) -> Iterator[Lab]:
     """Context with a running lab, which ends with all its processes when the block is left.
@@ -245,7 +245,7 @@ def netlab(
         disk: size of each host's scratch disk.
         shared: folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: empty folder for the output of jobs; by default a folder that is deleted with the lab.
-        kept: whether this is the lab of `shoestring lab up`, which `shoestring lab run` and `down` look for.
+        standing: whether this is the lab of `shoestring lab up`, which `shoestring lab run` and `down` look for.
         coalesce: whether to send frames in batches of one millisecond where the bandwidth is above 12 Mbit/s, which
             takes less than half of the processor time. Use it to measure network costs where hosts share cores. It
             changes a setting of the machine while the lab runs (see `coalescing`).
@@ -272,7 +272,7 @@ def netlab(
         switch = _open(stack, folder)
         folder_of_logs = logs or folder / "logs"
         folder_of_logs.mkdir(parents=True, exist_ok=True)
-        lab = Lab(folder, switch, spec, rate, folder_of_logs.resolve(), kept=kept, coalesce=coalesce)
+        lab = Lab(folder, switch, spec, rate, folder_of_logs.resolve(), standing=standing, coalesce=coalesce)
         stack.callback(lab.close)
         for host in range(hosts):
             lab.add(host)

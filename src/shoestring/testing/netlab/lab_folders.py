@@ -32,14 +32,14 @@ class LabRecord:
     owner: Identity
     switch: Identity | None
     hosts: dict[int, Identity]
-    kept: bool
+    standing: bool
     """Whether `shoestring lab up` has started this lab."""
 
     @classmethod
     def mine(cls) -> LabRecord:
         """Make the record of a lab that this process is about to start."""
         me = Identity.of(os.getpid())
-        return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={}, kept=False)
+        return cls(boot=_boot(), pid_namespace=namespace("self"), owner=me, switch=None, hosts={}, standing=False)
 
     def write(self, folder: Path) -> None:
         """Write the record to the lab's folder atomically, so that readers see either the old record or the new one."""
@@ -61,7 +61,7 @@ class LabRecord:
             owner=_identity(data["owner"]),
             switch=_identity(data["switch"]) if data["switch"] else None,
             hosts={int(number): _identity(value) for number, value in data["hosts"].items()},
-            kept=bool(data["kept"]),
+            standing=bool(data["standing"]),
         )
 
     def abandoned(self) -> bool:
@@ -115,7 +115,7 @@ def kept_lab() -> LabRecord | None:
     for folder in folders():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = LabRecord.read(folder)
-            if record.kept and not record.abandoned():
+            if record.standing and not record.abandoned():
                 return record
     return None
 
