@@ -12,6 +12,7 @@ from skimage.data import astronaut
 from shoestring.cli import main
 from shoestring_recipes.faces import crops, detection, files, occluders
 from shoestring_recipes.faces.files import embedded, read
+from tests.recipes.toys import save_photos, train_toy
 
 TOY = [
     *("--steps", "2", "--batch", "8", "--evaluate_every", "0", "--optim.schedule.warmup", "1"),
@@ -21,9 +22,7 @@ TOY = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faces") / "run"
-    assert main(["train", "faces", *TOY, "--folder", str(folder)]) == 0
-    return folder
+    return train_toy(tmp_path_factory, "faces", *TOY)
 
 
 def test_the_report_has_figures_tables_and_a_picture_of_each_kind(trained):
@@ -39,19 +38,12 @@ def test_the_report_has_figures_tables_and_a_picture_of_each_kind(trained):
 
 def test_photos_of_all_forms_are_read_and_others_are_named(trained, tmp_path):
     photos = tmp_path / "photos"
-    photos.mkdir()
-    colour = astronaut()[:260, 100:360]
-    grey = np.asarray(Image.fromarray(colour).convert("L"))
-    Image.fromarray(grey).save(photos / "grey.png")
-    Image.fromarray(grey.astype(np.uint16) * 257).save(photos / "deep.png")
-    Image.fromarray(colour).convert("CMYK").save(photos / "print.jpg", quality=95)
-    exif = Image.Exif()
-    exif[0x0112] = 8  # the camera was turned
-    Image.fromarray(np.rot90(colour, -1).copy()).save(photos / "turned.jpg", exif=exif, quality=95)
+    coloured = astronaut()[:260, 100:360]
+    save_photos(photos, coloured)
+    grey = np.asarray(Image.fromarray(coloured).convert("L"))
     Image.fromarray(np.hstack([grey, grey[:, ::-1]])).save(photos / "two.png")
     Image.fromarray(grey[:9, :7]).save(photos / "tiny.png")
     Image.fromarray(np.zeros_like(grey)).save(photos / "<b>nobody.png")
-    (photos / "broken.jpg").write_bytes((photos / "print.jpg").read_bytes()[:300])
     for name in ("grey.png", "deep.png", "print.jpg", "turned.jpg"):
         inputs, boxes = read(photos / name).values()
         assert inputs.shape == (1, 48, 48) and boxes.shape == (1, 5)

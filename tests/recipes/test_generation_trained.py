@@ -10,6 +10,7 @@ from PIL import Image
 from shoestring.cli import main
 from shoestring.data.pictures import read_picture
 from shoestring_recipes.generation.styles import STYLES
+from tests.recipes.toys import train_toy
 
 TOY = ["--steps", "2", "--batch", "4", "--evaluate_every", "0", "--optim.schedule.warmup", "1", "--model.width", "16"]
 FOLDERS = "shoestring_recipes.generation.folders"
@@ -17,9 +18,7 @@ FOLDERS = "shoestring_recipes.generation.folders"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generation") / "run"
-    assert main(["train", "generation", *TOY, "--data.arguments.held_out", "16", "--folder", str(folder)]) == 0
-    return folder
+    return train_toy(tmp_path_factory, "generation", *TOY, "--data.arguments.held_out", "16")
 
 
 def last(folder):

@@ -11,6 +11,7 @@ from PIL import Image
 from shoestring.cli import main
 from shoestring_recipes.lanes import roads
 from shoestring_recipes.lanes.files import read
+from tests.recipes.toys import save_photos, train_toy
 
 TOY = [
     *("--steps", "2", "--batch", "4", "--evaluate_every", "0", "--optim.schedule.warmup", "1"),
@@ -20,9 +21,7 @@ TOY = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lanes") / "run"
-    assert main(["train", "lanes", *TOY, "--folder", str(folder)]) == 0
-    return folder
+    return train_toy(tmp_path_factory, "lanes", *TOY)
 
 
 def test_the_report_has_figures_a_table_and_a_picture_of_each_kind(trained):
@@ -36,17 +35,10 @@ def test_the_report_has_figures_a_table_and_a_picture_of_each_kind(trained):
 
 def test_photos_of_all_forms_are_read_and_broken_ones_are_named(trained, tmp_path):
     photos = tmp_path / "photos"
-    photos.mkdir()
     grey = roads.render(np.random.default_rng(0), 0.0, "clean").image
-    Image.fromarray(grey).save(photos / "grey.png")
-    Image.fromarray(grey.astype(np.uint16) * 257).save(photos / "deep.png")
-    Image.fromarray(np.stack([grey] * 3, -1)).convert("CMYK").save(photos / "print.jpg", quality=95)
-    exif = Image.Exif()
-    exif[0x0112] = 8  # the camera was turned
-    Image.fromarray(np.rot90(grey, -1).copy()).save(photos / "turned.jpg", exif=exif, quality=95)
+    save_photos(photos, np.stack([grey] * 3, -1))
     Image.fromarray(grey).resize((640, 480)).save(photos / "large.bmp")
     Image.fromarray(grey[:20, :20]).save(photos / "tiny.png")
-    (photos / "broken.jpg").write_bytes((photos / "print.jpg").read_bytes()[:300])
     inputs = {path.name: read(path)["inputs"] for path in photos.iterdir() if path.stem not in ("tiny", "broken")}
     assert all(picture.shape == (1, roads.HEIGHT, roads.WIDTH) for picture in inputs.values())
     for name in ("grey.png", "deep.png", "print.jpg", "turned.jpg"):
