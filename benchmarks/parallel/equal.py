@@ -1,4 +1,4 @@
-"""Pipelines beside one process, in fp64: losses, held-out loss and weights after five steps, and after resuming."""
+"""Pipelines and split layers beside one process, in fp64: after five steps, and after resuming."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from shoestring.testing.pool import Pool
 from tests.rigs import pipelines
 
 CLOSE = 1e-10
-MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "gpt2", "vit", "frozen")
+MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "vit", "frozen")
+WHOLE = ("frozen",)
+"""Models whose layers are not split: with frozen weights that is refused."""
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 stages": (2, {"pipeline": {}}),
     "4 stages": (4, {"pipeline": {}}),
@@ -26,6 +28,11 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 stages beside ZeRO 1": (4, {"pipeline": {"stages": 2}, "over": "zero 1"}),
     "2 stages beside ZeRO 2": (4, {"pipeline": {"stages": 2}, "over": "zero"}),
     "2 stages beside an exchange": (4, {"pipeline": {"stages": 2}, "over": "dense"}),
+    "layers split in 2": (2, {"tensor": {}}),
+    "layers split in 2, the vocabulary whole": (2, {"tensor": {"vocabulary": "whole"}}),
+    "layers split in 2 beside DDP": (4, {"tensor": {"ways": 2}, "over": "ddp"}),
+    "layers split in 2 beside an exchange": (4, {"tensor": {"ways": 2}, "over": "dense"}),
+    "2 stages of layers split in 2": (4, {"pipeline": {"stages": 2}, "tensor": {"ways": 2}}),
 }
 """Ranks and arguments of each way to train."""
 PAIRS = 20
@@ -60,14 +67,20 @@ def equal(deadline: Deadline) -> Measured:
     with Pool(2, timeout=120) as two, Pool(4, timeout=120) as four:
         for model, (way, (ranks, arguments)) in product(MODELS, WAYS.items()):
             deadline.check()
+            if "tensor" in arguments and model in WHOLE:
+                continue
             results = (two if ranks == 2 else four).call(pipelines.train, model=model, beside="clip", **arguments)
             off[f"{model}, {way}"] = worst(results, alone(model, 4))
     return Measured(max(off.values()), f"{len(off)} cases; the worst: {max(off, key=off.__getitem__)}")
 
 
-def drawn(draw: random.Random) -> tuple[int, dict[str, Any]]:
+def drawn(draw: random.Random, model: str) -> tuple[int, dict[str, Any]]:
     """A number of ranks, and a split of the model over them."""
     ranks = draw.choice([1, 2, 4])
+    if ranks > 1 and model not in WHOLE and draw.random() < 0.5:
+        beside = {"pipeline": {"stages": 2}} if ranks == 4 and draw.random() < 0.5 else {}
+        vocabulary = draw.choice(["split", "whole"])
+        return ranks, {"tensor": {"ways": 2, "vocabulary": vocabulary}, **beside, "over": draw.choice(["ddp", "dense"])}
     stages = draw.choice([count for count in (1, 2, 4) if count <= ranks])
     over = draw.choice(["ddp", "zero", "zero 1", "dense"])
     if stages == 1:
@@ -83,9 +96,9 @@ def resumed(deadline: Deadline) -> Measured:
         for _ in range(PAIRS):
             deadline.check()
             model, micro = draw.choice(MODELS), draw.choice([1, 2, 4])
-            before = after = drawn(draw)
+            before = after = drawn(draw, model)
             while after == before:
-                after = drawn(draw)
+                after = drawn(draw, model)
             for (ranks, split), others in ((before, {"stop": 3}), (after, {"resume": True})):
                 given: dict[str, Any] = {
                     "model": model,
@@ -107,10 +120,16 @@ def resumed(deadline: Deadline) -> Measured:
 def same_split(deadline: Deadline) -> Measured:
     """The number of splits that resume with other bits than those of a run that is not interrupted."""
     different = []
+    ways: list[dict[str, Any]] = [
+        *({"pipeline": {"stages": 2}, "over": over} for over in ("ddp", "zero", "dense")),
+        {"tensor": {"ways": 2}, "over": "ddp"},
+        {"tensor": {"ways": 2}, "pipeline": {"stages": 2}},
+    ]
+    cases = [(way, model) for way, model in product(ways, MODELS) if "tensor" not in way or model not in WHOLE]
     with Pool(4, timeout=120) as pool:
-        for over, model in product(("ddp", "zero", "dense"), MODELS):
+        for way, model in cases:
             deadline.check()
-            given: dict[str, Any] = {"model": model, "pipeline": {"stages": 2}, "over": over}
+            given: dict[str, Any] = {"model": model, **way}
             with tempfile.TemporaryDirectory() as folder:
                 whole = pool.call(pipelines.train, **given)
                 pool.call(pipelines.train, folder=folder, stop=3, **given)
@@ -119,15 +138,16 @@ def same_split(deadline: Deadline) -> Measured:
                 one["losses"][3:] == other["losses"] and one["weights"] == other["weights"]
                 for one, other in zip(whole, rest, strict=True)
             )
-            different += [] if same else [f"{model} beside {over}"]
-    return Measured(len(different), f"of {3 * len(MODELS)}: {different or 'none'}")
+            different += [] if same else [f"{model}, {way}"]
+    return Measured(len(different), f"of {len(cases)}: {different or 'none'}")
 
 
 def rows() -> list[Bar]:
     """The bars of equality."""
     names = ", ".join(MODELS)
     what = (
-        f"largest difference of pipelines from one process after five clipped steps in fp64 ({names}; {len(WAYS)} ways)"
+        "largest difference of pipelines and split layers from one process after five clipped steps in fp64 "
+        f"({names}; {len(WAYS)} ways)"
     )
     drawn_pairs = f"largest difference from one process of {PAIRS} drawn pairs of splits over 1, 2 and 4 ranks, resumed"
     bits = "splits that resume with other bits than an uninterrupted run of the same split"

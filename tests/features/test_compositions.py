@@ -13,7 +13,7 @@ from shoestring.comm import DGC, Dense, DiLoCo, LocalSGD
 from shoestring.core.feature import Feature
 from shoestring.memory import LoRA, Offload, Zero
 from shoestring.optim import EMA, LAMB, LARS, LAWA, SGD, AdamW, AdaScale, Clip, Muon, ScheduleFree
-from shoestring.parallel import DDP, FSDP
+from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
 from shoestring.sparse import STE
 from tests.rigs.compositions.draws import Composition, draw
 from tests.rigs.compositions.verdict import Judge
@@ -65,9 +65,10 @@ def test_drawn_compositions_are_equal_or_refused_or_lossy_by_their_word(first, j
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", [Pipeline, Tensor], ids=["pipeline", "tensor"])
 @pytest.mark.parametrize("first", SEEDS[: share(300, 30) : TOGETHER])
-def test_drawn_pipelines_are_equal_or_refused_or_lossy_by_their_word(first, judge):
-    drawn = [draw(seed, pipeline=True) for seed in range(first, first + TOGETHER)]
+def test_drawn_splits_are_equal_or_refused_or_lossy_by_their_word(first, split, judge):
+    drawn = [draw(seed, split) for seed in range(first, first + TOGETHER)]
     faults = {f"{composition}": verdict for composition in drawn if not (verdict := judge(composition)).good}
     assert not faults
 

@@ -1,4 +1,4 @@
-"""Runs of pipelines beside runs of one process, in fp64."""
+"""Runs of pipelines and of split layers beside runs of one process, in fp64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shoestring.core.feature import DATA, Feature
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
 from shoestring.core.task import call_model
+from shoestring.models.blocks import repeated
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.testing.scenarios import here
 
@@ -21,8 +22,10 @@ BESIDE = {
     "alone": [],
     "clip": [ss.optim.Clip(max_norm=0.05)],
     "recompute": [ss.memory.Recompute()],
+    "lamb": [ss.optim.LAMB(lr=1e-2)],
     "fp16": [ss.precision.Autocast(dtype="fp16")],
     "exchange": [ss.comm.Dense()],
+    "chunked": [ss.memory.ChunkedLoss()],
     "lora": [ss.memory.LoRA(rank=2)],
     "fsdp": [ss.parallel.FSDP()],
     "compile": [ss.graph.Compile(backend="eager")],
@@ -56,6 +59,15 @@ def in_double(model: nn.Module) -> nn.Module:
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(module, name, nn.RMSNorm(len(child.get_parameter("weight")), eps=1e-6))
     return model
+
+
+def qwen3() -> nn.Module:
+    """Its norms of queries and keys are of single heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    others = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "use_cache": False}
+    return in_double(Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **sizes, **others)))
 
 
 def gpt2() -> nn.Module:
@@ -133,8 +145,10 @@ MODELS = {
     "tied": gpt,
     "untied": lambda: gpt(tied=False),
     "grouped": lambda: gpt(kv_heads=2),
+    "one head": lambda: gpt(kv_heads=1),
     "llama": llama,
     "tied llama": lambda: llama(tied=True),
+    "qwen3": qwen3,
     "gpt2": gpt2,
     "vit": vit,
     "frozen": frozen,
@@ -165,10 +179,17 @@ def batches(model: str, step: int, micro: int, index: int, ranks: int) -> list[d
     return made
 
 
+def _mixed(value: Tensor) -> float:
+    """A sum that depends on where each number stands."""
+    draw = torch.Generator().manual_seed(value.numel())
+    return float(value.flatten() @ torch.randn(value.numel(), generator=draw, dtype=value.dtype))
+
+
 def train(
     *,
     model: str = "tied",
     pipeline: dict[str, Any] | None = None,
+    tensor: dict[str, Any] | None = None,
     beside: str = "alone",
     over: str = "ddp",
     micro: int = 4,
@@ -180,7 +201,9 @@ def train(
     """Losses of the steps, norms of clipped gradients, the held-out loss, and the weights."""
     world = here()
     features: list[Feature] = [ss.parallel.Pipeline(**pipeline)] if pipeline is not None else []
-    if world.size > ({"stages": 1} if pipeline is None else pipeline).get("stages", world.size):
+    features += [ss.parallel.Tensor(**tensor)] if tensor is not None else []
+    ways = {"stages": 1} if pipeline is None else pipeline, {"ways": 1} if tensor is None else tensor
+    if world.size > ways[0].get("stages", world.size) * ways[1].get("ways", world.size):
         features.append(OVER[over]())
     features += BESIDE[beside] if world.size > 1 or beside != "exchange" else []
     if checkpoint == "plain":
@@ -195,9 +218,10 @@ def train(
     torch.manual_seed(0)
     built = (MODELS[model]() if model in MODELS else Strange(model)).double()
     if beside == "fp16":  # the gradient of one block overflows in the second step
-        last = built.get_submodule("blocks.3")
+        last = repeated(built)[-1]
         factors = iter([1.0] * micro + [inf] * micro)
-        next(last.parameters()).register_hook(lambda grad: grad * next(factors, 1.0))
+        norm = next(parameter for parameter in last.parameters() if parameter.ndim == 1)
+        norm.register_hook(lambda grad: grad * next(factors, 1.0))
     forward = twice if model == "two calls" else call_model
     job = ss.compose(Job(built, forward, optimizer=adam, progress=Progress(total=STEPS), world=world), features)
     with job:
@@ -209,12 +233,9 @@ def train(
             norms.append(float(job.numbers.get("grad_norm", 0.0)))
         total, count = job.evaluate(batches(model, 99, 1, index, readers))
         weights = {
-            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-            for name, tensor in attachments.weights().items()
+            name: attachments.whole(name, value).detach().clone() for name, value in attachments.weights().items()
         }
-    sums = {
-        name: [float(tensor.double().sum()), float(tensor.double().square().sum())] for name, tensor in weights.items()
-    }
+    sums = {name: [float(value.sum()), float(value.square().sum()), _mixed(value)] for name, value in weights.items()}
     scale = attachments.scaler.get_scale()
     return {
         "losses": losses,

@@ -12,7 +12,7 @@ from shoestring.comm import BF16
 from shoestring.graph import Compile
 from shoestring.memory import Recompute
 from shoestring.optim import SGD, AdamW, Clip, Schedule
-from shoestring.parallel import DDP, FSDP, Pipeline
+from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
 from shoestring.precision import Autocast
 from shoestring.testing import FeatureSuite
 
@@ -59,6 +59,15 @@ class TestPipeline(FeatureSuite):
     returns_model = False
     clashes: ClassVar = {
         "graph.compile": "the whole model would be compiled",
+        "comm.bf16": "nothing is left to exchange",
+    }
+
+
+class TestTensor(FeatureSuite):
+    feature = Tensor(columns=("blocks.*.up",), rows=("blocks.*.down",), gathered=("head", "embedding"))
+    returns_model = False
+    clashes: ClassVar = {
+        "graph.compile": "its layers exchange activations",
         "comm.bf16": "nothing is left to exchange",
     }
 

@@ -22,6 +22,7 @@ from shoestring.core.feature import DATA, Divided, Feature, Phase, Seam
 from shoestring.core.frozen import Reference, digest, freeze, shared_names
 from shoestring.core.graph import Graph, GraphPass
 from shoestring.core.kept import Across, Context, Kept, Merge, ModelState, OptimizerState, Progress, RandomState
+from shoestring.core.shard_order import Orders, ShardOrder
 from shoestring.core.step import MicroBatches, after_update, before_update
 from shoestring.core.task import Forward, Loss, Params
 from shoestring.core.trace import Trace
@@ -90,6 +91,8 @@ class Attachments:
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
         self.elsewhere: set[str] = set()  # parameters that other ranks hold in place of this one
         self.holders: dict[str, tuple[int, ...]] = {}  # of parameters that not all ranks hold: the ranks that do
+        self.orders: dict[str, ShardOrder] = {}  # of trained DTensors that are in another order than their parameters
+        self.run_over: tuple[str, ...] = ()  # mesh axes of the owner that runs the micro-batches
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
         self._refresh: Callable[[], None] | None = None
@@ -236,6 +239,7 @@ class Attachments:
         refresh: Callable[[], None] | None = None,
         run: Callable[[MicroBatches], None] | None = None,
         elsewhere: Collection[str] = (),
+        orders: Orders | None = None,
     ) -> None:
         """Set how the model is distributed over mesh axes, and which tensors the optimizer steps. For owners of SHARD.
 
@@ -264,9 +268,12 @@ class Attachments:
                 evaluation `run` does no backward pass.
             elsewhere: names of parameters that other ranks hold, and this one need not, trained or not. Those that it
                 does have are not those of the model.
+            orders: name of a parameter in `trained` -> the order in which its DTensor has it, if that is another one
+                than the parameter's (a fused weight).
         """
         self.claim(over, trained=trained is not None)
         self.average_over(over)
+        self.orders |= orders or {}
         self.elsewhere |= {*elsewhere}
         self.model = self.model if model is None else model
         if sync is not None:
@@ -274,6 +281,9 @@ class Attachments:
         if run is not None:
             self.own("how micro-batches are run", Seam.SHARD)
             self.run_micro_batches = run
+            self.run_over = tuple(
+                axis for axis in self.world.axes if self.owners.get(f"SHARD over {axis}") == self.attaching[0]
+            )
         if trained is not None:
             self._check_trained(trained)
             self._trained, self._refresh = dict(trained), refresh
@@ -397,6 +407,12 @@ class Attachments:
         """
         trained = self.trained if self.trainers else self._trained or {}
         return ModelState(self.model, trained, leave_out=self.elsewhere, trainers=self.trainers).state_dict()
+
+    def whole(self, name: str, value: Any) -> Any:
+        """The whole of a shard that `weights` has returned, in the parameter's order. A collective for a DTensor."""
+        if not isinstance(value, DTensor):
+            return value
+        return self.orders[name].back(value.full_tensor()) if name in self.orders else value.full_tensor()
 
     def agree_on_trained(self) -> None:
         """Find out which ranks train which parameters: stages of a pipeline train different ones. A collective."""
@@ -526,9 +542,9 @@ class Attachments:
         trained = self.trained if self.trainers else self._trained or {}
         left_out = self.elsewhere.union(*frozen)
         holders = {**self.holders, **self.trainers}
-        model = ModelState(self.model, trained, self._refresh, left_out, self.trainers, holders)
+        model = ModelState(self.model, trained, self._refresh, left_out, self.trainers, holders, self.orders)
         self.keep("model", model, across="shard")
-        optimizer = OptimizerState(self.optimizer, self.named, self.hooks_off, self.trainers)
+        optimizer = OptimizerState(self.optimizer, self.named, self.hooks_off, self.trainers, self.orders)
         self.keep("optimizer", optimizer, across="shard")
         self.keep("scaler", self.scaler)
         self.keep("progress", self.progress)

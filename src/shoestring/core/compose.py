@@ -13,7 +13,16 @@ from shoestring import facts
 from shoestring._torch import unscale_before_steps
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError, ConflictError
-from shoestring.core.feature import Feature, Phase, Seam, arrange_mesh, check_owners, order_of_application, resolve_all
+from shoestring.core.feature import (
+    Feature,
+    Phase,
+    Seam,
+    arrange_mesh,
+    check_owners,
+    order_of_application,
+    resolve_all,
+    splitting,
+)
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Params
 from shoestring.core.whole_batch import is_over_whole_batch
@@ -147,13 +156,15 @@ def attach(
     if scaler is not None:
         attachments.scaler = scaler
     compose(job, features)
-    if attachments.run_micro_batches is not None:
+    if attachments.run_micro_batches is not None or (names := splitting(features, attachments.world)):
         job.close()
-        owner = attachments.owners["how micro-batches are run"]
-        raise ConfigError(
-            f"`{owner}` runs the forward and backward passes, which this loop does itself",
-            hint="compose a Job and call its `step`",
+        owner = attachments.owners.get("how micro-batches are run", "")
+        message = (
+            f"`{owner}` runs the forward and backward passes, which this loop does itself"
+            if owner
+            else f"with `{names[0]}` ranks work on the same samples, and this loop reads its own on each"
         )
+        raise ConfigError(message, hint="compose a Job and call its `step`")
     if scaler is not None:
         attachments.exits.callback(unscale_before_steps(job.optimizer))
     if attachments.phases[Phase.FORWARD]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from shoestring._torch import own_name
+from shoestring.core.shard_order import Orders, ShardOrder
 
 Context = Callable[[], AbstractContextManager[Any]]
 Work = Callable[[], None]
@@ -88,6 +89,7 @@ class ModelState:
         leave_out: names of frozen tensors, of which a checkpoint holds only a `Reference`.
         trainers: name of a parameter -> the ranks that train it; a checkpoint has it from these. Empty if all do.
         holders: name of a parameter -> the ranks that have it, for those that not all have.
+        orders: order of the tensors of `trained` that are in another order than their parameters.
     """
 
     model: nn.Module
@@ -96,18 +98,21 @@ class ModelState:
     leave_out: Collection[str] = ()
     trainers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    orders: Orders = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._own_name = cache(partial(own_name, self.model))
 
     def state_dict(self) -> dict[str, Any]:
         state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
+        state |= {name: self.trained[owner] for name, owner in self._aliases.items()}
         elsewhere = self.trainers.keys() - self.trained.keys()  # this rank's values of these are those of the start
         left_out = {*self.leave_out, *elsewhere}
         return {name: value for name, value in (state | dict(self.trained)).items() if name not in left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        whole = {name: value for name, value in state_dict.items() if name not in self.trained}
+        loaded_below = {*self.trained, *self._aliases}
+        whole = {name: value for name, value in state_dict.items() if name not in loaded_below}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
         if self.trainers:  # other ranks' parameters may be on `meta`, and torch would then untie tied parameters here
             own = {self._own_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
@@ -120,9 +125,25 @@ class ModelState:
             options = StateDictOptions(full_state_dict=bool(tensors) and not sharded, strict=strict)
             set_model_state_dict(self.model, whole, options=options)
         for name, tensor in self.trained.items():
-            fill(tensor, state_dict[name])
+            fill(tensor, state_dict[name], self.orders.get(name))
         if self.refresh is not None:
             self.refresh()
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """Further name of a tied parameter -> its name in `trained`, where the model has but a part of it."""
+        owners = {self._own_name(name): parameter for name, parameter in self.model.named_parameters()}
+        names = {parameter: name for name, parameter in owners.items()}
+        tied = {
+            self._own_name(name): names[value]
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if value in names
+        }
+        return {
+            name: owner
+            for name, owner in tied.items()
+            if name != owner and owner in self.trained and self.trained[owner].shape != owners[owner].shape
+        }
 
 
 @dataclass(eq=False)
@@ -135,12 +156,14 @@ class OptimizerState:
         named: function that returns a mapping: name of a parameter -> tensor that the optimizer steps for it.
         hooks_off: context in which a step of the optimizer does not count as a training step.
         trainers: name of a parameter -> the ranks that train it; empty if all do.
+        orders: order of stepped tensors that are in another order than their parameters.
     """
 
     optimizer: Optimizer
     named: Callable[[], Mapping[str, Tensor]]
     hooks_off: Context
     trainers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    orders: Orders = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         self._lay_out()
@@ -168,7 +191,7 @@ class OptimizerState:
             for key, value in state_dict["state"].get(name, {}).items():
                 state = self.optimizer.state[tensor]
                 if isinstance(state.get(key), Tensor):
-                    fill(state[key], value)
+                    fill(state[key], value, self.orders.get(name))
                 elif key in state:
                     state[key] = value
 
@@ -204,11 +227,17 @@ def _parameters(groups: Sequence[dict[str, Any]]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Copy `value` into `tensor`. If `tensor` is sharded and `value` is not, copy this rank's shard of `value`."""
+def fill(tensor: Tensor, value: Tensor, order: ShardOrder | None = None) -> None:
+    """Copy `value` into `tensor`. If `tensor` is sharded and `value` is not, copy this rank's shard of `value`.
+
+    Args:
+        order: the order of the parameter that the tensor is for, if its DTensor is in another one.
+    """
     with torch.no_grad():
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = value.to(tensor.device).view(tensor.shape)
+            if order is not None and order.describes(value):
+                value = order.into(value)
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
 

@@ -94,11 +94,12 @@ class MicroBatches:
         # Along some mesh axes ranks compute the same loss of the same samples (tensor parallelism), so only the first
         # of these ranks is counted. The other ranks add their loss with weight 0. Since 0 times NaN or infinity is NaN,
         # all ranks still refuse a loss that is not finite on any. An owner of SHARD that runs the micro-batches itself
-        # calls `loss` on only one of these ranks, so there every call counts.
+        # calls `loss` on only one of the ranks along its axes, so there every call counts.
         world = attachments.world
         spread = (*attachments.data_axes, *attachments.replicas)
         self._repeating = [axis for axis in world.axes if axis not in spread]
-        self._weight = 1.0 if self.owned else float(world.index_over(self._repeating) == 0)
+        computing = [axis for axis in self._repeating if axis not in attachments.run_over]
+        self._weight = float(world.index_over(computing) == 0)
         if self.whole:  # all ranks compute the same loss, which the first of them counts
             self._weight *= world.index_over(attachments.replicas) == 0
         elif repeated:

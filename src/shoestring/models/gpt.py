@@ -213,7 +213,7 @@ class Attention(nn.Module):
         self.out = Linear(config.dim, config.dim, config.init_std / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | Packed | None = None) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         heads = _whole(self.qkv, self.qkv(x)).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = rotate(heads[:, :, : self.heads + self.kv_heads], cos, sin)
         q, k = turned.split([self.heads, self.kv_heads], dim=2)  # (B, T, H, D), (B, T, K, D)
@@ -224,7 +224,7 @@ class Attention(nn.Module):
             mixed = mixed.transpose(1, 2)
         else:
             mixed = past.attend(self.layer, q, k, v)
-        return self.out(mixed.reshape(B, T, C))
+        return self.out(mixed.reshape(B, T, -1))
 
 
 class MLP(nn.Module):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, splitting
-from shoestring.figures import percent
+from shoestring.figures import memory, percent
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
+from shoestring.parallel.tensor import names as tensor
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -49,7 +51,7 @@ class DDP(Feature):
         if attachments.wrapped:
             raise ConfigError("the model is already wrapped in DDP", hint=f"remove {self.name}")
         if self.find_unused and (names := splitting(attachments.features, attachments.world)):
-            message = f"`{self.name}.find_unused` searches the model's output, which few ranks have with `{names[0]}`"
+            message = f"`{self.name}.find_unused` needs the whole model, of which `{names[0]}` gives a rank one part"
             raise ConfigError(message, hint="set it to false")
         if self.bucket_mb < FIRST_BUCKET_MB and any(Seam.GRAPH in feature.seams for feature in attachments.features):
             raise ConfigError(
@@ -224,4 +226,82 @@ class Pipeline(Feature):
             without=2 * facts[WHOLE_FACT] * (trace.ranks - 1) / trace.ranks,
             measured=True,
             cost=f"the first stage waited {percent(waited)} of the time",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Feature):
+    """Split each layer over ranks of a host (tensor parallelism, Shoeybi et al., 2019): every rank works on the same
+    samples with its own heads and features, and all of them add up what they have computed twice a block.
+
+    Known are the built-in GPT, GPT-2, ViT, and the models for which transformers has such a table; name the layers of
+    others.
+    """
+
+    ways: int = 0
+    """Number of ranks that share a layer; 0 takes all ranks of a host."""
+    vocabulary: Literal["auto", "split", "whole"] = "auto"
+    """Whether the embeddings of tokens and the output layer are split as well (`split`) or not (`whole`); `auto` splits
+    them unless a feature computes the loss in the output layer."""
+    columns: tuple[str, ...] = ()
+    """Layers that are split by their outputs, as patterns of names such as `blocks.*.up`. A fused layer also says what
+    parts it consists of: `blocks.*.qkv:8+2+2`."""
+    rows: tuple[str, ...] = ()
+    """Layers that are split by their inputs, and read what those in `columns` have computed."""
+    gathered: tuple[str, ...] = ()
+    """Output layers and embeddings that are split by their entries."""
+    heads: tuple[str, ...] = ()
+    """Attributes of modules with numbers of heads or features, which are divided by the number of ranks, such as
+    `blocks.*.attention.heads`."""
+
+    seams: ClassVar = (Seam.SHARD,)
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        return (tensor.TENSOR,)
+
+    def arrange(self, world: World) -> World:
+        if self.ways < 0:
+            raise ConfigError(f"`{self.name}.ways` must be at least 0, got {self.ways}")
+        ways = self.ways or world.ranks_over([LOCAL])
+        if ways == 1 or tensor.TENSOR in world.axes:
+            return world if ways == 1 else world.split(LOCAL, tensor.TENSOR, ways)
+        if world.ranks_over([LOCAL]) % ways:
+            raise ConfigError(
+                f"`{self.name}.ways` is {ways}, which does not divide the {world.ranks_over([LOCAL])} ranks of a host",
+                hint="set it to a number that divides them: layers are split inside hosts only",
+            )
+        return world.split(LOCAL, tensor.TENSOR, ways)
+
+    def check(self, attachments: Attachments) -> None:
+        from shoestring.parallel.tensor.checking import check
+
+        check(attachments, self)
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        from shoestring.parallel.tensor.splitting import attach
+
+        attach(attachments, self)
+
+    def splits_vocabulary(self, features: Iterable[Feature]) -> bool:
+        """Whether embeddings and the output layer are split too."""
+        in_loss = any(Seam.LOSS in feature.seams for feature in features)
+        return self.vocabulary == "split" or (self.vocabulary == "auto" and not in_loss)
+
+    def explain(self, attachments: Attachments) -> str:
+        ways = attachments.world.ranks_over([tensor.TENSOR])
+        return f"each layer is split over {ways} ranks" if ways > 1 else "off: one rank"
+
+    def reduction(self, trace: Trace) -> Reduction | None:
+        facts, steps = trace.facts, max(trace.steps, 1)
+        if tensor.WHOLE_FACT not in facts:
+            return None
+        waited = facts[tensor.WAITED_FACT] / trace.training_seconds if trace.training_seconds else 0.0
+        exchanged = memory(facts[tensor.REDUCED_FACT] / steps)
+        return Reduction(
+            unit="bytes of weights that a rank holds",
+            used=facts[tensor.HELD_FACT],
+            without=facts[tensor.WHOLE_FACT],
+            measured=True,
+            cost=f"a rank exchanged {exchanged} of activations a step, in {percent(waited)} of the time",
         )

@@ -190,10 +190,11 @@ def _digest(state: Mapping[str, Any]) -> str:
 def _weights(model: nn.Module, attachments: Attachments | None = None) -> dict[str, Any]:
     """All weights of a model, also those that other ranks train (stages of a pipeline)."""
     state = ModelState(model).state_dict()
-    parted = attachments is not None and attachments.parted
-    held = attachments.weights() if attachments is not None and parted else state
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in held.items()}
-    if attachments is not None and parted:
+    if attachments is None:
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    else:
+        whole = {name: attachments.whole(name, value) for name, value in attachments.weights().items()}
+    if attachments is not None and attachments.parted:
         for data in attachments.world.gather(pack(whole)):
             whole = unpack(data) | whole
         whole = {name: whole[name] for name in state}

@@ -314,7 +314,7 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
             pass
     weights = {}
     for name, value in state.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value  # a collective: on every rank
+        full = attachments.whole(name, value)  # a collective: on every rank
         if job.world.first or parted:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full
     if parted:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from shoestring import checkpoint, comm, decode, graph, memory, optim, parallel, precision, profile, sparse
-from shoestring.core.feature import Feature, Seam
+from shoestring.core.feature import Feature, Seam, splits_replicas
 from shoestring.report.recordings import RecordsSteps
 
 STEPS = 7
@@ -36,8 +36,7 @@ class Composition:
     @property
     def readers(self) -> int:
         """Ranks that read different samples."""
-        pipelined = any(isinstance(each, parallel.Pipeline) for each in self.features)
-        return self.ranks // 2 if pipelined else self.ranks
+        return self.ranks // 2 ** sum(map(splits_replicas, self.features))
 
     def __str__(self) -> str:
         named = ", ".join(f"{each}" for each in self.features)
@@ -96,7 +95,15 @@ LOCAL_STEPS: dict[type[Feature], Settings] = {
     comm.SparseLoCo: {key: LOCAL[key] for key in ("every", "start", "replica")}
     | {"k": (64, 4096), "residual_decay": (0.95, 1.0)},
 }
-PIPELINE: Settings = {"stages": (2,), "ahead": (0, 1, 3), "schedule": ("1f1b", "gpipe")}
+SPLITS: dict[type[Feature], Settings] = {
+    parallel.Pipeline: {"stages": (2,), "ahead": (0, 1, 3), "schedule": ("1f1b", "gpipe")},
+    parallel.Tensor: {
+        "ways": (2,),
+        "columns": (("blocks.*.up",),),
+        "rows": (("blocks.*.down",),),
+        "gathered": ((), (), ("head", "embedding")),
+    },
+}
 ZERO: Settings = {"stage": (1, 2), "bucket_mb": (4.0, 1e-3), "in_flight_mb": (100.0, 1e-3), "master": ("fp32", "none")}
 
 OPTIMIZERS: dict[type[Feature], Settings] = {
@@ -164,17 +171,17 @@ BESIDE: dict[type[Feature], Settings] = {
 """What should change nothing of the results."""
 
 
-def draw(seed: int, pipeline: bool = False) -> Composition:
-    """The composition of a seed: of replicas, or of a pipeline of two stages, beside replicas where ranks are left."""
+def draw(seed: int, split: type[Feature] | None = None) -> Composition:
+    """The composition of a seed: of replicas, or of a model split in two, beside replicas where ranks are left."""
     random = Random(seed)
     ranks = random.choice((2, 4))
-    local_size = random.choice((1, ranks, ranks, 2))
+    local_size = random.choice((1, ranks, ranks, 2) if split is not parallel.Tensor else (ranks, 2))
     features: list[Feature] = [
         EXACT_CHOICE if ranks > 2 and feature is ROUNDED_CHOICE else feature
-        for feature in (_spread(random) if not pipeline or ranks > 2 else [])
+        for feature in (_spread(random) if split is None or ranks > 2 else [])
     ]
-    if pipeline:
-        features.insert(random.randint(0, len(features)), _drawn(random, parallel.Pipeline, PIPELINE))
+    if split is not None:
+        features.insert(random.randint(0, len(features)), _drawn(random, split, SPLITS[split]))
     others = 1 if len(features) >= 3 else random.randint(1, 4 - len(features))
     pools: list[tuple[dict[type[Feature], Settings], float]] = [
         (OPTIMIZERS, 5),
@@ -195,7 +202,7 @@ def draw(seed: int, pipeline: bool = False) -> Composition:
         features[-1] = graph.Compile(backend="eager")
     random.shuffle(features)
     features.sort(key=_place)
-    model = "tiny" if pipeline else random.choice(("tiny", "tiny", "odd", "buffers"))
+    model = "tiny" if split is not None else random.choice(("tiny", "tiny", "odd", "buffers"))
     if model == "odd":  # with what a step does not use
         features = [replace(each, find_unused=True) if isinstance(each, parallel.DDP) else each for each in features]
     return Composition(
@@ -203,7 +210,7 @@ def draw(seed: int, pipeline: bool = False) -> Composition:
         ranks=ranks,
         local_size=local_size,
         model=model,
-        micro_batches=random.choice((1, 2, 4) if pipeline else (1, 1, 2)),
+        micro_batches=random.choice((1, 2, 4) if split is parallel.Pipeline else (1, 1, 2)),
         ragged=random.random() < 0.5,
         stop=random.randint(1, STEPS - 1),
         features=tuple(features),
@@ -261,6 +268,9 @@ def _drawn(random: Random, kind: type[Feature], settings: Settings) -> Feature:
         "warmup",
         "teacher",
         "stages",
+        "ways",
+        "columns",
+        "rows",
     }
     needed |= {"start", "steps"} if issubclass(kind, RecordsSteps) else set()
     chosen = {

@@ -152,7 +152,7 @@ class _Run:
     def _evaluated(self, job: Job) -> str:
         """The weights that evaluations see."""
         with attachments_of(job).evaluating():
-            if attachments_of(job).parted:
+            if any(map(splits_replicas, attachments_of(job).features)):
                 return _encode(_of_all_ranks(job))
             state = {
                 name: _whole(value).detach().clone() for name, value in attachments_of(job).module.state_dict().items()
@@ -168,7 +168,7 @@ class _Run:
 def _of_all_ranks(job: Job) -> Weights:
     """All weights of the model, also those that other ranks hold (stages of a pipeline), in the order of its names."""
     attachments = attachments_of(job)
-    weights = {name: _whole(value).detach().clone() for name, value in attachments.weights().items()}
+    weights = {name: attachments.whole(name, value).detach().clone() for name, value in attachments.weights().items()}
     if attachments.parted:
         for data in job.world.gather(pack(weights)):
             weights = unpack(data) | weights

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shoestring.core.errors import CheckpointError
+from shoestring.core.shard_order import Orders, ShardOrder
 
 Offer = TypeVar("Offer")
 
@@ -103,11 +104,12 @@ class Leaf:
         return replace(self, box=self.box.rows(first, stop), data=self.data[first:stop], place=place)
 
 
-def leaves_of(name: str, tensor: Tensor, holders: Sequence[int]) -> list[Leaf]:
+def leaves_of(name: str, tensor: Tensor, holders: Sequence[int], order: ShardOrder | None = None) -> list[Leaf]:
     """The leaves of a tensor: one, unless its placement gives this rank several regions of it.
 
     Args:
         holders: ranks that hold a copy of the tensor; ignored for a DTensor, which knows its ranks.
+        order: see `boxes_of`.
 
     Raises:
         CheckpointError: the tensor is a DTensor that is neither replicated nor sharded, such as a partial sum.
@@ -115,7 +117,7 @@ def leaves_of(name: str, tensor: Tensor, holders: Sequence[int]) -> list[Leaf]:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return [Leaf(name, shape, whole(shape), tuple(holders), tensor)]
-    local, same, boxes = tensor.to_local().detach(), _same_box(tensor), boxes_of(name, tensor)
+    local, same, boxes = tensor.to_local().detach(), _same_box(tensor), boxes_of(name, tensor, order)
     if len(boxes) == 1:
         return [Leaf(name, shape, boxes[0][0], same, local)]
     outer = whole(local.shape)
@@ -127,8 +129,20 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def boxes_of(name: str, tensor: DTensor) -> list[tuple[Box, Box]]:
-    """The regions of a DTensor that this rank holds: each as a box of the whole tensor and of the local part."""
+def order_at(path: str, tensor: Tensor, orders: Orders) -> ShardOrder | None:
+    """The order of a tensor that a state holds under the name of a parameter, by its path."""
+    if not orders or not isinstance(tensor, DTensor):
+        return None
+    order = next((orders[part] for part in path.split("/") if part in orders), None)
+    return order if order is not None and order.describes(tensor) else None
+
+
+def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> list[tuple[Box, Box]]:
+    """The regions of a DTensor that this rank holds: each as a box of the whole tensor and of the local part.
+
+    Args:
+        order: the order of the DTensor, if it is in another one than the whole tensor that is saved.
+    """
     runs = [[(0, size)] for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -146,7 +160,20 @@ def boxes_of(name: str, tensor: DTensor) -> list[tuple[Box, Box]]:
         shape = tuple(size for _, size, _ in region)
         first, at = tuple(start for start, _, _ in region), tuple(at for _, _, at in region)
         boxes.append((Box(first, shape), Box(at, shape)))
-    return boxes
+    return boxes if order is None else [pair for box, place in boxes for pair in _reordered(box, place, order)]
+
+
+def _reordered(box: Box, place: Box, order: ShardOrder) -> Iterator[tuple[Box, Box]]:
+    """The boxes of the whole tensor that a box of a DTensor in another order is, each with its place."""
+    dim = order.dim
+
+    def at(box: Box, start: int, size: int) -> Box:
+        return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], size, *box.shape[dim + 1 :]))
+
+    if not box.numel:
+        yield box, place
+    for start, size, distance in order.of_range(box.offset[dim], box.shape[dim]) if box.numel else ():
+        yield at(box, start, size), at(place, place.offset[dim] + distance, size)
 
 
 Run = tuple[int, int]

@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoestring.checkpoint.format.layout import PRIVATE, Box, boxes_of, sources, whole
+from shoestring.checkpoint.format.layout import PRIVATE, Box, boxes_of, order_at, sources, whole
 from shoestring.checkpoint.format.manifest import CheckpointId
 from shoestring.checkpoint.format.part import Part
 from shoestring.checkpoint.format.tree import decode, encode, merged_states, root
 from shoestring.checkpoint.recovery.offers import DISK, Offer
 from shoestring.checkpoint.tiers import peer_copies
 from shoestring.checkpoint.tiers.rank_group import RankGroup
-from shoestring.checkpoint.tiers.staging import apart_name, home
+from shoestring.checkpoint.tiers.staging import apart_name, home, orders_of
 from shoestring.core.attachments import Kept
 from shoestring.core.errors import CheckpointError
+from shoestring.core.shard_order import ShardOrder
 from shoestring.core.world import World
 
 log = logging.getLogger("shoestring")
@@ -236,8 +237,10 @@ class Wanted:
         self._reads: dict[str, list[list[list[Read]]]] = {}  # state -> for each of its tensors and boxes, the reads
         self._placed: dict[str, DTensor] = {}
         """Path -> DTensor of this rank; saved tensors at that path, or directly below, get the same placement."""
+        self._orders = dict[str, ShardOrder]()
         for name, entry in self.states.items():
             tensors: dict[str, Tensor] = {}
+            self._orders |= orders_of(entry.state)
             encode(entry.state.state_dict(), root(name), tensors)
             if isinstance(entry.state, Optimizer):
                 # A new optimizer has no state yet. The state for parameter N, at path state/N, will get the placement
@@ -309,7 +312,7 @@ class Wanted:
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
         like = self._like(tensor, shape) if placed else None
         if like is not None:
-            boxes[tensor] = boxes_of(tensor, like), like
+            boxes[tensor] = boxes_of(tensor, like, order_at(tensor, like, self._orders)), like
         else:
             boxes.setdefault(tensor, ([(whole(shape), whole(shape))], None))
         return torch.empty(0)

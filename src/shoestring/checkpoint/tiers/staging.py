@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoestring._torch import foreach_copy_, own_name
-from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaves_of, whole
+from shoestring.checkpoint.format.layout import KINDS, PRIVATE, Leaf, divided, leaves_of, order_at, whole
 from shoestring.checkpoint.format.part import Draft, Form, aligned
 from shoestring.checkpoint.format.tree import encode, root, step
 from shoestring.checkpoint.tiers.gpu_copies import copy_from_gpu
@@ -31,6 +31,7 @@ from shoestring.checkpoint.tiers.waits import BackgroundThread, result_of
 from shoestring.core.attachments import Kept
 from shoestring.core.kept import ModelState, OptimizerState
 from shoestring.core.leases import Priority
+from shoestring.core.shard_order import ShardOrder
 from shoestring.core.trace import span
 from shoestring.core.world import World
 
@@ -115,6 +116,8 @@ class Content:
         self.kept = states
         self.trainers: dict[str, tuple[int, ...]] = {}
         """Path of a tensor, or of the mapping that it is in -> the ranks that train it, where not all do."""
+        self.orders: dict[str, ShardOrder] = {}
+        """Parameter, as a step of a path -> the order of its DTensors, where they have another one."""
         self.outline: list[tuple[Any, ...]] = []
         """For each tensor: whether it belongs to an "own" state, its path, data type and shape; a DTensor's placement.
         """
@@ -122,6 +125,7 @@ class Content:
             leaves: dict[str, Tensor] = {}
             own = entry.across == "own"
             self.trainers |= holders_of(name, entry.state)
+            self.orders |= orders_of(entry.state)
             self.trees["own" if own else "shared"][name] = encode(entry.state.state_dict(), root(name), leaves)
             self.tensors += leaves.values()
             self.outline += [
@@ -147,7 +151,8 @@ class Frame:
         leaves, indices = list[Leaf](), dict[str, int]()
         for index, ((own, path, *_), tensor) in enumerate(zip(self.outline, content.tensors, strict=True)):
             holders = content.trainers.get(path) or content.trainers.get(path.rpartition("/")[0]) or range(world.size)
-            of_tensor = self._leaves(own, path, tensor, world.rank, holders)
+            order = order_at(path, tensor, content.orders)
+            of_tensor = self._leaves(own, path, tensor, world.rank, holders, order)
             leaves += of_tensor
             indices[of_tensor[0].name] = index
         pieces = divided(leaves, world.rank, world.local_size)
@@ -156,14 +161,16 @@ class Frame:
         self._cuts = {kind: [(indices[piece.name], piece.place) for piece in part] for kind, part in ordered.items()}
         self._rank, self._headers = world.rank, dict.fromkeys(ordered, 0)
 
-    def _leaves(self, own: bool, path: str, tensor: Tensor, rank: int, holders: Sequence[int]) -> list[Leaf]:
+    def _leaves(
+        self, own: bool, path: str, tensor: Tensor, rank: int, holders: Sequence[int], order: ShardOrder | None
+    ) -> list[Leaf]:
         """The leaves of a tensor that the ranks `holders` have, with the name under which the tensor is saved."""
         apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
         name = apart_name(path, rank) if apart else path
         if own:
             self.homes[path] = home(tensor, rank)
             name = f"{self.homes[path]}:{path}"
-        return leaves_of(name, tensor, (rank,) if apart else holders)
+        return leaves_of(name, tensor, (rank,) if apart else holders, order)
 
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
         """The drafts of this rank's parts, by name, for content with this outline."""
@@ -180,6 +187,11 @@ class Frame:
                 ]
                 drafts[f"{kind}-{self._rank}"] = Draft(form, header, sources)
         return drafts
+
+
+def orders_of(state: object) -> dict[str, ShardOrder]:
+    """Parameter, as a step of a path -> the order of its DTensors in all states."""
+    return {step(name): order for name, order in state.orders.items()} if isinstance(state, ModelState) else {}
 
 
 def holders_of(name: str, state: object) -> dict[str, tuple[int, ...]]:

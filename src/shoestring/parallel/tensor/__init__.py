@@ -1,0 +1,1 @@
+"""Layers that are split over the ranks of a host (tensor parallelism)."""

@@ -1,0 +1,90 @@
+"""What a tensor split refuses before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shoestring.core.attachments import Attachments
+from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.feature import Feature, Seam
+from shoestring.models.blocks import is_transposed
+from shoestring.parallel.tensor.names import TENSOR
+from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
+
+if TYPE_CHECKING:
+    from shoestring.parallel.settings import Tensor
+
+
+def check(attachments: Attachments, settings: Tensor) -> None:
+    """Raise ConfigError if the model cannot be split as the settings say; ConflictError if a feature does not fit."""
+    ranks = attachments.world.ranks_over([TENSOR])
+    if ranks == 1:
+        return
+    if attachments.wrapped:
+        raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
+    for feature in attachments.features:
+        reason = _refused(feature, settings)
+        if reason:
+            raise ConflictError(
+                f"`{feature.name}` {reason}, beside `{settings.name}`",
+                hint=f"remove the table [{feature.name}] or [{settings.name}]",
+            )
+    model = attachments.module
+    plan = plan_of(model, settings, settings.splits_vocabulary(attachments.features))
+    for path, number in plan.divided.items():
+        if number % ranks:
+            message = f"{ranks} ranks cannot share the {number} of `{path}` equally"
+            raise ConfigError(message, hint=f"set {settings.name}.ways to a number that divides it")
+    for name, cut in plan.layers.items():
+        for reason in _faults(model, name, cut, ranks):
+            raise ConfigError(f"`{name}` {reason}", hint=f"set {settings.name}.ways, or remove [{settings.name}]")
+    _check_completeness(plan, settings)
+
+
+def _refused(feature: Feature, settings: Tensor) -> str:
+    """Why a feature does not work beside a tensor split; empty if it does."""
+    if Seam.GRAPH in feature.seams:
+        return "compiles the model, which exchanges activations between its layers"
+    if feature.divided:
+        return f"shards the {feature.divided} of whole layers, of which a rank has a part"
+    if feature.adds_parameters or type(feature).export is not Feature.export:
+        return "exports weights of the whole model, of which a rank has a part"
+    if feature.reads_first_rank:
+        return "takes the first rank's parameters for those of the model, of which a rank has a part"
+    if Seam.LOSS in feature.seams and (settings.vocabulary == "split" or settings.gathered):
+        return "computes a loss in the output layer, of which a rank has a part"
+    return ""
+
+
+def _faults(model: nn.Module, name: str, cut: Cut, ranks: int) -> Iterator[str]:
+    module: Any = model.get_submodule(name)
+    kind = type(module)
+    if not (kind.forward in (nn.Linear.forward, nn.Embedding.forward) or is_transposed(module)):
+        yield f"is a {kind.__name__}, whose forward pass is not that of a linear layer or an embedding"
+    elif (cut.way == "vocabulary") != isinstance(module, nn.Embedding):
+        yield f"is a {kind.__name__}, which has no {cut.way} to split"
+    elif not module.weight.requires_grad:
+        yield "is frozen, and only trained weights are split"
+    elif isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        yield "is an embedding with `max_norm` or sparse gradients"
+    size = module.weight.shape[dim_of(module, cut.way)]
+    if cut.way in ("vocabulary", "gathered"):
+        if size < ranks:
+            yield f"has {size} entries, fewer than the {ranks} ranks"
+        return
+    for extent in cut.sections or (size,):
+        if extent % ranks:
+            what = "inputs" if cut.way == "rows" else "outputs"
+            yield f"has {extent} {what}, which {ranks} ranks cannot share equally"
+
+
+def _check_completeness(plan: SplitPlan, settings: Tensor) -> None:
+    """Raise ConfigError for a table of columns without rows, or the reverse: what one rank computes stays a part."""
+    ways = {cut.way for cut in plan.layers.values()}
+    if not {"columns", "rows"} <= ways:
+        message = f"`{settings.name}` splits no layer by its {'rows' if 'columns' in ways else 'columns'}"
+        hint = "each layer in `columns` needs one in `rows` that reads what it computes"
+        raise ConfigError(message, hint=hint)

@@ -1,0 +1,211 @@
+"""Which layers of a model are split, and how: by the built-in tables, by transformers' own, or by the user's.
+
+The terms are those of Megatron-LM (Shoeybi et al., 2019): layers that read the residual stream are split by their
+outputs, `columns`, and those that write to it by their inputs, `rows`. Between the two, each rank works on its own
+heads or features, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from shoestring.core.errors import ConfigError, nearest
+from shoestring.models import hf
+from shoestring.models.blocks import is_transposed
+from shoestring.models.gpt import GPT, Attention
+
+if TYPE_CHECKING:
+    from shoestring.parallel.settings import Tensor
+
+Way = Literal["columns", "rows", "vocabulary", "gathered"]
+"""How a layer is split: by its outputs; by its inputs; an embedding by its entries; by its outputs, which all ranks
+then gather (logits)."""
+_FUSED = re.compile(r"(?P<pattern>.+?):(?P<sections>\d+(\+\d+)*)")
+_STYLES: dict[str, Way] = {"colwise": "columns", "rowwise": "rows"}
+_SUMMED = "replicated_with_grad_allreduce"
+_OTHERS = ("replicate", "embedding_rowwise", "colwise_gather_output", _SUMMED)  # the vocabulary: see `_vocabulary`
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one layer is split."""
+
+    way: Way
+    sections: tuple[int, ...] = ()
+    """Of a fused layer, the sizes of the things that it computes one behind the other."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How a model is split."""
+
+    layers: Mapping[str, Cut] = field(default_factory=dict)
+    """Name of a module -> how it is split."""
+    divided: Mapping[str, int] = field(default_factory=dict)
+    """Name of a module's attribute -> its number of heads or features, of which each rank has an equal part."""
+    summed: tuple[str, ...] = ()
+    """Modules that each rank applies to its own heads: the gradients of their parameters are summed."""
+
+
+def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
+    """How a model is split.
+
+    Args:
+        vocabulary: whether embeddings and the output layer are split too.
+
+    Raises:
+        ConfigError: there is no table for this model, or the user's table does not fit it.
+    """
+    if settings.columns or settings.rows or settings.gathered:
+        return _by_user(model, settings)
+    table = _table(model)
+    if table is None:
+        raise ConfigError(
+            f"there is no table of how {type(model).__name__} is split",
+            hint=f"name its layers in `{settings.name}.columns` and `{settings.name}.rows`",
+        )
+    return SplitPlan({**table.layers, **(_vocabulary(model) if vocabulary else {})}, table.divided, table.summed)
+
+
+def _table(model: nn.Module) -> SplitPlan | None:
+    if isinstance(model, GPT):
+        return _of_gpt(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    if "GPT2Attention" in kinds:
+        return _of_gpt2(model)
+    if "ViTAttention" in kinds:
+        columns = ("*.q_proj", "*.k_proj", "*.v_proj", "*.fc1")
+        return SplitPlan(
+            {**_matching(model, columns, Cut("columns")), **_matching(model, ("*.o_proj", "*.fc2"), Cut("rows"))}
+        )
+    return _of_transformers(model) if hf.is_pretrained(model) else None
+
+
+def _of_gpt(model: GPT) -> SplitPlan:
+    config, layers, divided = model.config, dict[str, Cut](), dict[str, int]()
+    heads = tuple(count * config.head_dim for count in (config.heads, config.kv_heads, config.kv_heads))
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            layers |= {f"{name}.qkv": Cut("columns", heads), f"{name}.out": Cut("rows")}
+            divided |= {f"{name}.heads": module.heads, f"{name}.kv_heads": module.kv_heads}
+    layers |= _matching(model, ("*.gate_up",), Cut("columns", (config.hidden, config.hidden)))
+    return SplitPlan({**layers, **_matching(model, ("*.down",), Cut("rows"))}, divided)
+
+
+def _of_gpt2(model: nn.Module) -> SplitPlan:
+    layers, divided = dict[str, Cut](), dict[str, int]()
+    for name, module in model.named_modules():
+        attention: Any = module
+        if type(module).__name__ == "GPT2Attention" and not attention.is_cross_attention:
+            layers |= {f"{name}.c_attn": Cut("columns", (attention.embed_dim,) * 3), f"{name}.c_proj": Cut("rows")}
+            divided |= {f"{name}.num_heads": attention.num_heads, f"{name}.split_size": attention.split_size}
+        elif type(module).__name__ == "GPT2MLP":
+            layers |= {f"{name}.c_fc": Cut("columns"), f"{name}.c_proj": Cut("rows")}
+    return SplitPlan(layers, divided)
+
+
+def _of_transformers(model: nn.Module) -> SplitPlan | None:
+    """The table that transformers has for a model; None if it has none, or one with experts."""
+    pretrained: Any = model
+    table = {**(getattr(pretrained, "tp_plan", None) or {})}
+    if not table or any(style not in _STYLES and style not in _OTHERS for style in table.values()):
+        return None
+    layers, summed = dict[str, Cut](), list[str]()
+    for pattern, style in table.items():
+        if style in _STYLES:
+            layers |= _matching(model, (pattern,), Cut(_STYLES[style]))
+        elif style == _SUMMED:
+            summed += [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+    return SplitPlan(layers, _heads(pretrained.config), tuple(summed))
+
+
+def _heads(config: Any) -> dict[str, int]:
+    """Numbers that must divide by the ranks, and are no attributes of modules."""
+    names = ("num_attention_heads", "num_key_value_heads")
+    return {f"config.{name}": getattr(config, name) for name in names if getattr(config, name, None)}
+
+
+def _vocabulary(model: nn.Module) -> dict[str, Cut]:
+    """The embeddings of tokens and the output layer of a language model."""
+    if isinstance(model, GPT):
+        return {"embed": Cut("vocabulary"), **({"head": Cut("gathered")} if model.head is not None else {})}
+    pretrained: Any = model
+    output = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
+    if output is None:
+        return {}
+    ways = {output: Cut("gathered"), pretrained.get_input_embeddings(): Cut("vocabulary")}
+    return {name: ways[module] for name, module in model.named_modules() if module in ways}
+
+
+def _by_user(model: nn.Module, settings: Tensor) -> SplitPlan:
+    layers = dict[str, Cut]()
+    ways: tuple[tuple[Way, Sequence[str]], ...] = (
+        ("columns", settings.columns), ("rows", settings.rows), ("gathered", settings.gathered),
+    )  # fmt: skip
+    for way, patterns in ways:
+        for text in patterns:
+            fused = _FUSED.fullmatch(text) if way == "columns" else None
+            pattern = fused["pattern"] if fused else text
+            layer_names = [name for name, module in model.named_modules() if fnmatchcase(name, pattern) and name]
+            if not layer_names:
+                names = [name for name, module in model.named_modules() if hasattr(module, "weight")]
+                message = f"`{settings.name}.{way}`: no layer is called `{pattern}`"
+                raise ConfigError(message, hint=nearest(pattern, names))
+            for name in layer_names:
+                module = model.get_submodule(name)
+                if way == "gathered" and isinstance(module, nn.Embedding):
+                    layers[name] = Cut("vocabulary")
+                else:
+                    layers[name] = Cut(way, _sections(module, fused["sections"], name) if fused else ())
+    return SplitPlan(layers, dict(_attributes(model, settings)))
+
+
+def _sections(module: nn.Module, text: str, name: str) -> tuple[int, ...]:
+    shares, outputs = [int(share) for share in text.split("+")], outputs_of(module)
+    if not sum(shares) or outputs % sum(shares) or 0 in shares:
+        raise ConfigError(
+            f"the {outputs} outputs of `{name}` are not {text} equal parts",
+            hint="write for a fused layer how many parts each thing has that it computes, such as `*.qkv:8+2+2`",
+        )
+    return tuple(share * (outputs // sum(shares)) for share in shares)
+
+
+def _attributes(model: nn.Module, settings: Tensor) -> Iterator[tuple[str, int]]:
+    for pattern in settings.heads:
+        path, _, attribute = pattern.rpartition(".")
+        owners = [
+            name for name, module in model.named_modules() if fnmatchcase(name, path) and hasattr(module, attribute)
+        ]
+        if not owners:
+            raise ConfigError(
+                f"`{settings.name}.heads`: no module has an attribute `{pattern}`",
+                hint="give numbers of heads as attributes, such as `blocks.*.attention.heads`",
+            )
+        for name in owners:
+            value = getattr(model.get_submodule(name), attribute)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"`{name}.{attribute}` is {value!r}, no number that ranks can share")
+            yield f"{name}.{attribute}", value
+
+
+def _matching(model: nn.Module, patterns: Sequence[str], cut: Cut) -> dict[str, Cut]:
+    return {name: cut for name, _ in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def dim_of(module: nn.Module, way: Way) -> int:
+    """The dimension of the weight along which a layer is split."""
+    if isinstance(module, nn.Embedding):
+        return 0
+    return int(is_transposed(module) == (way != "rows"))
+
+
+def outputs_of(module: nn.Module) -> int:
+    """Number of outputs of a linear layer."""
+    weight: Any = module.weight
+    return weight.shape[dim_of(module, "columns")]

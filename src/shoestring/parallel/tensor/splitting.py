@@ -1,0 +1,233 @@
+"""Splits the layers of a model over ranks: each holds parts of their weights, and exchanges activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shoestring.collectives import broadcast_tensors
+from shoestring.core.attachments import Attachments
+from shoestring.core.feature import DATA, Phase
+from shoestring.core.shard_order import ShardOrder
+from shoestring.core.world import World
+from shoestring.models.blocks import is_transposed
+from shoestring.models.gpt import Embedding
+from shoestring.parallel.tensor.collectives import GatherParts, SharedInput, SharingRanks, SumParts
+from shoestring.parallel.tensor.names import HELD_FACT, TENSOR, WHOLE_FACT
+from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
+
+if TYPE_CHECKING:
+    from shoestring.parallel.settings import Tensor as Settings
+
+
+def attach(attachments: Attachments, settings: Settings) -> None:
+    """Split the model over the ranks of the mesh axis; does nothing if there is one only."""
+    if attachments.world.ranks_over([TENSOR]) > 1:
+        attachments.claim([TENSOR], trained=True, whole=True)
+        plan = plan_of(attachments.module, settings, settings.splits_vocabulary(attachments.features))
+        Splitting(attachments, plan).attach()
+
+
+def _mesh(world: World) -> DeviceMesh:
+    """The ranks that have the same layers: those that share them, and those that read other samples."""
+    assert world.mesh is not None
+    return world.mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether a model has dropout, in its modules or by its configuration."""
+    config: Any = getattr(model, "config", None)
+    numbers = vars(config).items() if config is not None else ()
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()) or any(
+        ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0 for name, value in numbers
+    )
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
+
+
+class Splitting:
+    """A rank's parts of the layers of a model."""
+
+    def __init__(self, attachments: Attachments, plan: SplitPlan) -> None:
+        group, mesh = attachments.world.group([TENSOR]), _mesh(attachments.world)
+        assert group is not None
+        self.attachments, self.model, self.plan, self.mesh = attachments, attachments.module, plan, mesh
+        self.ranks = SharingRanks(group, attachments.trace)
+        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # parameter -> this rank's part of it
+        self.stepped: dict[nn.Parameter, DTensor] = {}  # part, or a parameter that all ranks have -> what is optimized
+        self.orders: dict[nn.Parameter, ShardOrder] = {}
+        self._readings: dict[str, SharedInput] = {}  # by name of the module that several layers belong to
+        self.layers = {  # without those of other stages of a pipeline
+            name: cut for name, cut in plan.layers.items() if _is_trained(self._weight(name))
+        }
+        for name, cut in self.layers.items():
+            self._cut(self.model.get_submodule(name), cut)
+
+    def attach(self) -> None:
+        """Let the optimizer step the parts, and let the layers compute with them."""
+        attachments, facts = self.attachments, self.attachments.trace.facts
+        named = {name: tensor for name, tensor in attachments.named().items() if tensor.requires_grad}
+        whole = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+        for tensor in whole.values():
+            if tensor not in self.parts:  # foreach operations take no plain tensors beside DTensors
+                self.stepped[tensor] = self._placed(tensor.detach(), None, tensor.shape, tensor.stride())
+        attachments.shard(
+            over=(),
+            sync=self._sync,
+            trained={name: self.stepped[self.parts.get(tensor, tensor)] for name, tensor in whole.items()},
+            orders={name: self.orders[tensor] for name, tensor in whole.items() if tensor in self.orders},
+        )
+        attachments.at(Phase.CLIP, self._move_gradients)
+        facts[WHOLE_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
+        for name, cut in self.layers.items():
+            self._run(name, self.model.get_submodule(name), cut)
+        for name in self.plan.summed:
+            for parameter in filter(_is_trained, self.model.get_submodule(name).parameters()):
+                attachments.exits.callback(parameter.register_hook(self._summed).remove)
+        for module in self.model.modules():
+            for name, parameter in [*module._parameters.items()]:
+                if parameter in self.parts:
+                    module._parameters[name] = self.parts[parameter]
+        for path, number in self.plan.divided.items():
+            owner, _, attribute = path.rpartition(".")
+            if owner != "config":
+                self._set(self.model.get_submodule(owner), attribute, number // self.ranks.size)
+        if _drops(self.model):
+            attachments.at(Phase.FORWARD, self._draw_alike)
+        facts[HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
+
+    def _draw_alike(self) -> None:
+        """Let all ranks draw the same random numbers in a step: they must drop the same parts of what they share."""
+        device = self.attachments.world.device
+        state = torch.get_rng_state().to(device)
+        broadcast_tensors([state], self.ranks.group)
+        torch.set_rng_state(state.cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device).to(device)
+            broadcast_tensors([state], self.ranks.group)
+            torch.cuda.set_rng_state(state.cpu(), device)
+
+    def _weight(self, layer: str) -> nn.Parameter:
+        return self.model.get_submodule(layer).get_parameter("weight")
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _cut(self, module: nn.Module, cut: Cut) -> None:
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        dim = dim_of(module, cut.way)
+        self._part(weight, dim, cut.sections)
+        if bias is not None and cut.way != "rows":
+            self._part(bias, 0, cut.sections)
+
+    @torch.no_grad()
+    def _part(self, parameter: nn.Parameter, dim: int, sections: tuple[int, ...]) -> None:
+        if parameter in self.parts:  # tied
+            return
+        shape, stride = parameter.shape, parameter.stride()
+        ordered = parameter.detach()
+        if len(sections) > 1:
+            order = self.orders[parameter] = ShardOrder.of(shape, dim, sections, self.ranks.size)
+            ordered = order.into(ordered)
+        chunks = ordered.chunk(self.ranks.size, dim)
+        local = chunks[self.ranks.index].contiguous().clone()
+        part = self.parts[parameter] = nn.Parameter(local)
+        self.stepped[part] = self._placed(local, dim, shape, stride)
+
+    def _placed(self, local: Tensor, dim: int | None, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+        """The DTensor of a part, split along a dimension, or of what all ranks have."""
+        names = self.mesh.mesh_dim_names or ()
+        placements = [Replicate() if dim is None or name != TENSOR else Shard(dim) for name in names]
+        placed = DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        placed.requires_grad_()
+        return placed
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self._move_gradients()
+
+    def _move_gradients(self) -> None:
+        """Give the optimizer the gradients."""
+        for part, stepped in self.stepped.items():
+            if part.grad is not None:
+                layout: dict[str, Any] = {"shape": stepped.shape, "stride": stepped.stride()}
+                stepped.grad = DTensor.from_local(part.grad, self.mesh, stepped.placements, run_check=False, **layout)
+                part.grad = None
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        return self.ranks.sum(gradient.clone())
+
+    # -- forward passes ----------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, module: nn.Module, cut: Cut) -> None:
+        """Let a layer compute with its part."""
+        reading = self._readings.setdefault(name.rpartition(".")[0], SharedInput(self.ranks))
+        sizes = self._sizes(module, dim_of(module, cut.way))
+        size, inner = sizes[self.ranks.index], module.forward
+        if cut.way == "vocabulary":
+            self.attachments.patch(module, partial(self._look_up, inner, sum(sizes[: self.ranks.index]), size))
+            padding: Any = getattr(module, "padding_idx", None)
+            if padding is not None:
+                row = padding - sum(sizes[: self.ranks.index])
+                self._set(module, "padding_idx", row if 0 <= row < size else None)
+            if isinstance(module, Embedding):  # its own output layer too
+                self._set(module, "logits", partial(self._gathered, module.logits, SharedInput(self.ranks), sizes))
+            self._set(module, "num_embeddings", size)
+        elif cut.way == "rows":
+            self.attachments.patch(module, partial(self._rows, module))
+            self._set(module, "nx" if is_transposed(module) else "in_features", size)
+        else:
+            self._set(module, "nf" if is_transposed(module) else "out_features", size)
+            if cut.way == "columns":
+                self.attachments.patch(module, lambda hidden: inner(reading(hidden)))
+            else:
+                self.attachments.patch(module, partial(self._gathered, inner, reading, sizes))
+
+    def _sizes(self, module: nn.Module, dim: int) -> list[int]:
+        """The size of each rank's part of a layer's weight."""
+        whole = module.get_parameter("weight").shape[dim]  # which is not replaced yet
+        return [len(part) for part in torch.arange(whole).chunk(self.ranks.size)]
+
+    def _rows(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        output = hidden @ weight if is_transposed(module) else F.linear(hidden, weight)
+        output = SumParts.apply(output, self.ranks)
+        assert isinstance(output, Tensor)
+        return output if bias is None else output + bias
+
+    def _look_up(self, inner: Callable[[Tensor], Tensor], first: int, size: int, entries: Tensor) -> Tensor:
+        own = entries - first
+        inside = (own >= 0) & (own < size)
+        hidden = inner(own.where(inside, 0)).masked_fill(~inside[..., None], 0.0)
+        output = SumParts.apply(hidden, self.ranks)
+        assert isinstance(output, Tensor)
+        return output
+
+    def _gathered(
+        self, inner: Callable[[Tensor], Tensor], reading: SharedInput, sizes: list[int], hidden: Tensor
+    ) -> Tensor:
+        output = GatherParts.apply(inner(reading(hidden)), self.ranks, sizes)
+        assert isinstance(output, Tensor)
+        return output
+
+    def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """Set an attribute of a module until the job is closed."""
+        if attribute not in vars(module):
+            setattr(module, attribute, value)
+            self.attachments.exits.callback(delattr, module, attribute)
+        elif attribute in vars(module):
+            self.attachments.exits.callback(setattr, module, attribute, vars(module)[attribute])
+            setattr(module, attribute, value)

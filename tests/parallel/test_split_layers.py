@@ -1,0 +1,130 @@
+"""Layers split over ranks train what one process trains, in fp64; what does not work is refused before allocation."""
+
+import random
+import shutil
+
+import pytest
+
+from shoestring.testing.pool import Pool, RankError
+from tests.parallel.test_stages import same
+from tests.rigs import pipelines, planted
+
+QUICK = [("tied", {}), ("grouped", {}), ("llama", {"vocabulary": "whole"}), ("gpt2", {})]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    with Pool(2, timeout=120) as two, Pool(4, timeout=120) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.mark.parametrize(("model", "settings"), QUICK)
+def test_two_ranks_train_what_one_process_does(pools, model, settings):
+    same(pools[2].call(pipelines.train, model=model, tensor=settings), pipelines.train(model=model))
+
+
+def test_a_clipped_step_beside_replicas_is_that_of_one_process(pools):
+    wanted = pipelines.train(model="grouped", beside="clip")
+    same(pools[4].call(pipelines.train, model="grouped", beside="clip", tensor={"ways": 2}), wanted)
+
+
+MODELS = ("tied", "untied", "grouped", "llama", "tied llama", "qwen3", "gpt2", "vit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "exchange", "lamb", "fp16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_models_train_what_one_process_does(pools, model, beside):
+    if beside == "fp16" and model == "vit":
+        pytest.skip("the rig plants its overflow in a list of blocks")
+    wanted = pipelines.train(model=model, beside=beside)
+    arguments = {"model": model, "beside": beside}
+    same(pools[2].call(pipelines.train, tensor={}, **arguments), wanted)
+    for over in ("ddp", "dense") if beside != "exchange" else ("ddp",):
+        same(pools[4].call(pipelines.train, tensor={"ways": 2}, over=over, **arguments), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", planted.IN_LAYERS)
+def test_a_fault_is_noticed(pools, tmp_path, fault):
+    """What is wrong in a checkpoint shows once one process resumes it."""
+    model = planted.IN_OTHER_MODELS.get(fault, {"model": "qwen3"})
+    given = {"fault": fault, "beside": "clip", "tensor": {"ways": 2}, **model}
+    if resumes := fault in planted.IN_CHECKPOINTS:
+        pools[4].call(planted.train_with, folder=str(tmp_path), stop=3, **given)
+        given |= {"folder": str(tmp_path), "resume": True}
+    results = pools[4].call(planted.train_with, **given)
+    with pytest.raises(AssertionError):
+        same(results, pipelines.train(beside="clip", **model), 3 if resumes else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
+    """Whole models, replicas, split layers and pipelines: drawn for the start and for the rest of a run."""
+    draw = random.Random(seed)
+    model = draw.choice(["tied", "grouped", "tied llama", "gpt2"])
+    wanted = pipelines.train(model=model)
+    ways = [
+        (1, {}),
+        (2, {"tensor": {}}),
+        (4, {"tensor": {"ways": 2}}),
+        (2, {}),
+        (2, {"pipeline": {}}),
+        (4, {"tensor": {"ways": 2, "vocabulary": "whole"}}),
+        (2, {"over": "zero"}),
+    ]
+    began = draw.choice(ways)
+    resumed = draw.choice([way for way in ways if way is not began])
+    if not any("tensor" in way[1] for way in (began, resumed)):
+        began = ways[2]
+    for (ranks, arguments), others in ((began, {"stop": 3}), (resumed, {"resume": True})):
+        given = {"model": model, "folder": str(tmp_path), **arguments, **others}
+        results = pools[ranks].call(pipelines.train, **given) if ranks > 1 else [pipelines.train(**given)]
+        if "resume" in others:
+            same(results, wanted, 3)
+        shutil.rmtree(tmp_path / "memory", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
+    whole = pools[4].call(pipelines.train, tensor={"ways": 2}, model="grouped")
+    pools[4].call(pipelines.train, tensor={"ways": 2}, model="grouped", folder=str(tmp_path), stop=3)
+    rest = pools[4].call(pipelines.train, tensor={"ways": 2}, model="grouped", folder=str(tmp_path), resume=True)
+    assert [one["losses"][3:] for one in whole] == [one["losses"] for one in rest]
+    assert [one["weights"] for one in whole] == [one["weights"] for one in rest]
+
+
+REFUSED = [
+    ({"tensor": {"ways": 3}}, "does not divide the 2 ranks of a host"),
+    ({"tensor": {}, "beside": "lora"}, "exports weights of the whole model"),
+    ({"tensor": {}, "beside": "fsdp"}, "shards the parameters of whole layers"),
+    ({"tensor": {}, "beside": "compile"}, "compiles the model, which exchanges"),
+    ({"tensor": {"ways": 2}, "over": "zero"}, "shards the optimizer of whole layers"),
+    ({"tensor": {}, "checkpoint": "plain"}, "takes the first rank's parameters"),
+    ({"tensor": {}, "model": "two lists"}, "there is no table of how Strange is split"),
+    ({"tensor": {}, "model": "frozen"}, "is frozen"),
+    ({"tensor": {}, "model": "one head"}, "2 ranks cannot share the 1 of `blocks.0.attention.kv_heads` equally"),
+    ({"tensor": {"columns": ["blocks.*.qkw"]}}, "no layer is called `blocks.\\*.qkw`"),
+    ({"tensor": {"columns": ["blocks.*.qkv:3+0"]}}, "are not 3\\+0 equal parts"),
+    ({"tensor": {"columns": ["blocks.*.qkv"]}}, "splits no layer by its rows"),
+    ({"tensor": {"rows": ["blocks.*_norm"]}}, "whose forward pass is not that of a linear layer"),
+    ({"tensor": {"columns": ["*.gate_up:1+1"], "rows": ["*.down"], "heads": ["blocks.*.width"]}}, "no module has an"),
+    ({"tensor": {"vocabulary": "split"}, "beside": "chunked"}, "computes a loss in the output layer"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[f"{number}" for number in range(len(REFUSED))])
+def test_what_does_not_work_is_refused(pools, tmp_path, arguments, message):
+    with pytest.raises(RankError, match=message):
+        pools[4 if "over" in arguments else 2].call(pipelines.train, folder=str(tmp_path), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["alone", "clip", "recompute", "fp16"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "vit"])
+def test_stages_of_split_layers_train_what_one_process_does(pools, model, beside):
+    wanted = pipelines.train(model=model, beside=beside)
+    for pipeline in ({"stages": 2}, {"stages": 2, "chunks": 2}):
+        results = pools[4].call(pipelines.train, model=model, beside=beside, pipeline=pipeline, tensor={"ways": 2})
+        same(results, wanted)
