@@ -7,9 +7,14 @@ import pytest
 
 from shoestring.testing.pool import Pool, RankError
 from tests.parallel.test_stages import same
-from tests.rigs import pipelines, planted
+from tests.rigs import families, pipelines, planted
 
-QUICK = [("tied", {}), ("grouped", {}), ("llama", {"vocabulary": "whole"}), ("gpt2", {})]
+QUICK = [
+    ("tied", {}),
+    ("grouped", {"vocabulary": "whole"}),
+    pytest.param("llama", {"vocabulary": "whole"}, marks=pytest.mark.slow),
+    pytest.param("gpt2", {}, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,17 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
     rest = pools[4].call(pipelines.train, tensor={"ways": 2}, model="grouped", folder=str(tmp_path), resume=True)
     assert [one["losses"][3:] for one in whole] == [one["losses"] for one in rest]
     assert [one["weights"] for one in whole] == [one["weights"] for one in rest]
+
+
+@pytest.mark.slow
+@pytest.mark.share(4)
+@pytest.mark.parametrize("part", range(4))
+def test_any_family_of_transformers_is_split_exactly_or_refused(pools, part):
+    zoo = pytest.importorskip("benchmarks.models.zoo")
+    names = [name for name in sorted(set(zoo.CASES) - set(zoo.missing())) if name != "xglm"]  # not in double precision
+    kinds = {name: families.kind(pools[2], name) for name in names[part::4]}
+    assert {name: kind for name, kind in kinds.items() if kind not in ("equal", "refused")} == {}
+    assert list(kinds.values()).count("equal") >= 5
 
 
 REFUSED = [

@@ -179,6 +179,16 @@ def batches(model: str, step: int, micro: int, index: int, ranks: int) -> list[d
     return made
 
 
+def _built(model: str) -> nn.Module:
+    if model.startswith("zoo: "):  # a family of transformers
+        from benchmarks.models import zoo
+
+        family = zoo.build(model.removeprefix("zoo: "), 0)
+        family.config.use_cache = False
+        return family.eval()
+    return MODELS[model]() if model in MODELS else Strange(model)
+
+
 def _mixed(value: Tensor) -> float:
     """A sum that depends on where each number stands."""
     draw = torch.Generator().manual_seed(value.numel())
@@ -216,7 +226,7 @@ def train(
         return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
     torch.manual_seed(0)
-    built = (MODELS[model]() if model in MODELS else Strange(model)).double()
+    built = _built(model).double()
     if beside == "fp16":  # the gradient of one block overflows in the second step
         last = repeated(built)[-1]
         factors = iter([1.0] * micro + [inf] * micro)

@@ -137,7 +137,7 @@ class ModelState:
         tied = {
             self._own_name(name): names[value]
             for name, value in self.model.state_dict(keep_vars=True).items()
-            if value in names
+            if isinstance(value, nn.Parameter) and value in names
         }
         return {
             name: owner

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shoestring.core.attachments import Attachments
@@ -62,7 +63,7 @@ def _refused(feature: Feature, settings: Tensor) -> str:
 def _faults(model: nn.Module, name: str, cut: Cut, ranks: int) -> Iterator[str]:
     module: Any = model.get_submodule(name)
     kind = type(module)
-    if not (kind.forward in (nn.Linear.forward, nn.Embedding.forward) or is_transposed(module)):
+    if not (kind.forward in (nn.Linear.forward, nn.Embedding.forward) or is_transposed(module) or _is_scaled(module)):
         yield f"is a {kind.__name__}, whose forward pass is not that of a linear layer or an embedding"
     elif (cut.way == "vocabulary") != isinstance(module, nn.Embedding):
         yield f"is a {kind.__name__}, which has no {cut.way} to split"
@@ -79,6 +80,17 @@ def _faults(model: nn.Module, name: str, cut: Cut, ranks: int) -> Iterator[str]:
         if extent % ranks:
             what = "inputs" if cut.way == "rows" else "outputs"
             yield f"has {extent} {what}, which {ranks} ranks cannot share equally"
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Whether a module is an embedding times a number (Gemma's), by what it computes."""
+    if not isinstance(module, nn.Embedding) or module.weight.is_meta:
+        return False
+    entries = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
+    with torch.no_grad():
+        output, weight = module(entries).double(), module.weight[entries].double()
+        scale = (output * weight).sum() / weight.square().sum().clamp(min=1e-30)
+        return torch.allclose(output, weight * scale, rtol=1e-2, atol=1e-6)
 
 
 def _check_completeness(plan: SplitPlan, settings: Tensor) -> None:

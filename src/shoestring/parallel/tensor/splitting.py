@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,9 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring.collectives import broadcast_tensors
 from shoestring.core.attachments import Attachments
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.shard_order import ShardOrder
 from shoestring.core.world import World
+from shoestring.figures import percent
+from shoestring.models import hf
 from shoestring.models.blocks import is_transposed
 from shoestring.models.gpt import Embedding
 from shoestring.parallel.tensor.collectives import GatherParts, SharedInput, SharingRanks, SumParts
@@ -26,6 +30,10 @@ from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Tensor as Settings
+
+
+PROBE = 16
+"""Number of tokens for which a split model must compute what the whole one does."""
 
 
 def attach(attachments: Attachments, settings: Settings) -> None:
@@ -51,6 +59,14 @@ def _drops(model: nn.Module) -> bool:
     )
 
 
+def _fingerprint(stepped: DTensor) -> Tensor:
+    """Two numbers that tell gradients apart: the norm, and the sum with weights that change along the gradient."""
+    assert isinstance(stepped.grad, DTensor)
+    gradient = stepped.grad.to_local().detach().flatten().double()
+    places = torch.linspace(-1, 1, len(gradient), dtype=torch.float64, device=gradient.device)
+    return torch.stack([gradient.norm(), gradient @ places])
+
+
 def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad
 
@@ -66,6 +82,7 @@ class Splitting:
         self.parts: dict[nn.Parameter, nn.Parameter] = {}  # parameter -> this rank's part of it
         self.stepped: dict[nn.Parameter, DTensor] = {}  # part, or a parameter that all ranks have -> what is optimized
         self.orders: dict[nn.Parameter, ShardOrder] = {}
+        self._compared = self._called = False
         self._readings: dict[str, SharedInput] = {}  # by name of the module that several layers belong to
         self.layers = {  # without those of other stages of a pipeline
             name: cut for name, cut in plan.layers.items() if _is_trained(self._weight(name))
@@ -75,6 +92,7 @@ class Splitting:
 
     def attach(self) -> None:
         """Let the optimizer step the parts, and let the layers compute with them."""
+        before = self._answer()
         attachments, facts = self.attachments, self.attachments.trace.facts
         named = {name: tensor for name, tensor in attachments.named().items() if tensor.requires_grad}
         whole = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
@@ -89,6 +107,7 @@ class Splitting:
         )
         attachments.at(Phase.CLIP, self._move_gradients)
         facts[WHOLE_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
+        attachments.patch(self.model, partial(self._first, self.model.forward))
         for name, cut in self.layers.items():
             self._run(name, self.model.get_submodule(name), cut)
         for name in self.plan.summed:
@@ -104,6 +123,7 @@ class Splitting:
                 self._set(self.model.get_submodule(owner), attribute, number // self.ranks.size)
         if _drops(self.model):
             attachments.at(Phase.FORWARD, self._draw_alike)
+        self._check_answer(before)
         facts[HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
 
     def _draw_alike(self) -> None:
@@ -116,6 +136,42 @@ class Splitting:
             state = torch.cuda.get_rng_state(device).to(device)
             broadcast_tensors([state], self.ranks.group)
             torch.cuda.set_rng_state(state.cpu(), device)
+
+    @torch.no_grad()
+    def _answer(self) -> Tensor | None:
+        """The logits of a language model of transformers for a few tokens; None for other models, and for stages."""
+        model: Any = self.model
+        if not hf.is_pretrained(model) or self.attachments.elsewhere or model.get_output_embeddings() is None:
+            return None
+        if any(tensor.is_meta for tensor in model.parameters()):
+            return None
+        training = {module: module.training for module in model.modules()}
+        tokens = torch.arange(PROBE, device=self.attachments.world.device)[None] % len(
+            model.get_input_embeddings().weight
+        )
+        try:
+            return model.eval()(tokens).logits.double()
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    def _check_answer(self, before: Tensor | None) -> None:
+        """Refuse a model that computes something else with its layers split, such as with statistics of all features.
+
+        Raises:
+            ConfigError: the logits differ by more than the order of sums explains.
+        """
+        after = self._answer()
+        if before is None or after is None:
+            return
+        kind = next(self.model.parameters()).dtype
+        apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+        if apart > (1e-3 if kind.itemsize > 2 else 1e-1):
+            model = type(self.model).__name__
+            raise ConfigError(
+                f"{model} computes something else with its layers split: its logits are {percent(apart)} off",
+                hint="something between the layers needs all features: use parallel.FSDP() for this model",
+            )
 
     def _weight(self, layer: str) -> nn.Parameter:
         return self.model.get_submodule(layer).get_parameter("weight")
@@ -158,6 +214,8 @@ class Splitting:
         yield
         if last:
             self._move_gradients()
+            if not self._compared:
+                self._compare()
 
     def _move_gradients(self) -> None:
         """Give the optimizer the gradients."""
@@ -167,10 +225,48 @@ class Splitting:
                 stepped.grad = DTensor.from_local(part.grad, self.mesh, stepped.placements, run_check=False, **layout)
                 part.grad = None
 
+    def _compare(self) -> None:
+        """Refuse a split that is not that of the model, in the first step: what all ranks have gets other gradients.
+
+        Raises:
+            ConfigError: a parameter outside of the split layers is used on what a rank alone has.
+        """
+        self._compared, parts = True, {*self.parts.values()}
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        shared = [part for part, stepped in self.stepped.items() if part not in parts and stepped.grad is not None]
+        if not shared:
+            return
+        probes = torch.stack([_fingerprint(self.stepped[part]) for part in shared])
+        high, low = probes.clone(), probes.clone()
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.ranks.group)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.ranks.group)
+        apart = (high - low).abs().amax(1) > 1e-3 * high.abs().amax(1)
+        for part in (shared[number] for number in apart.nonzero().flatten().tolist()):
+            raise ConfigError(
+                f"`{names[part]}` has another gradient on each rank: it is applied to what a rank alone computes",
+                hint="the layers that are split do not fit together: use parallel.FSDP() for this model",
+            )
+
     def _summed(self, gradient: Tensor) -> Tensor:
         return self.ranks.sum(gradient.clone())
 
     # -- forward passes ----------------------------------------------------------------------------------------------
+
+    def _first(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass; an error of the first one is one of the split."""
+        if self._called:
+            return inner(*args, **kwargs)
+        try:
+            output = inner(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"{type(self.model).__name__} does not run with its layers split: {error}",
+                hint="some of its numbers are not divided with them: use parallel.FSDP() for this model",
+            ) from error
+        self._called = True
+        return output
 
     def _run(self, name: str, module: nn.Module, cut: Cut) -> None:
         """Let a layer compute with its part."""
