@@ -128,6 +128,7 @@ class Contestant:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self.pid = process.pid
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
         """Have it write so many tokens behind each prompt; returns the seconds by the clock and of its processors."""

@@ -49,6 +49,11 @@ def test_all_models_train_what_one_process_does(pools, model, beside):
         same(pools[4].call(pipelines.train, tensor={"ways": 2}, over=over, **arguments), wanted)
 
 
+def test_ranks_that_drew_other_weights_begin_with_those_of_the_first(pools):
+    results = pools[2].call(pipelines.train, tensor={}, seeds=[0, 1])
+    same(results, pipelines.train())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted.IN_LAYERS)
 def test_a_fault_is_noticed(pools, tmp_path, fault):

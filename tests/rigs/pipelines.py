@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -207,6 +208,7 @@ def train(
     resume: bool = False,
     stop: int = STEPS,
     checkpoint: str = "tiered",
+    seeds: Sequence[int] = (0,),
 ) -> dict:
     """Losses of the steps, norms of clipped gradients, the held-out loss, and the weights."""
     world = here()
@@ -225,7 +227,7 @@ def train(
     def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
-    torch.manual_seed(0)
+    torch.manual_seed(seeds[world.rank % len(seeds)])
     built = _built(model).double()
     if beside == "fp16":  # the gradient of one block overflows in the second step
         last = repeated(built)[-1]

@@ -87,6 +87,9 @@ class Splitting:
         self.layers = {  # without those of other stages of a pipeline
             name: cut for name, cut in plan.layers.items() if _is_trained(self._weight(name))
         }
+        # Ranks may have drawn other first weights.
+        held = [*self.model.parameters(), *self.model.buffers()]
+        broadcast_tensors([tensor for tensor in held if not tensor.is_meta], group)
         for name, cut in self.layers.items():
             self._cut(self.model.get_submodule(name), cut)
 
