@@ -63,9 +63,9 @@ def test_a_fault_is_noticed(pools, tmp_path, fault):
     if resumes := fault in planted.IN_CHECKPOINTS:
         pools[4].call(planted.train_with, folder=str(tmp_path), stop=3, **given)
         given |= {"folder": str(tmp_path), "resume": True}
-    results = pools[4].call(planted.train_with, **given)
-    with pytest.raises(AssertionError):
-        same(results, pipelines.train(beside="clip", **model), 3 if resumes else None)
+    wanted = pipelines.train(beside="clip", **model)
+    with pytest.raises((AssertionError, RankError)):  # the split refuses some itself
+        same(pools[4].call(planted.train_with, **given), wanted, 3 if resumes else None)
 
 
 @pytest.mark.slow
