@@ -232,8 +232,8 @@ def train(
     if beside == "fp16":  # the gradient of one block overflows in the second step
         last = repeated(built)[-1]
         factors = iter([1.0] * micro + [inf] * micro)
-        norm = next(parameter for parameter in last.parameters() if parameter.ndim == 1)
-        norm.register_hook(lambda grad: grad * next(factors, 1.0))
+        norm = next(module for module in last.modules() if "Norm" in type(module).__name__)
+        norm.get_parameter("weight").register_hook(lambda grad: grad * next(factors, 1.0))
     forward = twice if model == "two calls" else call_model
     job = ss.compose(Job(built, forward, optimizer=adam, progress=Progress(total=STEPS), world=world), features)
     with job:

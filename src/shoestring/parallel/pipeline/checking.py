@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoestring.core.attachments import Attachments
-from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 from shoestring.models.blocks import routers
+from shoestring.parallel.beside import check_beside
 from shoestring.parallel.pipeline.names import STAGE
 from shoestring.parallel.pipeline.stage import Layout, first_part, own_parts
 
@@ -22,8 +24,6 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
     stages = attachments.world.ranks_over([STAGE])
     if stages == 1:
         return
-    if attachments.wrapped:
-        raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
     layout = Layout(attachments.module)
     parts, first = settings.parts(layout, stages), first_part(layout, attachments.features)
     for index in range(stages):
@@ -38,25 +38,15 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
     if routers(attachments.module):
         message = f"{type(attachments.module).__name__} has routers, whose auxiliary loss needs those of all stages"
         raise ConfigError(message, hint=f"remove [{settings.name}]")
-    for feature in attachments.features:
-        reason = _refused(feature, settings)
-        if reason:
-            raise ConflictError(
-                f"`{feature.name}` {reason}, beside `{settings.name}`",
-                hint=f"remove the table [{feature.name}] or [{settings.name}]",
-            )
+    check_beside(attachments, settings, partial(_refused, settings))
 
 
-def _refused(feature: Feature, settings: Pipeline) -> str:
+def _refused(settings: Pipeline, feature: Feature) -> str:
     """Why a feature does not work beside a pipeline; empty if it does."""
     if Seam.GRAPH in feature.seams:
         return "compiles the whole model, of which a stage runs a part"
     if feature.divided == "parameters":
         return "shards the parameters of the whole model, of which a stage has a part"
-    if feature.adds_parameters or type(feature).export is not Feature.export:
-        return "exports weights of the whole model, of which a stage has a part"
-    if feature.reads_first_rank:
-        return "takes the first rank's parameters for those of the model, of which a stage has a part"
     if settings.chunks > 1 and feature.averages_in_backward:
         return "averages gradients in one backward pass, and a stage of several parts has several"
     return ""

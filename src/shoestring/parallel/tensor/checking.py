@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shoestring.core.attachments import Attachments
-from shoestring.core.errors import ConfigError, ConflictError
+from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
 from shoestring.models.blocks import is_transposed
+from shoestring.parallel.beside import check_beside
 from shoestring.parallel.tensor.names import TENSOR
 from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
 
@@ -24,15 +26,7 @@ def check(attachments: Attachments, settings: Tensor) -> None:
     ranks = attachments.world.ranks_over([TENSOR])
     if ranks == 1:
         return
-    if attachments.wrapped:
-        raise ConfigError("the model is already wrapped in DDP", hint=f"remove DDP or {settings.name}")
-    for feature in attachments.features:
-        reason = _refused(feature, settings)
-        if reason:
-            raise ConflictError(
-                f"`{feature.name}` {reason}, beside `{settings.name}`",
-                hint=f"remove the table [{feature.name}] or [{settings.name}]",
-            )
+    check_beside(attachments, settings, partial(_refused, settings))
     model = attachments.module
     plan = plan_of(model, settings, settings.splits_vocabulary(attachments.features))
     for path, number in plan.divided.items():
@@ -45,16 +39,12 @@ def check(attachments: Attachments, settings: Tensor) -> None:
     _check_completeness(plan, settings)
 
 
-def _refused(feature: Feature, settings: Tensor) -> str:
+def _refused(settings: Tensor, feature: Feature) -> str:
     """Why a feature does not work beside a tensor split; empty if it does."""
     if Seam.GRAPH in feature.seams:
         return "compiles the model, which exchanges activations between its layers"
     if feature.divided:
         return f"shards the {feature.divided} of whole layers, of which a rank has a part"
-    if feature.adds_parameters or type(feature).export is not Feature.export:
-        return "exports weights of the whole model, of which a rank has a part"
-    if feature.reads_first_rank:
-        return "takes the first rank's parameters for those of the model, of which a rank has a part"
     if Seam.LOSS in feature.seams and (settings.vocabulary == "split" or settings.gathered):
         return "computes a loss in the output layer, of which a rank has a part"
     return ""

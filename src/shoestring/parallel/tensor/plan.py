@@ -62,7 +62,12 @@ def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
     Raises:
         ConfigError: there is no table for this model, or the user's table does not fit it.
     """
-    if settings.columns or settings.rows or settings.gathered:
+    if settings.columns or settings.rows or settings.gathered or settings.heads:
+        if settings.vocabulary != "auto":
+            message = f"`{settings.name}.vocabulary` is of the built-in tables, and these layers are named one by one"
+            raise ConfigError(
+                message, hint=f"name embeddings and the output layer in `{settings.name}.gathered`, or not"
+            )
         return _by_user(model, settings)
     table = _table(model)
     if table is None:
@@ -70,7 +75,11 @@ def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
             f"there is no table of how {type(model).__name__} is split",
             hint=f"name its layers in `{settings.name}.columns` and `{settings.name}.rows`",
         )
-    return SplitPlan({**table.layers, **(_vocabulary(model) if vocabulary else {})}, table.divided, table.summed)
+    entries = _vocabulary(model) if vocabulary else {}
+    if settings.vocabulary == "split" and not entries:
+        message = f"{type(model).__name__} has no embeddings of tokens with an output layer to split"
+        raise ConfigError(message, hint=f"remove `{settings.name}.vocabulary`")
+    return SplitPlan({**table.layers, **entries}, table.divided, table.summed)
 
 
 def _table(model: nn.Module) -> SplitPlan | None:

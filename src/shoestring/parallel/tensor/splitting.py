@@ -327,6 +327,6 @@ class Splitting:
         if attribute not in vars(module):
             setattr(module, attribute, value)
             self.attachments.exits.callback(delattr, module, attribute)
-        elif attribute in vars(module):
+        else:
             self.attachments.exits.callback(setattr, module, attribute, vars(module)[attribute])
             setattr(module, attribute, value)
