@@ -24,7 +24,7 @@ from shoestring.comm import Auto
 from shoestring.comm.auto import cost_model
 from shoestring.comm.auto.cost_model import CodecCost
 from shoestring.comm.auto.decision import Candidate, Measurements, RankMeasurements, decide, explain_spread
-from shoestring.comm.auto.probes import CodecTiming, fit_line, solve_slowdown, time_codec
+from shoestring.comm.auto.probes import CodecTiming, solve_slowdown, time_codec
 from shoestring.comm.codecs.codec import ExchangeContext
 from shoestring.comm.codecs.dense import DenseCodec
 from shoestring.comm.codecs.lockstep import run_lockstep
@@ -37,6 +37,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster, Collective
+from shoestring.planning.links import fit_line
 from shoestring.planning.simulate import makespan
 from shoestring.run import load
 from shoestring.testing import FeatureSuite
@@ -382,6 +383,8 @@ def test_the_verb_writes_a_run_file_with_the_choice(tmp_path):
         str(source),
         "--workers",
         "2",
+        "--tries",
+        "0",
         "--comm.bf16.transport.parts",
         "1",
     ]

@@ -10,6 +10,7 @@ from tests.rigs import pipelines, planted
 
 CLOSE = 1e-10
 ALONE = [("tied", {}), ("untied", {"chunks": 2}), ("grouped", {"schedule": "gpipe"}), ("llama", {"ahead": 0})]
+ALONE += [("tied", {"embeddings": "first", "chunks": 2})]
 
 
 @pytest.fixture(scope="module")

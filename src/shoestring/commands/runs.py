@@ -154,10 +154,12 @@ class Plan(RunSource):
     """Number of ranks to start."""
     out: Path | None = None
     """Path of the run file to write; defaults to plan.toml beside the run file."""
+    tries: int = 2
+    """Number of ways to train, the fastest as predicted, that are tried for a few steps before one is chosen."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides, trusted=False)
-        out = ["--out", str(self.out)] if self.out else []
+        out = ["--tries", str(self.tries), *(["--out", str(self.out)] if self.out else [])]
         code = self.ranks.launch("plan", self.source, *out, *overrides)
         if code is not None:
             return code
@@ -167,7 +169,7 @@ class Plan(RunSource):
         with join(timeout=resolved.settings.timeout) as world:
             _silence_other_ranks(world.first)
             path = self.out or default_path(self.source)
-            planned = plan(resolved, world, path)
+            planned = plan(resolved, world, path, self.tries)
             if world.first:
                 say("\n".join(describe(planned, world)))
                 say(f"written to {path}; start it with: shoestring train {path}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, splitting
-from shoestring.figures import memory, percent
+from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam, Table, splitting
+from shoestring.figures import memory, percent, seconds
 from shoestring.parallel.pipeline.names import MESSAGES_FACT, STAGE, WAITED_FACT, WHOLE_FACT
 from shoestring.parallel.tensor import names as tensor
+from shoestring.planning.step import GradientExchange, Situation, StepPlan
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 FIRST_BUCKET_MB = 1.05
 """Smallest bucket in MB with which torch.compile works: DDP's first bucket always has 2**20 bytes, and torch.compile
 requires that no other bucket is smaller."""
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in increasing order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,12 @@ class DDP(Feature):
 
         replicate(attachments, self.over, self.bucket_mb, self.find_unused)
 
+    def plan(self, step: StepPlan) -> DDP:
+        lanes = 2 if step.device == "cpu" else 1  # Gloo has two threads for each process group
+        step.average(GradientExchange("all-reduce", self.over, self.bucket_mb * 2**20, lanes=lanes))
+        step.buckets = step.world.ranks_over(self.over) > 1
+        return self
+
     def explain(self, attachments: Attachments) -> str:
         replicas, hosts = attachments.world.ranks_over(self.over), attachments.world.ranks_over([HOSTS])
         if replicas == 1:
@@ -103,6 +115,22 @@ class FSDP(Feature):
         from shoestring.parallel.fsdp import shard
 
         shard(attachments, self.over, self.hosts == "replicate", self.reshard_after_forward)
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[FSDP]:
+        ways = [cls(), cls(hosts="replicate")] if situation.two_levels else [cls()]
+        return [replace(one, reshard_after_forward=reshard) for one in ways for reshard in (True, False)]
+
+    def plan(self, step: StepPlan) -> FSDP:
+        over = DATA if self.hosts == "shard" else (LOCAL,)
+        ranks = step.world.ranks_over(over)
+        if ranks > 1:
+            step.gathered, step.gathers = over, 2 if self.reshard_after_forward else 1
+            step.average(GradientExchange("reduce-scatter", over, 0.0, every=True))
+            step.divided = {"optimizer": ranks, "gradients": ranks, "parameters": ranks}
+        if self.hosts == "replicate":
+            step.average(GradientExchange("all-reduce", (HOSTS,), 0.0, every=True, shard=ranks))
+        return self
 
     def explain(self, attachments: Attachments) -> str:
         hosts, ranks = attachments.world.ranks_over([HOSTS]), attachments.world.ranks_over([LOCAL])
@@ -147,6 +175,10 @@ class Pipeline(Feature):
     ahead: int = 1
     """Micro-batches that a stage has under way for each link between it and the last stage, beyond those that it needs
     without delays. More of them hide slow links, and hold more activations."""
+    embeddings: Literal["auto", "first", "last"] = "auto"
+    """Stage that looks up embeddings if they are tied to the output layer. `last` sends what was looked up to the first
+    stage, and its gradients come back; `first` exchanges the gradient of the embeddings, once a step, which is less for
+    small vocabularies. `auto` is `last`, or `first` beside DDP, which averages gradients in one backward pass."""
 
     seams: ClassVar = (Seam.SHARD, Seam.WIRE)
 
@@ -173,6 +205,11 @@ class Pipeline(Feature):
             if getattr(self, name) < least:
                 raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
 
+    def looks_up_last(self, *, tied: bool, features: Iterable[Feature]) -> bool:
+        """Whether the last stage looks up embeddings."""
+        one_backward = any(feature.averages_in_backward for feature in features)
+        return tied and (self.embeddings == "last" or (self.embeddings == "auto" and not one_backward))
+
     def check(self, attachments: Attachments) -> None:
         from shoestring.parallel.pipeline.checking import check
 
@@ -189,9 +226,13 @@ class Pipeline(Feature):
         Raises:
             ConfigError: there are fewer blocks than parts, or `cuts` do not cut them into these.
         """
+        return self.cut(layout.costs(), stages)
+
+    def cut(self, costs: Sequence[float], stages: int) -> list[range]:
+        """Cut blocks of these costs into parts; see `parts`."""
         from shoestring.parallel.pipeline.orders import balanced
 
-        costs, parts = layout.costs(), stages * self.chunks
+        parts = stages * self.chunks
         if len(costs) < parts:
             wanted = f"{stages} stages" + (f" of {self.chunks} parts" if self.chunks > 1 else "")
             raise ConfigError(
@@ -204,6 +245,41 @@ class Pipeline(Feature):
             message = f"`{self.name}.cuts` {[*self.cuts]} do not cut {len(costs)} blocks into {parts} parts"
             raise ConfigError(message, hint=f"give {parts - 1} increasing numbers between 1 and {len(costs) - 1}")
         return [range(*pair) for pair in pairwise(ends)]
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[Pipeline]:
+        stages = {number for axis in DATA for number in divisors(situation.world.axes[axis]) if number > 1}
+        return [
+            cls(stages=number, chunks=chunks, ahead=ahead)
+            for number in sorted(stages)
+            for chunks in (1, 2)
+            for ahead in (0, 1, 2)
+            if number * chunks <= situation.blocks
+        ]
+
+    def plan(self, step: StepPlan) -> Pipeline:
+        from shoestring.parallel.pipeline.orders import orders
+
+        stages = step.world.ranks_over([STAGE])
+        if stages == 1:
+            return self
+        model = step.model
+        step.stages, step.over_stages = stages, (STAGE,)
+        embeddings = self.embeddings
+        if embeddings == "auto" and model.tied < model.hidden * step.batch / step.replicas:
+            embeddings = "first"
+        settled = replace(self, stages=stages, embeddings=embeddings)
+        step.first = -1 if settled.looks_up_last(tied=bool(model.tied), features=step.features) else 0
+        costs = [
+            model.at(block.forward, step.samples) + model.at(block.backward, step.samples) for block in model.blocks
+        ]
+        for place, around in ((0 if step.first == 0 else -1, model.before), (-1, model.behind)):
+            costs[place] += model.at(around.forward, step.samples) + model.at(around.backward, step.samples)
+        step.parts = tuple(self.cut(costs, stages))
+        step.orders = lambda micro, first: orders(
+            stages, self.chunks, micro, self.schedule, self.ahead, first=-1 if first < 0 else 0
+        )
+        return replace(settled, cuts=tuple(part.start for part in step.parts[1:]))
 
     def explain(self, attachments: Attachments) -> str:
         from shoestring.parallel.pipeline.stage import Layout
@@ -283,6 +359,17 @@ class Tensor(Feature):
 
         attach(attachments, self)
 
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[Tensor]:
+        return [cls(ways=number) for number in divisors(situation.world.axes[LOCAL]) if number > 1]
+
+    def plan(self, step: StepPlan) -> Tensor:
+        ways = step.world.ranks_over([tensor.TENSOR])
+        if ways > 1:
+            step.ways, step.over_ways = ways, (tensor.TENSOR,)
+            step.whole_vocabulary = not self.splits_vocabulary(step.features)
+        return replace(self, ways=ways)
+
     def splits_vocabulary(self, features: Iterable[Feature]) -> bool:
         """Whether embeddings and the output layer are split too."""
         in_loss = any(Seam.LOSS in feature.seams for feature in features)
@@ -305,3 +392,56 @@ class Tensor(Feature):
             measured=True,
             cost=f"a rank exchanged {exchanged} of activations a step, in {percent(waited)} of the time",
         )
+
+
+_AGAIN = "plan again with shoestring plan, or remove the table [parallel.planned]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Feature):
+    """Record of a plan that `shoestring plan` has written: for which model and ranks, and what was predicted.
+
+    A run with another model or other ranks is refused; the report shows the plan beside what was measured.
+    """
+
+    hosts: int
+    """Number of hosts that were planned for."""
+    ranks: int
+    """Number of ranks of all hosts that were planned for."""
+    weights: int
+    """Number of weights that the model trains."""
+    seconds: float
+    """Predicted seconds of a step."""
+    tried_seconds: float = 0.0
+    """Seconds of a step when the plan was tried."""
+    peak_gib: float = 0.0
+    """Predicted memory of a rank in GiB: weights, gradients, optimizer state and activations."""
+
+    seams: ClassVar = (Seam.STEP,)
+
+    def arrange(self, world: World) -> World:
+        if world.size != self.ranks:
+            raise ConfigError(f"planned for {self.ranks} ranks, and there are {world.size}", hint=_AGAIN)
+        if world.hosts not in (self.hosts, 1):  # `check` counts all ranks as those of one host
+            raise ConfigError(f"planned for {self.hosts} hosts, and there are {world.hosts}", hint=_AGAIN)
+        return world
+
+    def check(self, attachments: Attachments) -> None:
+        weights = sum(parameter.numel() for parameter in attachments.parameters)
+        if weights != self.weights:
+            message = f"planned for a model that trains {self.weights:,} weights, not {weights:,}"
+            raise ConfigError(message, hint=_AGAIN)
+
+    def apply(self, attachments: Attachments, seam: Seam) -> None:
+        attachments.trace.facts |= {"planned_seconds": self.seconds}
+
+    def explain(self, attachments: Attachments) -> str:
+        return f"{seconds(self.seconds)} a step are planned"
+
+    def report_items(self, trace: Trace) -> list[Table]:
+        if not trace.steps:
+            return []
+        took = trace.training_seconds / trace.steps
+        rows = (("seconds of a step", self.seconds, self.tried_seconds, took),)
+        note = f"{self.ranks} ranks on {self.hosts} hosts"
+        return [Table(title="The plan", head=("", "predicted", "tried", "measured"), rows=rows, note=note)]

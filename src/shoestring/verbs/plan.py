@@ -1,14 +1,15 @@
-"""`shoestring plan`: predicts the step time under each gradient exchange, chooses one, and writes a run file with
-it."""
+"""`shoestring plan`: predicts the step time of each way to train a run on its ranks, chooses one, and writes a run file
+with it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
+
+import torch
 
 from shoestring import run as runs
 from shoestring.comm import Auto
@@ -17,44 +18,113 @@ from shoestring.comm.auto.decision import explain_spread
 from shoestring.comm.auto.replicas import ReplicaChooser
 from shoestring.comm.settings.per_step import Exchange
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam
-from shoestring.core.trace import Trace
+from shoestring.core.feature import Feature, Seam, splits_replicas
 from shoestring.core.world import World
-from shoestring.figures import percent, seconds, size
+from shoestring.figures import memory, percent, seconds, size
+from shoestring.memory import Budget
 from shoestring.parallel import DDP
-from shoestring.report.recordings import RecordsSteps
+from shoestring.parallel.settings import Planned as PlanRecord
+from shoestring.planner.measure import measure
+from shoestring.planner.search import CLOSE, PlanSearch, TrainingPlan, chosen
+from shoestring.planner.trying import for_trial, start, time_plan
+from shoestring.planning.links import time_collective
+from shoestring.planning.step import Links, ModelCosts
+from shoestring.planning.system import free_memory
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
-from shoestring.training.build import build_job, build_loader
-from shoestring.training.data_loading import open_data, sequence_of, to_device, with_sequence
+from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
 from shoestring.training.same_run import check_ranks
-from shoestring.training.user_code import import_user_code
+from shoestring.training.user_code import UserCode, import_user_code
 
 SHOWN = 10  # number of candidates that are printed
 TWICE = 2  # measured / predicted time above which the deviation is printed as a factor
+LARGEST = 1 << 25  # bytes of the largest message that is timed
+GIB = 2**30
+_VARIED = (Auto, Exchange, Budget, PlanRecord)  # what a plan chooses itself
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """The outcome of a plan, and the run with the chosen exchange; `measured` is the median time of real steps with
-    that exchange, in seconds."""
+class Exchanged:
+    """The choice among exchanges of gradients, all with whole replicas; `measured` is the median time of real steps
+    with it, in seconds."""
 
     chooser: Chooser
     run: Run
     facts: dict[str, float]
     measured: float
 
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds for what a step of DDP learns."""
+        return self.facts["predicted_step_seconds"] / self.facts["predicted_worth"]
 
-def plan(run: Run, world: World, out: Path | None = None) -> PlannedRun:
-    """Measure the run and its links, choose an exchange, and time a few steps with it. Every rank must call this
-    function; the data is prepared as for the run.
+    @property
+    def took(self) -> float:
+        """Measured seconds for the same; predicted ones of local steps, of which a trial sees no merge."""
+        return self.seconds if self.merges else self.measured / self.facts["predicted_worth"]
+
+    @property
+    def merges(self) -> bool:
+        """Whether replicas are merged at intervals."""
+        chooser = self.chooser
+        return isinstance(chooser, ReplicaChooser) and bool(chooser.choice) and chooser.choice.codec in chooser.local
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The outcome of a plan.
+
+    Args:
+        run: the run with the chosen settings. predicted, measured: seconds of a step with these.
+        exchanged: the best way with whole replicas; None if that does not fit.
+        plans: all other ways, the fastest first. tried: measured seconds of some of them, by number.
+        choice: number of the chosen plan; None for `exchanged`.
+        refusals: ways that features refuse, and why.
+        costs: what the plans are predicted from.
+    """
+
+    run: Run
+    predicted: float
+    measured: float
+    exchanged: Exchanged | None
+    plans: Sequence[TrainingPlan] = ()
+    tried: Mapping[int, float] = field(default_factory=dict)
+    choice: int | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    costs: MeasuredCosts | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What plans are predicted from: the model's costs, the links between ranks, and the bytes that a rank may hold."""
+
+    model: ModelCosts
+    links: Links
+    room: float
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a trial needs beside a run."""
+
+    code: UserCode
+    world: World
+    data: DataSets
+
+
+def plan(run: Run, world: World, out: Path | None = None, tries: int = 2) -> PlannedRun:
+    """Measure the run's model and the links between its ranks, predict all ways to train it, and choose.
+
+    Every rank must call this function; the data is prepared as for the run.
 
     Args:
         out: path of a run file with the choice, which the first rank writes.
+        tries: number of ways, the fastest as predicted, that are tried for a few steps before one is chosen; 0 compares
+            exchanges of whole replicas only.
 
     Raises:
-        ConfigError: there is one rank only, the step time under the run's exchange cannot be predicted, or `out` cannot
-            be written.
+        ConfigError: there is one rank only, the step time under the run's exchange cannot be predicted, nothing fits,
+            or `out` cannot be written.
     """
     if world.size == 1:
         raise ConfigError(
@@ -63,35 +133,143 @@ def plan(run: Run, world: World, out: Path | None = None) -> PlannedRun:
     check_ranks(run, world)
     run = with_sequence(run, world.decide(lambda: sequence_of(run)))
     auto = _auto(run)
-    others = tuple(feature for feature in run.features if not isinstance(feature, Auto | Exchange))
-    trial = replace(run, features=(*others, auto)).completed(world)
-    # A plan saves no checkpoint, and records no step: recordings also take time, which the run's other steps do not.
-    left_out = [f for f in trial.features if f.name.startswith("checkpoint.") or isinstance(f, RecordsSteps)]
-    trial = replace(trial, features=tuple(f for f in trial.features if f not in left_out))
-    code = import_user_code(trial, skip=("run.evaluate", "run.sinks"))
+    others = tuple(
+        feature for feature in run.features if not isinstance(feature, Auto | Exchange | Budget | PlanRecord)
+    )
+    code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
         folder = Path(run.settings.folder or Path("runs") / run.name)
-        trial = trial.placed(folder)
-        data = open_data(trial, world, folder, code.collate)
+        data = open_data(run.placed(folder), world, folder, code.collate)
         stack.callback(data.close)
-        job = stack.enter_context(build_job(trial, code, world, data, stack.enter_context(Trace(rank=world.rank))))
-        loader = build_loader(job, data, trial.settings, trial.data.workers)
-        stack.callback(loader.close)
-        batches, times = iter(loader), []
-        job.model.train()
-        for _ in range(TIMED_STEPS):
-            micro = [to_device(batch, world.device) for batch in next(batches)]
-            world.barrier()
-            began = time.perf_counter()
-            job.step(*micro)
-            times.append(time.perf_counter() - began)
-        chooser = job.kept[auto.name].state
-        assert isinstance(chooser, Chooser)
-        chosen = _fill_in(run, others, chooser, auto)
-        planned = PlannedRun(chooser, chosen, dict(job.trace.facts), median(times[1:]))
+        if not tries:
+            choice = _exchanged(run, others, auto, code, world, data)
+            planned = PlannedRun(choice.run, choice.facts["predicted_step_seconds"], choice.measured, choice)
+        else:
+            planned = _among_all(run, others, auto, _Trial(code, world, data), tries)
     if out is not None:
         world.decide(lambda: _write(planned, out))
     return planned
+
+
+def _among_all(run: Run, others: tuple[Feature, ...], auto: Auto, trial: _Trial, tries: int) -> PlannedRun:
+    """Choose among exchanges of whole replicas and all other ways to train. A collective."""
+    code, world, data = trial.code, trial.world, trial.data
+    search = PlanSearch(replace(run, features=others), code, world, data, world.device.type)
+    ways = search.ways()
+    model = measure(search.run.completed(world), code, world, data, search.sizes(ways))
+    needed = sorted(search.needed(ways, world, model).items())
+    links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
+    budget = next((feature for feature in run.features if isinstance(feature, Budget)), None)
+    costs = MeasuredCosts(model, links, _room(world) if budget is None else budget.gib * GIB)
+    plans = search.plans(ways, model, links, {}, costs.room)
+    exchanged = None
+    if _replicas_fit(plans, others):
+        exchanged = _exchanged(run, others, auto, code, world, data)
+        assert exchanged.chooser.measured is not None
+        slowdown = exchanged.chooser.measured.cluster().slowdown
+        plans = [one for one in search.plans(ways, model, links, slowdown, costs.room) if not _is_replicas(one, run)]
+    tried, choice = _try(plans, exchanged, tries, trial)
+    if choice is None:
+        assert exchanged is not None
+        run, predicted, measured = exchanged.run, exchanged.facts["predicted_step_seconds"], exchanged.measured
+    else:
+        predicted, measured = plans[choice].seconds, tried[choice]
+        run = _with_record(search, plans[choice], measured, world)
+    return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, search.refusals, costs)
+
+
+def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world: World) -> Run:
+    """The run with a plan's settings, and a record of what was planned."""
+    record = PlanRecord(
+        hosts=world.hosts,
+        ranks=world.size,
+        weights=search.weights,
+        seconds=float(f"{plan.seconds:.4g}"),
+        tried_seconds=float(f"{measured:.4g}"),
+        peak_gib=float(f"{plan.predicted.peak / GIB:.4g}"),
+    )
+    run = search.file(plan)
+    return replace(run, features=(record, *run.features))  # first, so that it refuses other ranks first
+
+
+def _room(world: World) -> float:
+    """Bytes that the rank with the least free memory may hold."""
+    device = world.device
+    if device.type == "cuda":
+        own = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        own = free_memory() / world.local_size
+    return min(_of_all_ranks(own, world))
+
+
+def _of_all_ranks(number: float, world: World) -> list[float]:
+    """A number of each rank. A collective."""
+    return [float(message) for message in world.gather(str(number).encode())]
+
+
+def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
+    """Whether a plan is DDP and nothing else, which is compared with other exchanges."""
+    return [type(feature) for feature in plan.added] == [DDP] and plan.step.micro == run.settings.accumulate
+
+
+def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> bool:
+    """Whether whole replicas fit into memory, and the user wants nothing else."""
+    owners = [feature for feature in others if Seam.SHARD in feature.seams and not isinstance(feature, DDP)]
+    split = any(map(splits_replicas, others))
+    replicas = [plan for plan in plans if [type(feature) for feature in plan.added] in ([DDP], [])]
+    return not owners and not split and any(not plan.refused for plan in replicas)
+
+
+def _exchanged(
+    run: Run, others: tuple[Feature, ...], auto: Auto, code: UserCode, world: World, data: DataSets
+) -> Exchanged:
+    """Choose an exchange as [comm.auto] does, and time a few steps with it. A collective."""
+    trial = for_trial(replace(run, features=(*others, auto)), world)
+    with ExitStack() as stack:
+        job, times = start(trial, code, world, data, stack)
+        chooser = job.kept[auto.name].state
+        assert isinstance(chooser, Chooser)
+        return Exchanged(chooser, _fill_in(run, others, chooser, auto), dict(job.trace.facts), median(times[1:]))
+
+
+def _try(
+    plans: Sequence[TrainingPlan], exchanged: Exchanged | None, tries: int, trial: _Trial
+) -> tuple[dict[int, float], int | None]:
+    """Time the fastest plans for a few steps; returns their seconds by number, and the number of the chosen one."""
+    possible = [number for number, one in enumerate(plans) if not one.refused]
+    bound = exchanged.seconds * WORTH_TRYING if exchanged else float("inf")
+    promising = [number for number in possible if plans[number].seconds < bound]
+    if not promising:
+        if exchanged is None:
+            chosen(plans)  # says what the smallest needs
+        return {}, None
+    first = plans.index(chosen([plans[number] for number in promising]))
+    order = [first, *(number for number in _unlike(plans, promising, first))][: max(tries, 1)]
+    tried = dict[int, float]()
+    for number in order:
+        own = time_plan(plans[number].run, trial.code, trial.world, trial.data)
+        tried[number] = max(_of_all_ranks(own, trial.world))
+    best = min(tried, key=tried.__getitem__)
+    if exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):
+        return tried, None
+    return tried, best
+
+
+WORTH_TRYING = 1.15
+"""Predictions are about this exact: ways that are predicted to take longer by this factor are not tried."""
+
+
+def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:
+    """The plans whose features differ from those of the plans before them in more than settings, fastest first."""
+    seen = {_kinds(plans[first])}
+    for number in numbers:
+        if (kinds := _kinds(plans[number])) not in seen:
+            seen.add(kinds)
+            yield number
+
+
+def _kinds(plan: TrainingPlan) -> tuple[object, ...]:
+    return (*(type(feature) for feature in plan.added), plan.step.stages, plan.step.ways)
 
 
 def _auto(run: Run) -> Auto:
@@ -152,6 +330,75 @@ def default_path(source: str) -> Path:
 
 def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     """Describe the decision and its reasons, on one screen."""
+    if planned.exchanged is not None:
+        yield from _describe_exchange(planned.exchanged, world, last=planned.choice is None)
+        yield ""
+    plans = planned.plans
+    if planned.costs is None:
+        return
+    yield from _measurements(planned.costs)
+    yield "predicted   measured   memory of a rank"
+    for number, one in _shown(planned):
+        mark = "   <- chosen" if number == planned.choice else ""
+        real = seconds(planned.tried[number]) if number in planned.tried else ""
+        why = f"   {one.refused}" if one.refused else ""
+        yield f"{seconds(one.seconds):>9} {real:>10}   {memory(int(one.predicted.peak)):>9}   {one}{why}{mark}"
+    for way, reason in list(planned.refusals.items())[:SHOWN]:
+        yield f"refused: {way}: {reason}"
+    yield ""
+    if planned.choice is None:
+        yield "chosen: whole replicas, because none of the other ways is faster"
+        return
+    one = plans[planned.choice]
+    off = _deviation(planned.measured, planned.predicted)
+    yield f"chosen: {one}; real steps took {seconds(planned.measured)}, {off}"
+    yield f"  it waits: {_waits(one)}"
+
+
+def _measurements(costs: MeasuredCosts) -> Iterator[str]:
+    """What the other ways are predicted from."""
+    model, samples = costs.model, costs.model.samples[-1]
+    yield f"other ways, within {memory(int(costs.room))} a rank; measured on all ranks at once:"
+    block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
+    what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
+    yield (
+        f"  {what}: {seconds(block.forward[-1])} forward, {seconds(block.backward[-1])} backward for {samples} "
+        f"samples, {size(block.trained)} of weights"
+    )
+    if model.blocks:
+        around = [model.before, model.behind]
+        forward, backward = (sum(getattr(one, way)[-1] for one in around) for way in ("forward", "backward"))
+        yield (
+            f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
+            f"{size(sum(one.trained for one in around))} of weights"
+        )
+    for (kind, group), link in sorted(costs.links.speeds.items()):
+        where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
+        yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
+
+
+def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:
+    """The plans that are printed, by number: the tried ones, and the best of each combination of features."""
+    seen, shown = set[object](), list[tuple[int, TrainingPlan]]()
+    for number, one in enumerate(planned.plans):
+        kinds = (*_kinds(one), bool(one.refused))
+        if number in planned.tried or (kinds not in seen and len(shown) < SHOWN):
+            shown.append((number, one))
+        seen.add(kinds)
+    return shown
+
+
+def _waits(plan: TrainingPlan) -> str:
+    """How long the busiest and the idlest stage compute, in words."""
+    busy = plan.predicted.busy()
+    idle = [1 - computing / plan.seconds for computing in busy]
+    if len(busy) == 1:
+        return f"{percent(idle[0])} of a step for other ranks"
+    return f"stages {percent(min(idle))} to {percent(max(idle))} of a step for each other"
+
+
+def _describe_exchange(planned: Exchanged, world: World, *, last: bool) -> Iterator[str]:
+    """Describe the choice among exchanges of gradients."""
     chooser, facts = planned.chooser, planned.facts
     evidence, decision = chooser.measured, chooser.decision
     assert evidence is not None and decision is not None
@@ -180,12 +427,12 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     if len(ordered) > len(shown):
         yield f"and {len(ordered) - len(shown)} slower candidates"
     yield ""
-    yield f"chosen: {decision.choice}, {decision.reason}"
+    yield f"{'chosen' if last else 'the best of these'}: {decision.choice}, {decision.reason}"
     if rough := explain_spread(evidence):
         yield rough
     if list(chooser.codecs) == ["dense"]:
         yield "no codec was tried, because none may change gradients unless it is listed: [comm.auto] allow = […]"
-    if isinstance(chooser, ReplicaChooser) and decision.choice in chooser.local:
+    if planned.merges:
         merged = seconds(facts["predicted_step_seconds"])
         yield f"{TIMED_STEPS - 1} real steps took {seconds(planned.measured)} each, and {merged} is with their merges"
         return

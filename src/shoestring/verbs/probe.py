@@ -17,12 +17,12 @@ import tomli_w
 import torch
 import torch.distributed as dist
 
-from shoestring.comm.auto.probes import time_collectives
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA
 from shoestring.core.world import World
 from shoestring.figures import memory, seconds, size
 from shoestring.planning.cluster import Cluster, Device, DiskSpeed, Link
+from shoestring.planning.links import time_collectives
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 

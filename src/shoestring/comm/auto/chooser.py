@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring import figures
 from shoestring._torch import rebucket
 from shoestring.comm.auto.decision import Candidate, Measurements, decide, explain_spread
-from shoestring.comm.auto.probes import synchronize
 from shoestring.comm.auto.trial import Trial
 from shoestring.comm.codecs.codec import CodecFactory
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
 from shoestring.core.task import Batch, Output
+from shoestring.planning.links import synchronize
 from shoestring.planning.simulate import Decision
 
 log = logging.getLogger("shoestring")

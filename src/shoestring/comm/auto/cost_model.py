@@ -16,9 +16,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shoestring.comm.auto.probes import CodecTiming, fit_line
+from shoestring.comm.auto.probes import CodecTiming
 from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Cluster
+from shoestring.planning.links import fit_line
 from shoestring.planning.simulate import Task, simulate
 
 MAIN = "main"  # name of the thread or stream that computes the step

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.comm.auto.decision import Measurements, RankMeasurements
-from shoestring.comm.auto.probes import measure_slowdown, synchronize, time_codec, time_collectives
+from shoestring.comm.auto.probes import measure_slowdown, time_codec
 from shoestring.comm.codecs.codec import CodecFactory, ExchangeContext
 from shoestring.comm.codecs.lockstep import LATE
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import DATA, HOSTS, LOCAL
 from shoestring.core.task import Batch, Output
 from shoestring.planning.cluster import Collective
+from shoestring.planning.links import synchronize, time_collectives
 
 PIECES = 8  # number of pieces, each of consecutive gradients, on which codecs are timed
 LARGEST = 1 << 25  # bytes of the largest message

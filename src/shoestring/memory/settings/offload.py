@@ -10,6 +10,7 @@ from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Inexact, Reduction
 from shoestring.memory.settings.zero import Zero
+from shoestring.planning.step import Situation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,10 @@ class Offload(Zero):
     @property
     def inexact(self) -> Inexact:
         return "numbers" if self.late else ""
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[Zero]:
+        return []  # it is for GPUs, whose link to the host the planner does not measure
 
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)

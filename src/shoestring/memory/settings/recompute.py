@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Reduction, Seam
+from shoestring.planning.step import Situation, StepPlan
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -66,6 +67,16 @@ class Recompute(Feature):
         from shoestring.memory.recompute import recompute
 
         recompute(attachments, self)
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[Recompute]:
+        counts = sorted({-(-situation.blocks // 2), situation.blocks} - {0})
+        return [cls(blocks=0 if count == situation.blocks else count) for count in counts]
+
+    def plan(self, step: StepPlan) -> Recompute:
+        blocks = range(0, len(step.model.blocks), self.every_nth)
+        step.recomputed = frozenset(blocks[: self.blocks or None])
+        return self
 
     def explain(self, attachments: Attachments) -> str:
         return f"holds the results of {', '.join(self.saved_operators)}" if self.saved_operators else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, HOSTS, LOCAL, Feature, Reduction, Seam
+from shoestring.planning.step import GradientExchange, Situation, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +79,26 @@ class Zero(Feature):
         divided = attachments.carry(self, lambda: divide(attachments, self))
         if seam is Seam.STEP and divided is not None:
             divided.check_optimizer(self.name)
+
+    @classmethod
+    def alternatives(cls, situation: Situation) -> list[Zero]:
+        whole, inside = (
+            [cls(stage=stage) for stage in (1, 2)],
+            [cls(stage=stage, hosts="replicate") for stage in (1, 2)],
+        )
+        return [*whole, *(inside if situation.two_levels else [])]
+
+    def plan(self, step: StepPlan) -> Zero:
+        ranks = step.world.ranks_over(self.divided_over)
+        every = self.stage == 2
+        if ranks > 1:
+            kind = "all-to-all" if step.device == "cpu" else "reduce-scatter"  # Gloo adds up on one rank
+            step.average(GradientExchange(kind, self.divided_over, self.bucket_mb * 2**20, every=every))
+            step.regathered = self.divided_over
+            step.divided |= {"optimizer": ranks, "gradients": ranks if every else 1}
+        if self.hosts == "replicate":
+            step.average(GradientExchange("all-reduce", (HOSTS,), self.bucket_mb * 2**20, every=every, shard=ranks))
+        return self
 
     def steps_copies(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the optimizer updates copies of the parameters even if there is only one rank."""

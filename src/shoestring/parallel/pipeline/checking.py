@@ -25,7 +25,7 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
     if stages == 1:
         return
     layout = Layout(attachments.module)
-    parts, first = settings.parts(layout, stages), first_part(layout, attachments.features)
+    parts, first = settings.parts(layout, stages), first_part(layout, settings, attachments.features)
     for index in range(stages):
         held = layout.held(parts, own_parts(parts, first, index, stages), first)
         if not any(parameter.requires_grad for parameter in held):
@@ -47,6 +47,8 @@ def _refused(settings: Pipeline, feature: Feature) -> str:
         return "compiles the whole model, of which a stage runs a part"
     if feature.divided == "parameters":
         return "shards the parameters of the whole model, of which a stage has a part"
+    if settings.embeddings == "last" and feature.averages_in_backward:
+        return 'averages gradients in one backward pass, and with `embeddings = "last"` a stage has several'
     if settings.chunks > 1 and feature.averages_in_backward:
         return "averages gradients in one backward pass, and a stage of several parts has several"
     return ""

@@ -74,7 +74,7 @@ class Running:
         self.attachments, self.settings, self.stages = attachments, settings, stages
         self.index, self.device = world.index_over([STAGE]), world.device
         parts = settings.parts(layout, stages)
-        self.first = first_part(layout, attachments.features)
+        self.first = first_part(layout, settings, attachments.features)
         self.stage = Stage(attachments, layout, parts, own_parts(parts, self.first, self.index, stages), self.first)
         self.tied = layout.tied if self.first == 0 else []
         self.forth, self.back = _groups(world)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature
 from shoestring.models.blocks import repeated
 from shoestring.models.gpt import GPT
+
+if TYPE_CHECKING:
+    from shoestring.parallel.settings import Pipeline
 
 _BEHIND = re.compile(r"(.*\.)?(final_?(layer_?)?norm|ln_f|norm_f|lm_head|head|score|classifier|pooler)(\..*)?")
 """Parameters that are read behind the blocks, wherever a model has them."""
@@ -114,12 +117,9 @@ class Layout:
         return costs
 
 
-def first_part(layout: Layout, features: Sequence[Feature]) -> Literal[-1, 0]:
-    """The part with what lies before the blocks: -1, of the last stage, if embeddings are tied to the output layer.
-
-    Beside DDP it is 0: a rank of several parts has several backward passes, and DDP averages gradients in one.
-    """
-    return -1 if layout.tied and not any(feature.averages_in_backward for feature in features) else 0
+def first_part(layout: Layout, settings: Pipeline, features: Sequence[Feature]) -> Literal[-1, 0]:
+    """The part with what lies before the blocks: 0, or -1, of the last stage."""
+    return -1 if settings.looks_up_last(tied=bool(layout.tied), features=features) else 0
 
 
 def own_parts(parts: Sequence[range], first: int, index: int, stages: int) -> list[int]:

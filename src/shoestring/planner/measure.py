@@ -1,0 +1,402 @@
+"""Measures what the parts of a run's model cost on this rank, without its optimizer's state and gradients.
+
+The model's blocks are measured one by one, each on the inputs that it got in a forward pass, and blocks of equal shapes
+once. What lies around the blocks is measured with blocks that return their inputs. So a model is measured that could
+not be trained on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoestring.core.errors import ConfigError
+from shoestring.core.feature import Seam
+from shoestring.core.job import Job, attachments_of
+from shoestring.core.task import Batch, sum_and_count
+from shoestring.core.trace import Trace
+from shoestring.core.world import World
+from shoestring.parallel.pipeline.stage import Layout
+from shoestring.planning.links import synchronize
+from shoestring.planning.step import ModelCosts, PartCosts
+from shoestring.run import Run
+from shoestring.training.build import build_job
+from shoestring.training.data_loading import DataSets, to_device
+from shoestring.training.user_code import UserCode
+
+ROUNDS = 3
+"""Times that each pass is measured."""
+_ALONE = {Seam.MODEL, Seam.LOSS, Seam.OPTIM, Seam.STEP}
+"""Seams of the features with which a model is measured, on one rank: what they cost is part of a pass."""
+
+
+@dataclass
+class _Timed:
+    """Measurements of a part, an entry for each number of samples."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    trained: int = 0
+    frozen: int = 0
+
+    def costs(self) -> PartCosts:
+        return PartCosts(
+            forward=tuple(self.forward),
+            backward=tuple(self.backward),
+            held=tuple(self.held),
+            trained=self.trained,
+            frozen=self.frozen,
+        )
+
+
+def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Sequence[int]) -> ModelCosts:
+    """Measure the parts of the run's model for micro-batches of these numbers of samples, on all ranks at once.
+
+    A collective; the result is that of the slowest rank.
+    """
+    features = tuple(
+        feature
+        for feature in run.features
+        if {*feature.seams} <= _ALONE and not feature.name.startswith(("checkpoint.", "memory.recompute"))
+    )
+    alone = World(device=world.device)
+    with build_job(replace(run, features=features), code, alone, data, Trace()) as job:
+        measuring = _Measuring(job, world)
+        for size in sizes:
+            measuring.measure(to_device(data.first_batch(size), world.device), size)
+        own = measuring.costs(tuple(sizes))
+    messages = world.gather(json.dumps(asdict(own)).encode())
+    everyone = [json.loads(message) for message in messages]  # own file: what the ranks of this job send
+    return _slowest(own, everyone)
+
+
+def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
+    """The costs of the slowest rank: of each number the largest, and of speeds the smallest."""
+
+    def part(place: Callable[[Any], Any]) -> PartCosts:
+        parts = [place(costs) for costs in everyone]
+        most = {
+            name: tuple(map(max, *(one[name] for one in parts), (0,) * 99)) for name in ("forward", "backward", "held")
+        }
+        return PartCosts(**most, trained=parts[0]["trained"], frozen=parts[0]["frozen"])
+
+    return replace(
+        own,
+        blocks=tuple(part(lambda costs, index=index: costs["blocks"][index]) for index in range(len(own.blocks))),
+        before=part(lambda costs: costs["before"]),
+        behind=part(lambda costs: costs["behind"]),
+        optimizer=max(costs["optimizer"] for costs in everyone),
+        moved=min(costs["moved"] for costs in everyone),
+    )
+
+
+class _Measuring:
+    """The measurements of a job's model on one rank."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world = job, world
+        self.attachments = attachments_of(job)
+        self.model = self.attachments.module
+        self.blocks = self._alike_blocks()
+        kinds = dict[Any, int]()
+        self.kind_of = [kinds.setdefault(_signature(block), index) for index, block in enumerate(self.blocks)]
+        self.timed = {index: _Timed() for index in {*self.kind_of}}
+        self.before, self.behind = _Timed(), _Timed()
+        self.hidden = self.scored = 0
+        self.inputs = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
+        self.outputs = dict[int, Any]()
+        self._entered = self._left = 0.0
+
+    def _alike_blocks(self) -> list[nn.Module]:
+        """The model's blocks; none if a pipeline could not cut between them."""
+        try:
+            return Layout(self.model).blocks
+        except ConfigError:
+            return []
+
+    def measure(self, batch: Batch, samples: int) -> None:
+        """Measure all parts on a batch."""
+        if self.blocks and not self._capture(batch):
+            self.blocks, self.kind_of, self.timed = [], [], {}
+        self._around(batch, samples)
+        for index in sorted({*self.kind_of}):
+            self._block(index)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, batch: Batch) -> bool:
+        """Keep the inputs and outputs of a block of each kind; False if a block's output is not as its input is."""
+        self.inputs.clear()
+        self.outputs.clear()
+
+        def watched(index: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                output = inner(*args, **kwargs)
+                if index not in self.inputs:
+                    self.inputs[index], self.outputs[index] = (args, kwargs), output
+                return output
+
+            return forward
+
+        with self._patched(lambda index, inner: watched(index, inner)), torch.no_grad():
+            self.attachments.forward(self.job.model, batch)
+        if self.inputs.keys() != {*range(len(self.blocks))}:
+            return False
+        shapes = [_hidden_of(*self.inputs[index]) for index in self.inputs]
+        results = [output[0] if isinstance(output, tuple) else output for output in self.outputs.values()]
+        fits = all(
+            isinstance(result, Tensor) and shape is not None and result.shape == shape.shape
+            for result, shape in zip(results, shapes, strict=True)
+        )
+        for index in {*self.inputs} - {*self.kind_of}:
+            del self.inputs[index]
+        return fits
+
+    @contextmanager
+    def _patched(self, forward_of: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Context in which the blocks run other forward passes."""
+        with ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                own = block.__dict__.get("forward")
+                stack.callback(_restore, block, own)
+                block.forward = forward_of(index, block.forward)
+            yield
+
+    def _block(self, index: int) -> None:
+        block, timed = self.blocks[index], self.timed[index]
+        args, kwargs = pytree.tree_map_only(Tensor, _detached, self.inputs[index])
+        timed.trained, timed.frozen = _bytes_of(block.parameters(), block.buffers())
+
+        def once() -> tuple[float, float]:
+            self._wait()
+            began = time.perf_counter()
+            with self.attachments.computing():
+                output = block(*args, **kwargs)
+            result = output[0] if isinstance(output, tuple) else output
+            synchronize(self.world.device)
+            ended = time.perf_counter()
+            if result.requires_grad:
+                result.backward(torch.ones_like(result))
+            synchronize(self.world.device)
+            backward = time.perf_counter() - ended
+            self._forget_gradients()
+            return ended - began, backward
+
+        with _holding(block) as held:
+            once()
+        self._note(timed, [once() for _ in range(ROUNDS)], held.total)
+
+    # -- what lies around the blocks ---------------------------------------------------------------------------------
+
+    def _around(self, batch: Batch, samples: int) -> None:
+        def passes_by(index: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden = _hidden_of(args, kwargs)
+                assert hidden is not None
+                if index == 0:
+                    self._entered = time.perf_counter()
+                    self.hidden = hidden.nbytes // samples
+                    if hidden.requires_grad:
+                        hidden.register_hook(lambda _: self._mark())
+                self._left = time.perf_counter()
+                output = self.outputs.get(index)
+                return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+            return forward
+
+        marks = list[tuple[float, float, float, float]]()
+
+        def once() -> None:
+            self._wait()
+            began = self._entered = self._left = time.perf_counter()
+            with self.attachments.computing():
+                output = self.attachments.forward(self.job.model, batch)
+                total, count = sum_and_count(self.attachments.loss(output, batch))
+            synchronize(self.world.device)
+            ended = self._marked = time.perf_counter()
+            self.scored = _nbytes(output) // samples
+            (total / count).backward()
+            synchronize(self.world.device)
+            stopped = time.perf_counter()
+            middle = self._marked if self.blocks else stopped
+            marks.append((self._entered - began, ended - self._left, middle - ended, stopped - middle))
+            self._forget_gradients()
+
+        with self._patched(passes_by):
+            with _holding(self.model) as held:
+                once()
+            marks.clear()
+            for _ in range(ROUNDS):
+                once()
+        inside = {parameter for block in self.blocks for parameter in block.parameters()}
+        buffers = {id(buffer) for block in self.blocks for buffer in block.buffers()}
+        rest = [parameter for parameter in self.model.parameters() if parameter not in inside]
+        self.behind.trained, self.behind.frozen = _bytes_of(
+            rest, [buffer for buffer in self.model.buffers() if id(buffer) not in buffers]
+        )
+        before, behind, behind_back, before_back = zip(*marks, strict=True)
+        self._note(self.before, [*zip(before, before_back, strict=True)], 0.0)
+        self._note(self.behind, [*zip(behind, behind_back, strict=True)], held.total)
+
+    def _mark(self) -> None:
+        synchronize(self.world.device)
+        self._marked = time.perf_counter()
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def costs(self, sizes: tuple[int, ...]) -> ModelCosts:
+        """All measurements, with those of the optimizer."""
+        before, behind, tied = self._weights_around()
+        self.before.trained, self.behind.trained = before, behind
+        optimizer, state = self._optimizer()
+        return ModelCosts(
+            samples=sizes,
+            blocks=tuple(self.timed[kind].costs() for kind in self.kind_of),
+            before=self.before.costs(),
+            behind=self.behind.costs(),
+            hidden=self.hidden,
+            tied=tied,
+            scored=self.scored,
+            optimizer=optimizer,
+            state=state,
+            moved=self._moved(),
+        )
+
+    def _weights_around(self) -> tuple[int, int, int]:
+        """Bytes of trained weights before the blocks, behind them, and of both (which count as behind)."""
+
+        def trained(parameters: Any) -> int:
+            return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+
+        if not self.blocks:
+            return 0, self.behind.trained, 0
+        layout = Layout(self.model)
+        both = layout.before & layout.behind
+        return trained(layout.before - both), trained(layout.behind), trained(both)
+
+    def _optimizer(self) -> tuple[float, float]:
+        """Seconds of the optimizer's step and bytes of its state, for a byte of trained weights, on a block or all."""
+        block = max(self.blocks, key=lambda one: sum(p.nbytes for p in one.parameters()), default=self.model)
+        trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+        total = sum(parameter.nbytes for parameter in trained)
+        if not total:
+            return 0.0, 0.0
+        optimizer, seconds = self.job.optimizer, list[float]()
+        before = [parameter.detach().clone() for parameter in trained]
+        with self.attachments.hooks_off():
+            for _ in range(ROUNDS + 1):
+                for parameter in trained:
+                    parameter.grad = torch.full_like(parameter, 1e-4)
+                self._wait()
+                began = time.perf_counter()
+                optimizer.step()
+                synchronize(self.world.device)
+                seconds.append(time.perf_counter() - began)
+        leaves = pytree.tree_leaves([optimizer.state.get(parameter, {}) for parameter in trained])
+        state = {id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)}
+        optimizer.state.clear()
+        self._forget_gradients()
+        with torch.no_grad():
+            for parameter, old in zip(trained, before, strict=True):
+                parameter.copy_(old)
+        return median(seconds[1:]) / total, sum(state.values()) / total
+
+    def _moved(self) -> float:
+        """Bytes a second that an operator bound by memory reads and writes."""
+        flat = torch.rand(1 << 22, device=self.world.device)
+        out = torch.empty_like(flat)
+        seconds = list[float]()
+        for _ in range(ROUNDS + 1):
+            self._wait()
+            began = time.perf_counter()
+            torch.add(flat, 1, out=out)
+            synchronize(self.world.device)
+            seconds.append(time.perf_counter() - began)
+        return 2 * flat.nbytes / median(seconds[1:])
+
+    def _wait(self) -> None:
+        synchronize(self.world.device)
+        self.world.barrier()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    @staticmethod
+    def _note(timed: _Timed, seconds: Sequence[Sequence[float]], held: float) -> None:
+        forward, backward = zip(*seconds, strict=True)
+        timed.forward.append(median(forward))
+        timed.backward.append(median(backward))
+        timed.held.append(held)
+
+
+class HeldBytes:
+    """Bytes of the tensors that autograd holds, other than those of parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.total = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.known.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def _holding(module: nn.Module) -> Iterator[HeldBytes]:
+    held = HeldBytes(module)
+    with torch.autograd.graph.saved_tensors_hooks(held.note, lambda tensor: tensor):
+        yield held
+
+
+def _signature(block: nn.Module) -> Any:
+    shapes = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in block.named_parameters())
+    return type(block), shapes
+
+
+def _restore(block: nn.Module, own: Any) -> None:
+    if own is None:
+        del block.forward
+    else:
+        block.forward = own
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first floating tensor among a block's arguments."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
+    return next(tensors, None)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _bytes_of(parameters: Any, buffers: Any) -> tuple[int, int]:
+    """Bytes of trained parameters, and of frozen ones and buffers."""
+    parameters = [*parameters]
+    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return trained, sum(p.nbytes for p in parameters) - trained + sum(buffer.nbytes for buffer in buffers)
+
+
+def _nbytes(output: Any) -> int:
+    leaves = pytree.tree_leaves(output)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        leaves = (
+            [value for value in vars(output).values() if isinstance(value, Tensor)]
+            if hasattr(output, "__dict__")
+            else []
+        )
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

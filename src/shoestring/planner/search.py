@@ -1,0 +1,266 @@
+"""Lists the ways to train a run on a cluster, predicts each, and chooses: pure functions of what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from shoestring import figures
+from shoestring.core.errors import ConfigError, ConflictError, ShoestringError
+from shoestring.core.feature import DATA, Feature, Seam, arrange_mesh, check_owners, resolve_all
+from shoestring.core.job import Job, attachments_of
+from shoestring.core.world import World
+from shoestring.data.loader import check_batch
+from shoestring.models.blocks import repeated
+from shoestring.models.loading import build_model
+from shoestring.parallel import DDP
+from shoestring.planning.step import (
+    Alternative,
+    GroupShape,
+    Kind,
+    Links,
+    ModelCosts,
+    Plannable,
+    Predicted,
+    Situation,
+    StepPlan,
+    planned_step,
+    predict,
+)
+from shoestring.run import Run, keys
+from shoestring.training.data_loading import DataSets
+from shoestring.training.user_code import UserCode
+
+REPLACEABLE = (DDP(), DDP(hosts="leave"))
+"""The defaults at SHARD. DDP with other settings is the user's wish, and stays."""
+CLOSE = 0.02
+"""Of plans within this share of the fastest one's time, the one with the fewest features is chosen."""
+
+
+@dataclass(frozen=True)
+class TrainingWay:
+    """A way to train: the features beside those that all ways have, and the numbers of micro-batches to plan with."""
+
+    run: Run
+    """The run with these features, completed."""
+    added: tuple[Feature, ...]
+    world: World
+    counts: tuple[int, ...]
+    place: int = 0
+    """Number of the way; of ways that take equally long, the first is chosen."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A predicted plan: a run with all settings."""
+
+    run: Run
+    added: tuple[Feature, ...]
+    predicted: Predicted
+    step: StepPlan
+    place: int
+    """Number of its way."""
+    refused: str = ""
+    """Why it cannot be chosen; empty if it can."""
+
+    @property
+    def seconds(self) -> float:
+        return self.predicted.seconds
+
+    def __str__(self) -> str:
+        micro = self.run.settings.accumulate
+        batches = f", {micro} micro-batches" if micro > 1 else ""
+        return (" + ".join(map(_describe, self.added)) or "one process after the other") + batches
+
+
+def _one_owner(features: Sequence[Feature]) -> bool:
+    """Whether no two features own the same seam over the same axes."""
+    try:
+        check_owners(features)
+    except ConflictError:
+        return False
+    return True
+
+
+def _describe(feature: Feature) -> str:
+    """A feature with the settings that differ from its defaults, in the form of a call."""
+    kind = type(feature)
+    named = {name: getattr(feature, name) for name in kind.__dataclass_fields__}
+    defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}
+    changed = [
+        f"{name}={[*value] if isinstance(value, tuple) else value!r}"
+        for name, value in named.items()
+        if value != defaults[name]
+    ]
+    return feature.name.partition(".")[2] + (f"({', '.join(changed)})" if changed else "")
+
+
+class PlanSearch:
+    """The ways to train a run on the ranks of a world.
+
+    Args:
+        run: the run, without [memory.budget] and [comm.auto].
+    """
+
+    def __init__(self, run: Run, code: UserCode, world: World, data: DataSets, device: str) -> None:
+        self.run, self.code, self.data, self.device = run, code, data, device
+        # All ranks compute the same, so none needs a process group.
+        self.world = World(size=world.size, local_size=world.local_size, device=world.device)
+        self.refusals = dict[str, str]()
+        """Features that do not fit the run, in words, and why."""
+        self._unfit = list[Feature]()
+        model = self._model()
+        self.blocks = len(repeated(model))
+        self.weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def _model(self) -> torch.nn.Module:
+        settings = self.run.settings
+        with torch.device("meta"):
+            return build_model(
+                settings.model, self.run.model, self.data.model_arguments, settings.seed, trust=self.code.model
+            )
+
+    def ways(self) -> list[TrainingWay]:
+        """The ways that features and the model allow, those of fewest features first."""
+        fixed = tuple(feature for feature in self.run.features if feature not in REPLACEABLE)
+        names = {feature.name for feature in fixed}
+        situation = Situation(arrange_mesh(self.world, fixed), self.blocks, self.device)
+        choices: list[list[Feature | None]] = [
+            [None, *kind.alternatives(situation)]
+            for name, kind in keys().items()
+            if name not in names and isinstance(kind, Alternative)
+        ]
+        ways = list[TrainingWay]()
+        combinations = [tuple(filter(None, chosen)) for chosen in product(*choices)]
+        for added in sorted(combinations, key=len):  # whatever does not fit alone is not looked at again
+            if way := self._way(fixed, added):
+                ways.append(replace(way, place=len(ways)))
+        return ways
+
+    def _way(self, fixed: tuple[Feature, ...], added: tuple[Feature, ...]) -> TrainingWay | None:
+        """The run with further features; None if these do not fit, or if one of them would do nothing."""
+        if any(one in added for one in self._unfit) or not _one_owner((*fixed, *added)):
+            return None
+        with contextlib.suppress(ShoestringError):  # a mesh that they do not divide
+            world = arrange_mesh(self.world, (*fixed, *added))
+            if any(Seam.SHARD in feature.seams and world.ranks_over(feature.over) == 1 for feature in added):
+                return None
+            run = replace(self.run, features=(*fixed, *added)).completed(world)
+            own = tuple(feature for feature in run.features if feature not in fixed and isinstance(feature, Plannable))
+            resolved, readers = resolve_all(run.features, world), world.ranks_over(DATA)
+            reason, counts = self._refusal(resolved, world), self._counts(world)
+            if not reason and not counts:
+                reason = f"{self.run.settings.batch} samples do not divide by {readers} ranks"
+            if not reason:
+                return TrainingWay(run, own, world, counts)
+            if len(added) == 1:  # of several, each alone may fit
+                self.refusals.setdefault(_describe(added[0]), reason)
+                self._unfit.append(added[0])
+        return None
+
+    def _refusal(self, features: Sequence[Feature], world: World) -> str:
+        """Why the features do not fit the model, as `check` would say it; empty if they do."""
+        job = Job(self._model(), self.code.forward, self.code.loss, world=world)
+        attachments = attachments_of(job)
+        attachments.features = tuple(features)
+        try:
+            for feature in features:
+                feature.check(attachments)
+        except ShoestringError as error:
+            return str(error.parts()[1])
+        return ""
+
+    def _counts(self, world: World) -> tuple[int, ...]:
+        """Numbers of micro-batches into which a replica's samples divide."""
+        batch, readers = self.run.settings.batch, world.ranks_over(DATA)
+        counts = list[int]()
+        for count in range(self.run.settings.accumulate, batch // readers + 1):
+            with contextlib.suppress(ConfigError):
+                check_batch(batch, 0, readers, count)
+                counts.append(count)
+        return tuple(counts)
+
+    def sizes(self, ways: Sequence[TrainingWay]) -> list[int]:
+        """Numbers of samples of a micro-batch to measure: the smallest, the largest without stages, and one between."""
+        batch = self.run.settings.batch
+        every = sorted({batch // way.world.ranks_over(DATA) // count for way in ways for count in way.counts})
+        limit = batch // self.world.ranks_over(DATA) // self.run.settings.accumulate
+        within = [size for size in every if size <= max(limit, every[0])]
+        middle = min(within, key=lambda size: abs(size - (within[0] * within[-1]) ** 0.5))
+        return sorted({within[0], middle, within[-1]})
+
+    def needed(
+        self, ways: Sequence[TrainingWay], world: World, model: ModelCosts
+    ) -> dict[tuple[Kind, GroupShape], tuple[World, tuple[str, ...]]]:
+        """The collectives that the ways use: the world and the axes over which each can be measured."""
+        return {
+            (kind, step.group(axes)): (arrange_mesh(world, way.run.features), axes)
+            for way in ways
+            for step in [self._step(way, way.counts[-1], model)[0]]
+            for kind, axes in sorted(step.collectives)
+        }
+
+    def _step(self, way: TrainingWay, micro: int, model: ModelCosts) -> tuple[StepPlan, tuple[Feature, ...]]:
+        resolved = resolve_all(way.run.features, way.world)
+        return planned_step(way.world, resolved, model, batch=self.run.settings.batch, micro=micro, device=self.device)
+
+    def file(self, plan: TrainingPlan) -> Run:
+        """The user's run with the settings of a plan, and without the defaults that `completed` adds."""
+        own = {feature.name: feature for feature in plan.run.features}
+        fixed = tuple(own[f.name] for f in self.run.features if f not in REPLACEABLE)
+        names = {feature.name for feature in fixed}
+        added = tuple(feature for feature in plan.added if feature.name not in names)
+        return replace(self.run, settings=plan.run.settings, features=(*fixed, *added))
+
+    def plans(
+        self, ways: Sequence[TrainingWay], model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
+    ) -> list[TrainingPlan]:
+        """All plans, the fastest that can be chosen first.
+
+        Args:
+            room: bytes that a rank may hold.
+        """
+        plans = [plan for way in ways for plan in self._predicted(way, model, links, slowdown, room)]
+        return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))
+
+    def _predicted(
+        self, way: TrainingWay, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
+    ) -> Iterator[TrainingPlan]:
+        for micro in way.counts:
+            step, features = self._step(way, micro, model)
+            try:
+                predicted = predict(step, links, slowdown)
+            except ConfigError:
+                continue
+            settled = {feature.name: feature for feature in features}
+            added = tuple(settled[feature.name] for feature in way.added)
+            own = {feature.name: feature for feature in added}
+            run = replace(
+                way.run,
+                settings=replace(way.run.settings, accumulate=micro),
+                features=tuple(own.get(feature.name, feature) for feature in way.run.features),
+            )
+            much = f"needs {figures.memory(int(predicted.peak))} a rank"
+            yield TrainingPlan(run, added, predicted, step, way.place, much if predicted.peak > room else "")
+
+
+def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
+    """The fastest plan, or one of fewer features and micro-batches that takes hardly longer.
+
+    Raises:
+        ConfigError: none fits into memory.
+    """
+    possible = [plan for plan in plans if not plan.refused]
+    if not possible:
+        least = min(plans, key=lambda plan: plan.predicted.peak)
+        raise ConfigError(
+            f"no plan fits: the smallest needs {figures.memory(int(least.predicted.peak))} a rank ({least})",
+            hint="use more ranks, or a smaller model; optim.adamw8bit and memory.lora also take less",
+        )
+    limit = possible[0].seconds * (1 + CLOSE)
+    close = (plan for plan in possible if plan.seconds <= limit)
+    return min(close, key=lambda plan: (len(plan.added), plan.step.micro, plan.place, plan.seconds))

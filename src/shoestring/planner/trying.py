@@ -1,0 +1,53 @@
+"""Times real steps of a plan."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+
+from shoestring.core.job import Job
+from shoestring.core.trace import Trace
+from shoestring.core.world import World
+from shoestring.report.recordings import RecordsSteps
+from shoestring.run import Run
+from shoestring.training.build import build_job, build_loader
+from shoestring.training.data_loading import DataSets, to_device
+from shoestring.training.user_code import UserCode
+
+STEPS = 4
+"""Steps that are timed; the first is left out, because it also allocates the optimizer's state."""
+
+
+def for_trial(run: Run, world: World) -> Run:
+    """The completed run without what a trial should not do: save checkpoints and record steps."""
+    completed = run.completed(world)
+    features = (
+        f for f in completed.features if not f.name.startswith("checkpoint.") and not isinstance(f, RecordsSteps)
+    )
+    return replace(completed, features=tuple(features))
+
+
+def start(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitStack) -> tuple[Job, list[float]]:
+    """Build the job of a run and take `STEPS` steps; returns the job and the seconds of each step. A collective."""
+    job = stack.enter_context(build_job(run, code, world, data, stack.enter_context(Trace(rank=world.rank))))
+    loader = build_loader(job, data, run.settings, run.data.workers)
+    stack.callback(loader.close)
+    batches, times = iter(loader), list[float]()
+    job.model.train()
+    for _ in range(STEPS):
+        micro = [to_device(batch, world.device) for batch in next(batches)]
+        world.barrier()
+        began = time.perf_counter()
+        job.step(*micro)
+        world.barrier()
+        times.append(time.perf_counter() - began)
+    return job, times
+
+
+def time_plan(run: Run, code: UserCode, world: World, data: DataSets) -> float:
+    """Median seconds of a step of a plan, of this rank and without the first step. A collective."""
+    with ExitStack() as stack:
+        _, times = start(for_trial(run, world), code, world, data, stack)
+    return median(times[1:])

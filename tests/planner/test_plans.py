@@ -1,0 +1,167 @@
+"""Which ways to train are planned, which one is chosen, and what becomes of the file that the verb writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from shoestring.cli import main
+from shoestring.core.errors import ConfigError
+from shoestring.core.world import World
+from shoestring.memory import Recompute, Zero
+from shoestring.parallel import DDP, FSDP, Pipeline, Planned, Tensor
+from shoestring.planner.search import PlanSearch, chosen
+from shoestring.planning.cluster import Collective
+from shoestring.planning.step import Links, ModelCosts, PartCosts
+from shoestring.run import load, parse
+from shoestring.training.data_loading import own_data
+from shoestring.training.user_code import import_user_code
+
+DATA = f"{__name__}:texts"
+RUN = {
+    "run": {"model": "shoestring.models.gpt:tiny", "data": DATA, "batch": 16, "steps": 2},
+    "model": {"vocab_size": 64, "context": 16, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 64},
+}
+SLOW = Collective(kind="any", over=("hosts",), ranks=2, latency=1e-3, bandwidth=1e6)
+
+
+def texts():
+    import torch
+
+    text = torch.arange(64 * 17).view(64, 17) % 64
+    samples = [{"inputs": line[:-1], "targets": line[1:]} for line in text]
+    return samples, samples[:4]
+
+
+class Everywhere(dict):
+    def __missing__(self, key):
+        return SLOW
+
+
+def search(world, tables=None):
+    run = parse(RUN | (tables or {}))
+    return PlanSearch(run, import_user_code(run), world, own_data(run), "cpu")
+
+
+def costs(blocks=4, trained=1_000_000):
+    part = PartCosts(forward=(0.1, 1.6), backward=(0.2, 3.2), held=(1e5, 1.6e6), trained=trained)
+    around = replace(part, forward=(0.0, 0.0), backward=(0.0, 0.0))
+    return ModelCosts(
+        samples=(1, 16), blocks=(part,) * blocks, before=around, behind=around, hidden=2048, tied=0, scored=4096,
+        optimizer=1e-10, state=2.0, moved=1e10,
+    )  # fmt: skip
+
+
+def kinds(ways):
+    return {frozenset(type(feature) for feature in way.added) for way in ways}
+
+
+def test_ways_follow_from_the_ranks_of_hosts():
+    inside = kinds(search(World(size=2, local_size=2)).ways())
+    across = kinds(search(World(size=2, local_size=1)).ways())
+    for found in (inside, across):
+        assert {frozenset({DDP}), frozenset({Zero}), frozenset({FSDP}), frozenset({Pipeline})} <= found
+        assert frozenset({DDP, Recompute}) in found
+        assert frozenset({Pipeline, Zero}) not in found  # of two ranks, none is left to divide among
+    assert frozenset({Tensor}) in inside
+    assert not any(Tensor in way for way in across)  # layers are split inside hosts only
+
+
+def test_both_levels_of_a_mesh_are_used():
+    ways = search(World(size=4, local_size=2)).ways()
+    assert {frozenset({Pipeline, Tensor}), frozenset({Pipeline, DDP}), frozenset({Tensor, DDP})} <= kinds(ways)
+    hybrid = [one for way in ways for one in way.added if isinstance(one, FSDP) and one.hosts == "replicate"]
+    assert hybrid
+    assert all(way.world.size == 4 for way in ways)
+
+
+def test_what_the_user_has_set_stays():
+    ways = search(World(size=4, local_size=2), {"memory": {"zero": {"stage": 1}}}).ways()
+    assert all(Zero(stage=1) in way.run.features for way in ways)
+    assert not any({DDP, FSDP, Zero} & {*map(type, way.added)} for way in ways)
+    stages = search(World(size=4, local_size=2), {"parallel": {"pipeline": {"stages": 2}}}).ways()
+    assert all(any(one == Pipeline(stages=2) for one in way.run.features) for way in stages)
+    accumulated = search(World(size=2, local_size=2), {"run": RUN["run"] | {"accumulate": 4}}).ways()
+    assert {count for way in accumulated for count in way.counts} == {4, 8, 16}
+
+
+def test_what_does_not_fit_is_said_once():
+    found = search(World(size=3, local_size=3), {"model": RUN["model"] | {"heads": 3, "dim": 36, "kv_heads": 3}})
+    ways = found.ways()
+    assert not ways or all(16 % way.world.ranks_over(("hosts", "local")) == 0 for way in ways)
+    assert "16 samples do not divide by 3 ranks" in found.refusals.values()
+    assert any("hidden" in why or "outputs" in why or "inputs" in why for why in found.refusals.values())
+
+
+def test_slow_links_make_a_pipeline_and_fast_ones_replicas():
+    found, links = search(World(size=2, local_size=1)), Links(Everywhere())
+    ways = found.ways()
+    best = chosen(found.plans(ways, costs(), links, {}, float("inf")))
+    assert [type(one) for one in best.added] == [Pipeline]
+    (pipeline,) = best.added
+    assert len(pipeline.cuts) == 2 * pipeline.chunks - 1
+    assert best.run.settings.accumulate > 1
+    fast = Links(Fast())
+    best = chosen(found.plans(ways, costs(), fast, {}, float("inf")))
+    assert [type(one) for one in best.added] == [DDP]
+
+
+class Fast(dict):
+    def __missing__(self, key):
+        return replace(SLOW, latency=1e-6, bandwidth=1e11)
+
+
+def test_the_memory_of_a_rank_is_kept():
+    found, links = search(World(size=2, local_size=1)), Links(Fast())
+    ways, model = found.ways(), costs(trained=100_000_000)
+    plans = found.plans(ways, model, links, {}, 1.5e9)
+    best = chosen(plans)
+    assert best.predicted.peak <= 1.5e9
+    assert any(plan.refused.startswith("needs ") for plan in plans if [*map(type, plan.added)] == [DDP])
+    with pytest.raises(ConfigError, match="no plan fits: the smallest needs"):
+        chosen(found.plans(ways, model, links, {}, 1e6))
+
+
+def test_a_file_says_what_is_not_a_default():
+    found, links = search(World(size=2, local_size=1), {"memory": {"recompute": {}}}), Links(Everywhere())
+    run = found.file(chosen(found.plans(found.ways(), costs(), links, {}, float("inf"))))
+    assert [type(one) for one in run.features] == [Recompute, Pipeline]
+    assert parse_again(run).settings.accumulate == run.settings.accumulate > 1
+
+
+def parse_again(run):
+    import tomllib
+
+    return parse(tomllib.loads(run.dump()))
+
+
+@pytest.mark.slow
+def test_the_verb_writes_a_plan_that_trains_where_it_was_made_for(tmp_path, capsys):
+    """Under a limit that whole replicas do not meet."""
+    (tmp_path / "text.txt").write_text("\n".join(f"line {n} of {n * n}" for n in range(4000)))
+    shape = "[model]\ndim = 256\nlayers = 4\nheads = 4\nkv_heads = 4\n"
+    tables = "[data]\ntokenizer = 'bytes'\nsequence = 32\n[memory.budget]\ngib = 0.04\n"
+    settings = f"[run]\ndata = '{tmp_path / 'text.txt'}'\nfolder = '{tmp_path / 'run'}'\nbatch = 8\nsteps = 4\n"
+    (tmp_path / "run.toml").write_text(f"{settings}{shape}{tables}")
+    command = [sys.executable, "-m", "shoestring", "plan", str(tmp_path / "run.toml"), "--workers", "2", "--tries", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "<- chosen" in done.stdout
+    plan = tmp_path / "plan.toml"
+    (record,) = (feature for feature in load(str(plan)).features if isinstance(feature, Planned))
+    assert (record.hosts, record.ranks) == (1, 2)
+    assert 0 < record.peak_gib <= 0.04
+    command = [sys.executable, "-m", "shoestring", "train", str(plan), "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "The plan" in report and "tried" in report
+    for changed, said in (
+        (["--workers", "1"], "planned for 2 ranks, and there are 1"),
+        (["--workers", "2", "--model.layers", "5"], "planned for a model that trains"),
+    ):
+        assert main(["check", str(plan), *changed]) == 2
+        assert said in capsys.readouterr().err
