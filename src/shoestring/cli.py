@@ -68,9 +68,10 @@ VERBS: dict[str, Verb] = {
     ),
     "plan": Verb(
         "verbs.plan:plan", "runs:Plan",
-        "Predict the step time under each gradient exchange from a short trial, and write a run file with the best "
-        "one. [comm.auto] lists the codecs that may be chosen; code that the run file names needs your word first, by"
-        " `train` or `shoestring trust`.",
+        "Measure the model and the links between ranks, predict the step time of each way to train it (exchanges, "
+        "shards, stages, split layers, micro-batches, recomputation), try the best ones, and write a run file with the "
+        "fastest. [comm.auto] lists codecs that may be chosen as well; code that the run file names needs your word "
+        "first, by `train` or `shoestring trust`.",
         rest="overrides",
     ),
     "distill": Verb(

@@ -13,6 +13,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Planned, Tensor
+from shoestring.planner.page import write
 from shoestring.planner.search import PlanSearch, chosen
 from shoestring.planning.cluster import Collective
 from shoestring.planning.step import Links, ModelCosts, PartCosts
@@ -138,6 +139,18 @@ def parse_again(run):
     return parse(tomllib.loads(run.dump()))
 
 
+def test_the_page_draws_every_pass_and_says_why_others_lost(tmp_path):
+    found = search(World(size=4, local_size=2))
+    plans = found.plans(found.ways(), costs(), Links(Everywhere()), {}, 1e7)
+    best = next(plan for plan in plans if plan.step.stages == 2)
+    others = [plan for plan in plans if plan is not best]
+    text = write(best, others, {str(others[0]): 3.0}, best.seconds, tmp_path / "plan.html").read_text()
+    assert text.count("<title>forward: ") == text.count("<title>backward: ") == 2 * best.run.settings.accumulate
+    assert "needs " in text  # those that do not fit into memory
+    assert text.count('<th scope="row">') == len(others) + 2
+    assert "NaN" not in text
+
+
 @pytest.mark.slow
 def test_the_verb_writes_a_plan_that_trains_where_it_was_made_for(tmp_path, capsys):
     """Under a limit that whole replicas do not meet."""
@@ -157,6 +170,8 @@ def test_the_verb_writes_a_plan_that_trains_where_it_was_made_for(tmp_path, caps
     command = [sys.executable, "-m", "shoestring", "train", str(plan), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+    page = (tmp_path / "plan.html").read_text()
+    assert "A plan of" in page and "stage 0" in page and "Why not" in page
     report = (tmp_path / "run" / "report.html").read_text()
     assert "The plan" in report and "tried" in report
     for changed, said in (

@@ -173,6 +173,8 @@ class Plan(RunSource):
             if world.first:
                 say("\n".join(describe(planned, world)))
                 say(f"written to {path}; start it with: shoestring train {path}")
+                if planned.page is not None:
+                    say(f"the step, and why the other ways lost: {planned.page}")
         return 0
 
 

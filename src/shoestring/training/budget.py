@@ -44,8 +44,8 @@ log = logging.getLogger("shoestring")
 GIB = 2**30
 ROUGHLY = 1.05
 """Factor by which an interpolated peak may exceed the budget, in case the interpolation is too high."""
-LINK = 1e9
-"""Assumed bandwidth between ranks in bytes/s."""
+GIGABIT = 125e6
+"""Bandwidth at which weights are assumed to be gathered where there are no ranks that could measure it, in bytes/s."""
 EIGHT_BITS = 8.0
 """Duration of an optimizer step of 8-bit AdamW, relative to a step of AdamW."""
 
@@ -104,13 +104,14 @@ class BudgetSearch:
 
     Args:
         run: the run, with the default features that `Run.completed` adds.
+        gathered: bytes of weights that ranks gather in a second.
 
     Raises:
         ConfigError, DataError: there is no such model or data.
     """
 
-    def __init__(self, run: Run, world: World) -> None:
-        self.run = run
+    def __init__(self, run: Run, world: World, gathered: float = GIGABIT) -> None:
+        self.run, self.gathered = run, gathered
         self.world = arrange_mesh(world, run.features)
         self.arguments = model_arguments(run)
         self.code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
@@ -280,7 +281,7 @@ class BudgetSearch:
         if any(isinstance(feature, AdamW8bit) for feature in way.features):
             seconds *= EIGHT_BITS
         if any(isinstance(feature, FSDP) for feature in way.features):
-            seconds += self.weights / LINK  # FSDP gathers the weights once more for the backward pass
+            seconds += self.weights / self.gathered  # FSDP gathers the weights once more for the backward pass
         if any(isinstance(feature, Offload) for feature in way.features):
             seconds += 2 * self.weights / self.rates.host
         return seconds
@@ -332,13 +333,13 @@ def main(arguments: Sequence[str]) -> int:
     """Read a run file from standard input, and print the choice of [memory.budget] for it as JSON.
 
     Args:
-        arguments: number of ranks, and number of ranks per host.
+        arguments: number of ranks, number of ranks per host, and bytes of weights that ranks gather in a second.
     """
-    ranks, local = map(int, arguments)
+    ranks, local, gathered = int(arguments[0]), int(arguments[1]), float(arguments[2])
     run = parse(tomllib.loads(sys.stdin.read()))
     try:
         (budget,) = (feature for feature in run.features if isinstance(feature, Budget))
-        print(json.dumps(asdict(BudgetSearch(run, World(size=ranks, local_size=local)).within(budget))))
+        print(json.dumps(asdict(BudgetSearch(run, World(size=ranks, local_size=local), gathered).within(budget))))
     except ShoestringError as error:
         print(json.dumps(error.parts()))
         return error.code

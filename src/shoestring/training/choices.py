@@ -17,19 +17,22 @@ from typing import Any
 import torch.distributed as dist
 
 from shoestring.core.errors import ConfigError, ShoestringError
-from shoestring.core.feature import arrange_mesh, splitting
+from shoestring.core.feature import DATA, arrange_mesh, splitting
 from shoestring.core.world import World
 from shoestring.memory import Budget
 from shoestring.memory.settings.budget import BudgetChoice, SettledBudget
+from shoestring.planning.links import time_collective
 from shoestring.renames import renamed
 from shoestring.run import Run, technique
 from shoestring.settings import structure
 from shoestring.storage.whole import write_atomic
-from shoestring.training.budget import BudgetSearch, rounded
+from shoestring.training.budget import GIGABIT, BudgetSearch, rounded
 from shoestring.training.named_files import is_own
 
 FILE = "choices.json"
 """Name of the file in a run folder that holds the choice."""
+LARGEST = 1 << 22
+"""Bytes of the largest message with which the links between ranks are measured."""
 
 
 def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
@@ -49,8 +52,10 @@ def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
     if names := splitting(run.features, arrange_mesh(world, run.features)):
         message = f"`{budget.name}` cannot choose for `{names[0]}`, whose ranks hold different parts of the model"
         raise ConfigError(message, hint=f"remove the table [{budget.name}], and set memory.recompute yourself")
-    decide = world.decide if dist.is_initialized() else lambda work: work()  # `check` has no ranks
-    choice = structure(decide(lambda: _decided(run, world, budget, folder)), BudgetChoice, budget.name, FILE)
+    ranks_run = dist.is_initialized()  # `check` has no ranks
+    gathered = _gathered(world) if ranks_run and world.size > 1 else GIGABIT
+    decide = world.decide if ranks_run else lambda work: work()
+    choice = structure(decide(lambda: _decided(run, world, budget, folder, gathered)), BudgetChoice, budget.name, FILE)
     return with_choice(run, world, budget, choice)
 
 
@@ -70,14 +75,23 @@ def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) ->
     return replace(run, settings=settings, features=(*remaining, *added, settled)).completed(world)
 
 
-def _decided(run: Run, world: World, budget: Budget, folder: Path | None) -> dict[str, Any]:
+def _gathered(world: World) -> float:
+    """Bytes of weights that ranks gather in a second. A collective."""
+    link = time_collective(world, "all-gather", DATA, LARGEST)
+    return link.bandwidth * link.ranks  # of each rank's own part
+
+
+def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gathered: float) -> dict[str, Any]:
     """Reuse the choice of the run that is resumed if it was made under the same conditions; otherwise search anew."""
     budget.check_limit()
     conditions = _conditions(run, world)
     choice = _recorded(run, folder, conditions)
     if choice is None:
         alone = not dist.is_initialized()
-        choice = asdict(BudgetSearch(run, world).within(budget)) if alone else _search_in_process(run, world)
+        if alone:
+            choice = asdict(BudgetSearch(run, world).within(budget))
+        else:
+            choice = _search_in_process(run, world, gathered)
     if folder is not None:
         record = {budget.name: {"for": conditions, "choice": choice}}
         write_atomic(folder / FILE, json.dumps(record, indent=2).encode())
@@ -118,9 +132,10 @@ def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict
     return None
 
 
-def _search_in_process(run: Run, world: World) -> dict[str, Any]:
+def _search_in_process(run: Run, world: World, gathered: float) -> dict[str, Any]:
     """Search in a separate process: prediction needs fake ranks, and this process has a real process group."""
-    command = [sys.executable, "-P", "-m", "shoestring.training.budget", str(world.size), str(world.local_size)]
+    numbers = map(str, (world.size, world.local_size, gathered))
+    command = [sys.executable, "-P", "-m", "shoestring.training.budget", *numbers]
     done = subprocess.run(command, input=run.dump(), capture_output=True, text=True, check=False)
     if done.returncode == ShoestringError.code:
         raise ShoestringError.from_parts(json.loads(done.stdout))

@@ -25,6 +25,7 @@ from shoestring.memory import Budget
 from shoestring.parallel import DDP
 from shoestring.parallel.settings import Planned as PlanRecord
 from shoestring.planner.measure import measure
+from shoestring.planner.page import write as write_page
 from shoestring.planner.search import CLOSE, PlanSearch, TrainingPlan, chosen
 from shoestring.planner.trying import for_trial, start, time_plan
 from shoestring.planning.links import time_collective
@@ -80,7 +81,7 @@ class PlannedRun:
         plans: all other ways, the fastest first. tried: measured seconds of some of them, by number.
         choice: number of the chosen plan; None for `exchanged`.
         refusals: ways that features refuse, and why.
-        costs: what the plans are predicted from.
+        costs: what the plans are predicted from. page: path of the page with pictures; None if there is none.
     """
 
     run: Run
@@ -92,6 +93,7 @@ class PlannedRun:
     choice: int | None = None
     refusals: Mapping[str, str] = field(default_factory=dict)
     costs: MeasuredCosts | None = None
+    page: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,13 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 2) -> Pla
             planned = _among_all(run, others, auto, _Trial(code, world, data), tries)
     if out is not None:
         world.decide(lambda: _write(planned, out))
+        planned = replace(planned, page=page_beside(out) if planned.choice is not None else None)
     return planned
+
+
+def page_beside(out: Path) -> Path:
+    """Path of the page of a plan."""
+    return out.with_suffix(".html")
 
 
 def _among_all(run: Run, others: tuple[Feature, ...], auto: Auto, trial: _Trial, tries: int) -> PlannedRun:
@@ -320,6 +328,10 @@ def _write(planned: PlannedRun, path: Path) -> None:
         write_atomic(path, planned.run.dump().encode())
     except OSError as error:
         raise ConfigError(f"cannot write `{path}`: {error.strerror}", hint="choose another --out") from error
+    if planned.choice is not None:
+        others = [one for number, one in _shown(planned) if number != planned.choice]
+        tried = {str(planned.plans[number]): took for number, took in planned.tried.items()}
+        write_page(planned.plans[planned.choice], others, tried, planned.measured, page_beside(path))
 
 
 def default_path(source: str) -> Path:

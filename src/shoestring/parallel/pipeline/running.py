@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -129,12 +130,12 @@ class Running:
                 gradient = gradients.take((part + 1, number))
                 forth.settle((part + 1, number))
             left -= 1
+            if received is not None:
+                # Sent from within the pass: at its end DDP waits for its messages, and the stage before would as well.
+                received.register_post_accumulate_grad_hook(partial(_send, back, (part, number)))
             with micro.sync(left == 0), span("backward", "compute"):
                 if output.requires_grad:  # with frozen embeddings it may not
                     output.backward(gradient)
-            if received is not None:
-                assert received.grad is not None
-                back.send((part, number), received.grad)
         for outbox in (forth, back):
             outbox.settle()
         facts = self.attachments.trace.facts
@@ -187,6 +188,12 @@ class Running:
                     assert work is not None
                     work.wait()
             grad.add_(theirs.to(grad.device))
+
+
+def _send(back: Outbox, key: tuple[int, int], received: Tensor) -> None:
+    """Send the gradient of what a stage has received."""
+    assert received.grad is not None
+    back.send(key, received.grad)
 
 
 def _form_of(batch: Batch) -> Hashable:
