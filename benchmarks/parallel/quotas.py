@@ -1,4 +1,4 @@
-"""Cgroups that hold the processes of each virtual host to a part of the machine's processors."""
+"""Cgroups that hold the processes of each virtual host to a part of the machine's processors, and of its memory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,45 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD = 100_000  # microseconds
+_CONTROLLERS = ("cpu", "memory")
+
+
+def _roots() -> list[Path]:
+    """Folders of the controllers: one each in version 1 of cgroups, and one for all in version 2."""
+    version_1 = [_ROOT / name for name in _CONTROLLERS]
+    return version_1 if version_1[0].is_dir() else [_ROOT]
+
+
+def join(group: str) -> None:
+    """Let this process, a worker of torchrun, join the groups of its host."""
+    for root in _roots():
+        (root / f"{group}-{os.environ['GROUP_RANK']}" / "cgroup.procs").write_text("0")
 
 
 @contextmanager
-def processor_quotas(hosts: int) -> Iterator[str]:
-    """Give each host an equal part of the processors; yields the groups' path without the host's number.
+def processor_quotas(hosts: int, memory: int = 0) -> Iterator[str]:
+    """Give each host an equal part of the processors; yields the name of the groups, for `join`.
 
-    A process joins the group of its host by writing "0" to the group's `cgroup.procs`.
+    Args:
+        memory: limit of a host's memory in bytes; 0 for none.
     """
-    version_1 = _ROOT / "cpu"
-    root = version_1 if version_1.is_dir() else _ROOT
     quota = int(_PERIOD * (os.cpu_count() or 1) / hosts)
-    prefix = root / f"shoestring-{os.getpid()}"
-    groups = [Path(f"{prefix}-{host}") for host in range(hosts)]
+    name = f"shoestring-{os.getpid()}"
+    groups = [root / f"{name}-{host}" for root in _roots() for host in range(hosts)]
+    settings = {
+        "cpu.cfs_period_us": str(_PERIOD),
+        "cpu.cfs_quota_us": str(quota),
+        "cpu.max": f"{quota} {_PERIOD}",
+    }
+    if memory:
+        settings |= {"memory.limit_in_bytes": str(memory), "memory.max": str(memory)}
     try:
         for group in groups:
             group.mkdir()
-            if root == version_1:
-                (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
-        yield str(prefix)
+            for file, value in settings.items():
+                if (group / file).exists():
+                    (group / file).write_text(value)
+        yield name
     finally:
         for group in groups:
             if group.exists():

@@ -6,7 +6,6 @@ The steps of all methods alternate; the first rank writes their seconds, block b
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoestring as ss
+from benchmarks.parallel.quotas import join
 from shoestring.core.feature import DATA, Feature
 from shoestring.core.job import Job
 from shoestring.core.kept import Progress
@@ -74,7 +74,7 @@ def batch_of(tokens: Tensor) -> dict[str, Tensor]:
 
 def main(out: Path, blocks: int, group: str, methods: list[str]) -> None:
     if group:
-        Path(f"{group}-{os.environ['GROUP_RANK']}", "cgroup.procs").write_text("0")
+        join(group)
     with ss.join() as world:
         jobs = {name: Method(name, world) for name in methods}
         for one in jobs.values():

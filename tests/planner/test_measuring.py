@@ -57,7 +57,7 @@ def test_the_parts_of_a_gpt_are_the_whole(tied):
     with measured(model, tokens) as (costs, job):
         assert costs.trained == sum(parameter.nbytes for parameter in model.parameters())
         assert costs.tied == (64 * 32 * 4 if tied else 0)
-        assert costs.hidden == 16 * 32 * 4
+        assert costs.hidden == (16 * 32 * 4,) * 4
         assert costs.scored == 16 * 64 * 4
         assert costs.state == pytest.approx(2.0, rel=0.01)  # both moments of AdamW
         for place, size in enumerate(costs.samples):
@@ -97,20 +97,39 @@ class Widening(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(17, 9), nn.Linear(9, 5)])
+        self.behind = nn.Linear(5, 5)
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return x
+        return self.behind(x)
 
 
-@pytest.mark.parametrize("kind", [Plain, Widening])
-def test_a_model_without_equal_blocks_is_one_part(kind):
-    def batch(size):
-        return {"inputs": torch.randn(size, 17), "targets": torch.arange(size) % 5}
+class Twice(Widening):
+    """A model that calls a block twice."""
 
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.layers[1](nn.functional.pad(x, (0, 4)))
+
+
+def images(size):
+    return {"inputs": torch.randn(size, 17), "targets": torch.arange(size) % 5}
+
+
+def test_blocks_may_return_another_shape_than_they_get():
+    with measured(Widening(), images) as (costs, _):
+        assert costs.hidden == (17 * 4, 9 * 4, 5 * 4)
+        assert [block.trained for block in costs.blocks] == [18 * 9 * 4, 10 * 5 * 4]
+        assert costs.behind.trained == 30 * 4
+        assert costs.behind.held[0] > 0
+
+
+@pytest.mark.parametrize("kind", [Plain, Twice])
+def test_a_model_without_blocks_in_a_row_is_one_part(kind):
     model = kind()
-    with measured(model, batch) as (costs, _):
+    with measured(model, images) as (costs, _):
         assert costs.blocks == ()
         assert costs.trained == costs.behind.trained == sum(parameter.nbytes for parameter in model.parameters())
         assert costs.behind.backward[-1] > 0

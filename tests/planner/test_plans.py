@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from shoestring.cli import main
 from shoestring.core.errors import ConfigError
@@ -51,8 +52,8 @@ def costs(blocks=4, trained=1_000_000):
     part = PartCosts(forward=(0.1, 1.6), backward=(0.2, 3.2), held=(1e5, 1.6e6), trained=trained)
     around = replace(part, forward=(0.0, 0.0), backward=(0.0, 0.0))
     return ModelCosts(
-        samples=(1, 16), blocks=(part,) * blocks, before=around, behind=around, hidden=2048, tied=0, scored=4096,
-        optimizer=1e-10, state=2.0, moved=1e10,
+        samples=(1, 16), blocks=(part,) * blocks, before=around, behind=around,
+        hidden=(2048,) * (blocks + 1), tied=0, scored=4096, optimizer=1e-10, state=2.0, moved=1e10,
     )  # fmt: skip
 
 
@@ -95,6 +96,26 @@ def test_what_does_not_fit_is_said_once():
     assert not ways or all(16 % way.world.ranks_over(("hosts", "local")) == 0 for way in ways)
     assert "16 samples do not divide by 3 ranks" in found.refusals.values()
     assert any("hidden" in why or "outputs" in why or "inputs" in why for why in found.refusals.values())
+
+
+class Normed(nn.Module):
+    """A model whose result depends on which samples share a micro-batch."""
+
+    def __init__(self, vocab_size: int = 64):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocab_size, 8), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+def test_batch_norms_keep_the_samples_of_a_micro_batch():
+    run = RUN["run"] | {"model": f"{__name__}:Normed", "accumulate": 2}
+    found = search(World(size=2, local_size=1), {"run": run, "model": {"vocab_size": 64}})
+    assert {
+        16 // way.world.ranks_over(("hosts", "local")) // count for way in found.ways() for count in way.counts
+    } == {4}
 
 
 def test_slow_links_make_a_pipeline_and_fast_ones_replicas():

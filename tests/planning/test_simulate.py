@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoestring.planning.cluster import Collective
 from shoestring.planning.simulate import Task, makespan, simulate
 
 RESOURCES = ("compute", "wire", "copy")
@@ -141,3 +142,13 @@ def test_full_slowdown_is_one_shared_machine(tasks):
     # Where any two tasks take twice as long together, n take n times as long: nothing is gained by overlap.
     slow = {f"{one} beside {other}": 2.0 for one in RESOURCES for other in RESOURCES}
     assert makespan(simulate(tasks, slow)) == pytest.approx(sum(task.seconds for task in tasks), abs=1e-9)
+
+
+def test_a_message_takes_what_messages_of_its_size_took():
+    """A burst passes at once, so long messages are slower than short ones for their size."""
+    points = ((1000.0, 0.1), (4000.0, 0.2), (16000.0, 3.2))
+    link = Collective(kind="message", over=("hosts",), ranks=2, latency=0.0, bandwidth=5000.0, points=points)
+    assert [link.seconds(size) for size in (0, 500, 1000, 2500, 4000, 10000, 32000)] == pytest.approx(
+        [0.1, 0.1, 0.1, 0.15, 0.2, 1.7, 6.4]
+    )
+    assert replace(link, points=()).seconds(5000) == 1.0

@@ -47,7 +47,7 @@ def model(blocks: int = 4, seconds: float = 1.0, around: float = 0.0, tied: int 
         blocks=(part(seconds, int(MB)),) * blocks,
         before=part(around, 0 if tied else int(MB)),
         behind=part(around, int(MB)),
-        hidden=1000,
+        hidden=(1000,) * (blocks + 1),
         tied=tied,
         scored=1000,
         optimizer=0.0,

@@ -154,7 +154,7 @@ class Plan(RunSource):
     """Number of ranks to start."""
     out: Path | None = None
     """Path of the run file to write; defaults to plan.toml beside the run file."""
-    tries: int = 2
+    tries: int = 3
     """Number of ways to train, the fastest as predicted, that are tried for a few steps before one is chosen."""
 
     def __call__(self, overrides: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Measures what the parts of a run's model cost on this rank, without its optimizer's state and gradients.
 
 The model's blocks are measured one by one, each on the inputs that it got in a forward pass, and blocks of equal shapes
-once. What lies around the blocks is measured with blocks that return their inputs. So a model is measured that could
-not be trained on one rank.
+once. What lies around the blocks is measured with blocks that do nothing. So a model is measured that could not be
+trained on one rank.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class _Measuring:
         self.attachments = attachments_of(job)
         self.model = self.attachments.module
         self.blocks = self._alike_blocks()
-        kinds = dict[Any, int]()
-        self.kind_of = [kinds.setdefault(_signature(block), index) for index, block in enumerate(self.blocks)]
-        self.timed = {index: _Timed() for index in {*self.kind_of}}
+        self.kind_of = list[int]()  # of each block, the number of the block that is measured in its place
+        self.timed = dict[int, _Timed]()
         self.before, self.behind = _Timed(), _Timed()
-        self.hidden = self.scored = 0
+        self.hidden = list[int]()  # bytes for a sample before the first block and behind each block
+        self.scored = 0
         self.inputs = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
         self.outputs = dict[int, Any]()
         self._entered = self._left = 0.0
@@ -126,41 +126,44 @@ class _Measuring:
 
     def measure(self, batch: Batch, samples: int) -> None:
         """Measure all parts on a batch."""
-        if self.blocks and not self._capture(batch):
-            self.blocks, self.kind_of, self.timed = [], [], {}
+        if self.blocks and not self._capture(batch, samples):
+            self.blocks, self.kind_of, self.timed, self.hidden = [], [], {}, []
         self._around(batch, samples)
         for index in sorted({*self.kind_of}):
             self._block(index)
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
-    def _capture(self, batch: Batch) -> bool:
-        """Keep the inputs and outputs of a block of each kind; False if a block's output is not as its input is."""
+    def _capture(self, batch: Batch, samples: int) -> bool:
+        """Keep inputs and outputs of a block of each kind; False if the blocks are not called one after the other."""
         self.inputs.clear()
         self.outputs.clear()
+        kinds, order, sizes = dict[Any, int](), list[int](), list[int]()
+        kind_of = dict[int, int]()
 
         def watched(index: int, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 output = inner(*args, **kwargs)
-                if index not in self.inputs:
-                    self.inputs[index], self.outputs[index] = (args, kwargs), output
+                hidden = _hidden_of(args, kwargs)
+                shape = None if hidden is None else tuple(hidden.shape)
+                kind = kind_of[index] = kinds.setdefault((*_signature(self.blocks[index]), shape), index)
+                if kind == index:
+                    self.inputs[index] = args, kwargs
+                if not order:
+                    sizes.append(0 if hidden is None else hidden.nbytes // samples)
+                order.append(index)
+                result = output[0] if isinstance(output, tuple) else output
+                sizes.append(result.nbytes // samples if isinstance(result, Tensor) else 0)
+                self.outputs[index] = output
                 return output
 
             return forward
 
-        with self._patched(lambda index, inner: watched(index, inner)), torch.no_grad():
+        with self._patched(watched), torch.no_grad():
             self.attachments.forward(self.job.model, batch)
-        if self.inputs.keys() != {*range(len(self.blocks))}:
-            return False
-        shapes = [_hidden_of(*self.inputs[index]) for index in self.inputs]
-        results = [output[0] if isinstance(output, tuple) else output for output in self.outputs.values()]
-        fits = all(
-            isinstance(result, Tensor) and shape is not None and result.shape == shape.shape
-            for result, shape in zip(results, shapes, strict=True)
-        )
-        for index in {*self.inputs} - {*self.kind_of}:
-            del self.inputs[index]
-        return fits
+        self.kind_of, self.hidden = [kind_of.get(index, -1) for index in range(len(self.blocks))], sizes
+        self.timed = {kind: self.timed.get(kind, _Timed()) for kind in {*self.kind_of}}
+        return order == [*range(len(self.blocks))] and all(sizes)
 
     @contextmanager
     def _patched(self, forward_of: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
@@ -199,18 +202,18 @@ class _Measuring:
     # -- what lies around the blocks ---------------------------------------------------------------------------------
 
     def _around(self, batch: Batch, samples: int) -> None:
+        last = len(self.blocks) - 1
+        first_hidden = list[Tensor]()
+
         def passes_by(index: int, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden = _hidden_of(args, kwargs)
-                assert hidden is not None
-                if index == 0:
+                if index == 0 and hidden is not None:
                     self._entered = time.perf_counter()
-                    self.hidden = hidden.nbytes // samples
-                    if hidden.requires_grad:
-                        hidden.register_hook(lambda _: self._mark())
+                    first_hidden[:] = [hidden]
                 self._left = time.perf_counter()
-                output = self.outputs.get(index)
-                return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+                output = self.outputs[index]
+                return pytree.tree_map_only(Tensor, _detached, output) if index == last else output
 
             return forward
 
@@ -223,12 +226,16 @@ class _Measuring:
                 output = self.attachments.forward(self.job.model, batch)
                 total, count = sum_and_count(self.attachments.loss(output, batch))
             synchronize(self.world.device)
-            ended = self._marked = time.perf_counter()
+            ended = time.perf_counter()
             self.scored = _nbytes(output) // samples
             (total / count).backward()
             synchronize(self.world.device)
+            middle = time.perf_counter()
+            for hidden in first_hidden:
+                if hidden.requires_grad:
+                    hidden.backward(torch.ones_like(hidden))
+            synchronize(self.world.device)
             stopped = time.perf_counter()
-            middle = self._marked if self.blocks else stopped
             marks.append((self._entered - began, ended - self._left, middle - ended, stopped - middle))
             self._forget_gradients()
 
@@ -248,10 +255,6 @@ class _Measuring:
         self._note(self.before, [*zip(before, before_back, strict=True)], 0.0)
         self._note(self.behind, [*zip(behind, behind_back, strict=True)], held.total)
 
-    def _mark(self) -> None:
-        synchronize(self.world.device)
-        self._marked = time.perf_counter()
-
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def costs(self, sizes: tuple[int, ...]) -> ModelCosts:
@@ -264,7 +267,7 @@ class _Measuring:
             blocks=tuple(self.timed[kind].costs() for kind in self.kind_of),
             before=self.before.costs(),
             behind=self.behind.costs(),
-            hidden=self.hidden,
+            hidden=tuple(self.hidden),
             tied=tied,
             scored=self.scored,
             optimizer=optimizer,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoestring import figures
 from shoestring.core.errors import ConfigError, ConflictError, ShoestringError
@@ -115,6 +116,7 @@ class PlanSearch:
         self._unfit = list[Feature]()
         model = self._model()
         self.blocks = len(repeated(model))
+        self.batch_norms = any(isinstance(one, _BatchNorm) for one in model.modules())
         self.weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def _model(self) -> torch.nn.Module:
@@ -175,21 +177,26 @@ class PlanSearch:
         return ""
 
     def _counts(self, world: World) -> tuple[int, ...]:
-        """Numbers of micro-batches into which a replica's samples divide."""
+        """Numbers of micro-batches into which a replica's samples divide, without another result."""
         batch, readers = self.run.settings.batch, world.ranks_over(DATA)
         counts = list[int]()
         for count in range(self.run.settings.accumulate, batch // readers + 1):
             with contextlib.suppress(ConfigError):
                 check_batch(batch, 0, readers, count)
-                counts.append(count)
+                if not self.batch_norms or batch // readers // count == self._own_size:
+                    counts.append(count)
         return tuple(counts)
+
+    @property
+    def _own_size(self) -> int:
+        """Samples of a micro-batch with the run file's own settings, over which batch norms take means."""
+        return self.run.settings.batch // self.world.ranks_over(DATA) // self.run.settings.accumulate
 
     def sizes(self, ways: Sequence[TrainingWay]) -> list[int]:
         """Numbers of samples of a micro-batch to measure: the smallest, the largest without stages, and one between."""
         batch = self.run.settings.batch
         every = sorted({batch // way.world.ranks_over(DATA) // count for way in ways for count in way.counts})
-        limit = batch // self.world.ranks_over(DATA) // self.run.settings.accumulate
-        within = [size for size in every if size <= max(limit, every[0])]
+        within = [size for size in every if size <= max(self._own_size, every[0])]
         middle = min(within, key=lambda size: abs(size - (within[0] * within[-1]) ** 0.5))
         return sorted({within[0], middle, within[-1]})
 
@@ -227,29 +234,46 @@ class PlanSearch:
         plans = [plan for way in ways for plan in self._predicted(way, model, links, slowdown, room)]
         return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))
 
+    def priced(
+        self, run: Run, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
+    ) -> TrainingPlan:
+        """The plan that a run file is.
+
+        Raises:
+            ConfigError: its features do not fit the model or the ranks.
+        """
+        world = arrange_mesh(self.world, run.features)
+        completed = run.completed(world)
+        if reason := self._refusal(resolve_all(completed.features, world), world):
+            raise ConfigError(reason)
+        added = tuple(feature for feature in completed.features if isinstance(feature, Plannable))
+        (plan,) = self._predicted(
+            TrainingWay(completed, added, world, (run.settings.accumulate,)), model, links, slowdown, room
+        )
+        return plan
+
     def _predicted(
         self, way: TrainingWay, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
     ) -> Iterator[TrainingPlan]:
+        """A plan for each number of micro-batches for which the model can be cut into stages."""
         for micro in way.counts:
-            step, features = self._step(way, micro, model)
-            try:
+            with contextlib.suppress(ConfigError):
+                step, features = self._step(way, micro, model)
                 predicted = predict(step, links, slowdown)
-            except ConfigError:
-                continue
-            settled = {feature.name: feature for feature in features}
-            added = tuple(settled[feature.name] for feature in way.added)
-            own = {feature.name: feature for feature in added}
-            run = replace(
-                way.run,
-                settings=replace(way.run.settings, accumulate=micro),
-                features=tuple(own.get(feature.name, feature) for feature in way.run.features),
-            )
-            much = f"needs {figures.memory(int(predicted.peak))} a rank"
-            yield TrainingPlan(run, added, predicted, step, way.place, much if predicted.peak > room else "")
+                settled = {feature.name: feature for feature in features}
+                added = tuple(settled[feature.name] for feature in way.added)
+                own = {feature.name: feature for feature in added}
+                run = replace(
+                    way.run,
+                    settings=replace(way.run.settings, accumulate=micro),
+                    features=tuple(own.get(feature.name, feature) for feature in way.run.features),
+                )
+                much = f"needs {figures.memory(int(predicted.peak))} a rank" if predicted.peak > room else ""
+                yield TrainingPlan(run, added, predicted, step, way.place, much)
 
 
 def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
-    """The fastest plan, or one of fewer features and micro-batches that takes hardly longer.
+    """The fastest plan, or one of fewer features that takes hardly longer.
 
     Raises:
         ConfigError: none fits into memory.
@@ -263,4 +287,4 @@ def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
         )
     limit = possible[0].seconds * (1 + CLOSE)
     close = (plan for plan in possible if plan.seconds <= limit)
-    return min(close, key=lambda plan: (len(plan.added), plan.step.micro, plan.place, plan.seconds))
+    return min(close, key=lambda plan: (len(plan.added), plan.place if plan.step.stages == 1 else 0, plan.seconds))

@@ -48,6 +48,23 @@ class Collective:
     ranks: int
     latency: float
     bandwidth: float
+    points: tuple[tuple[float, float], ...] = ()
+    """Measured messages in increasing size: (bytes, seconds)."""
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds of a message: between measured ones interpolated, and beyond them in proportion to the largest."""
+        if not self.points:
+            return self.latency + nbytes / self.bandwidth
+        largest, most = self.points[-1]
+        if nbytes >= largest:
+            return most * nbytes / largest
+        below = (0.0, self.points[0][1])
+        for above in self.points:
+            if nbytes <= above[0]:
+                part = (nbytes - below[0]) / (above[0] - below[0])
+                return below[1] * (1 - part) + above[1] * part
+            below = above
+        raise AssertionError("sizes increase")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,8 @@ def time_collective(world: World, kind: str, over: Sequence[str], largest: int =
     }
     sizes, seconds = _time_messages(world, kinds[kind], largest)
     latency, per_byte = fit_line(sizes, seconds)
-    return Collective(kind=kind, over=tuple(over), ranks=size, latency=latency, bandwidth=1 / per_byte)
+    points = tuple(zip(sizes, seconds, strict=True))
+    return Collective(kind=kind, over=tuple(over), ranks=size, latency=latency, bandwidth=1 / per_byte, points=points)
 
 
 def _time_messages(world: World, work: Callable[[Tensor], object], largest: int) -> tuple[list[float], list[float]]:

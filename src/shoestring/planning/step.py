@@ -73,8 +73,8 @@ class ModelCosts:
     blocks: tuple[PartCosts, ...]
     before: PartCosts
     behind: PartCosts
-    hidden: int
-    """Bytes of the hidden states between two blocks, for a sample."""
+    hidden: tuple[int, ...]
+    """Bytes of hidden states for a sample: before the first block, and behind each block; empty without blocks."""
     tied: int
     """Bytes of trained weights that are both before and behind the blocks; they count as `behind`."""
     scored: int
@@ -193,6 +193,10 @@ class StepPlan:
         """Samples of a replica's micro-batch."""
         return self.batch / self.replicas / self.micro
 
+    def hidden(self, block: int) -> float:
+        """Bytes of hidden states that a block gets for a micro-batch, or that leave the last one."""
+        return self.model.hidden[block] * self.samples
+
     def group(self, axes: Iterable[str]) -> GroupShape:
         return group_over(self.world, axes)
 
@@ -257,8 +261,7 @@ class Links:
         """Seconds of a collective; `nbytes` is what `comm.auto.probes.time_collectives` calls a message."""
         if group.ranks == 1 or not nbytes:
             return 0.0
-        speed = self.speeds[kind, group]
-        return speed.latency + nbytes / speed.bandwidth
+        return self.speeds[kind, group].seconds(nbytes)
 
 
 @dataclass(frozen=True)
@@ -364,7 +367,8 @@ class _Building:
         ended = self._compute(stage, one, after)
         crosses = one.part > step.first if one.backward else one.part < last
         if crosses and step.stages > 1:
-            nbytes = self.model.hidden * step.samples
+            part = one.part - 1 if one.backward else one.part  # whose results they are, or the gradients of these
+            nbytes = step.hidden(step.parts[part].stop if part >= 0 else 0)
             seconds = self.links.seconds("message", step.group(step.over_stages), nbytes)
             # Activations and gradients leave a host by the same wire.
             ended = self._task("messages", "wire", seconds, "egress", stage, [ended], nbytes)
@@ -414,22 +418,23 @@ class _Building:
         if one.part == len(step.parts) - 1:
             parts.append((None, model.behind))
         for index, part in reversed(parts) if one.backward else parts:
-            seconds = self._seconds(part, one.backward, index is not None)
+            seconds = self._seconds(part, index, backward=one.backward)
             if one.backward and index in step.recomputed:
-                seconds += self._seconds(part, False, True)
-            split = index is not None and step.ways > 1
+                seconds += self._seconds(part, index, backward=False)
             # Twice a block the outputs of split layers are added up: in the forward pass, and in the backward pass.
-            yield _Piece(
-                seconds, 2 * model.hidden * step.samples * split, 2 * split, self._weights(part, index is not None)
-            )
+            calls = 2 if index is not None and step.ways > 1 else 0
+            exchanged = calls * step.hidden(index) if index is not None else 0.0
+            yield _Piece(seconds, exchanged, calls, self._weights(part, index is not None))
 
-    def _seconds(self, part: PartCosts, backward: bool, block: bool) -> float:
+    def _seconds(self, part: PartCosts, index: int | None, *, backward: bool) -> float:
+        """Seconds of a pass through a block, or through what lies around the blocks if `index` is None."""
         step, model = self.step, self.model
         seconds = model.at(part.backward if backward else part.forward, step.samples)
-        if step.ways == 1 or (not block and (step.whole_vocabulary or part is model.before)):
+        if step.ways == 1 or (index is None and (step.whole_vocabulary or part is model.before)):
             return seconds
         # Norms and additions of hidden states are not divided: they read and write these about ten times.
-        whole = min((10 if block else 0) * (1 + backward) * model.hidden * step.samples / model.moved, seconds)
+        whole = 0.0 if index is None else 10 * (1 + backward) * step.hidden(index) / model.moved
+        whole = min(whole, seconds)
         return whole + (seconds - whole) / step.ways
 
     def _weights(self, part: PartCosts, block: bool) -> float:
@@ -537,7 +542,7 @@ def _held(step: StepPlan, part: int) -> float:
     total = model.at(model.before.held, step.samples) if part == step.first else 0.0
     total += model.at(model.behind.held, step.samples) if part == len(step.parts) - 1 else 0.0
     for index in step.parts[part] if part >= 0 else ():
-        whole = model.hidden * step.samples
+        whole = step.hidden(index)
         held = model.at(model.blocks[index].held, step.samples)
         total += whole if index in step.recomputed else whole + max(held - whole, 0.0) / step.ways
     return total

@@ -9,8 +9,6 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from shoestring import run as runs
 from shoestring.comm import Auto
 from shoestring.comm.auto.chooser import TIMED_STEPS, Chooser
@@ -24,13 +22,10 @@ from shoestring.figures import memory, percent, seconds, size
 from shoestring.memory import Budget
 from shoestring.parallel import DDP
 from shoestring.parallel.settings import Planned as PlanRecord
-from shoestring.planner.measure import measure
+from shoestring.planner.outlook import GIB, Outlook, look, of_all_ranks
 from shoestring.planner.page import write as write_page
 from shoestring.planner.search import CLOSE, PlanSearch, TrainingPlan, chosen
 from shoestring.planner.trying import for_trial, start, time_plan
-from shoestring.planning.links import time_collective
-from shoestring.planning.step import Links, ModelCosts
-from shoestring.planning.system import free_memory
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
 from shoestring.training.data_loading import DataSets, open_data, sequence_of, with_sequence
@@ -39,8 +34,6 @@ from shoestring.training.user_code import UserCode, import_user_code
 
 SHOWN = 10  # number of candidates that are printed
 TWICE = 2  # measured / predicted time above which the deviation is printed as a factor
-LARGEST = 1 << 25  # bytes of the largest message that is timed
-GIB = 2**30
 _VARIED = (Auto, Exchange, Budget, PlanRecord)  # what a plan chooses itself
 
 
@@ -80,8 +73,7 @@ class PlannedRun:
         exchanged: the best way with whole replicas; None if that does not fit.
         plans: all other ways, the fastest first. tried: measured seconds of some of them, by number.
         choice: number of the chosen plan; None for `exchanged`.
-        refusals: ways that features refuse, and why.
-        costs: what the plans are predicted from. page: path of the page with pictures; None if there is none.
+        outlook: what the plans are predicted from. page: path of the page with pictures; None if there is none.
     """
 
     run: Run
@@ -91,18 +83,8 @@ class PlannedRun:
     plans: Sequence[TrainingPlan] = ()
     tried: Mapping[int, float] = field(default_factory=dict)
     choice: int | None = None
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    costs: MeasuredCosts | None = None
+    outlook: Outlook | None = None
     page: Path | None = None
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """What plans are predicted from: the model's costs, the links between ranks, and the bytes that a rank may hold."""
-
-    model: ModelCosts
-    links: Links
-    room: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ class _Trial:
     data: DataSets
 
 
-def plan(run: Run, world: World, out: Path | None = None, tries: int = 2) -> PlannedRun:
+def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> PlannedRun:
     """Measure the run's model and the links between its ranks, predict all ways to train it, and choose.
 
     Every rank must call this function; the data is prepared as for the run.
@@ -162,28 +144,22 @@ def page_beside(out: Path) -> Path:
 def _among_all(run: Run, others: tuple[Feature, ...], auto: Auto, trial: _Trial, tries: int) -> PlannedRun:
     """Choose among exchanges of whole replicas and all other ways to train. A collective."""
     code, world, data = trial.code, trial.world, trial.data
-    search = PlanSearch(replace(run, features=others), code, world, data, world.device.type)
-    ways = search.ways()
-    model = measure(search.run.completed(world), code, world, data, search.sizes(ways))
-    needed = sorted(search.needed(ways, world, model).items())
-    links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
-    budget = next((feature for feature in run.features if isinstance(feature, Budget)), None)
-    costs = MeasuredCosts(model, links, _room(world) if budget is None else budget.gib * GIB)
-    plans = search.plans(ways, model, links, {}, costs.room)
-    exchanged = None
+    budget = next((feature.gib for feature in run.features if isinstance(feature, Budget)), 0.0)
+    outlook = look(replace(run, features=others), code, world, data, budget)
+    plans, exchanged = outlook.plans(), None
     if _replicas_fit(plans, others):
         exchanged = _exchanged(run, others, auto, code, world, data)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
-        plans = [one for one in search.plans(ways, model, links, slowdown, costs.room) if not _is_replicas(one, run)]
+        plans = [one for one in outlook.plans(slowdown) if not _is_replicas(one, run)]
     tried, choice = _try(plans, exchanged, tries, trial)
     if choice is None:
         assert exchanged is not None
         run, predicted, measured = exchanged.run, exchanged.facts["predicted_step_seconds"], exchanged.measured
     else:
         predicted, measured = plans[choice].seconds, tried[choice]
-        run = _with_record(search, plans[choice], measured, world)
-    return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, search.refusals, costs)
+        run = _with_record(outlook.search, plans[choice], measured, world)
+    return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, outlook)
 
 
 def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world: World) -> Run:
@@ -198,21 +174,6 @@ def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world:
     )
     run = search.file(plan)
     return replace(run, features=(record, *run.features))  # first, so that it refuses other ranks first
-
-
-def _room(world: World) -> float:
-    """Bytes that the rank with the least free memory may hold."""
-    device = world.device
-    if device.type == "cuda":
-        own = float(torch.cuda.mem_get_info(device)[0])
-    else:
-        own = free_memory() / world.local_size
-    return min(_of_all_ranks(own, world))
-
-
-def _of_all_ranks(number: float, world: World) -> list[float]:
-    """A number of each rank. A collective."""
-    return [float(message) for message in world.gather(str(number).encode())]
 
 
 def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
@@ -256,7 +217,7 @@ def _try(
     tried = dict[int, float]()
     for number in order:
         own = time_plan(plans[number].run, trial.code, trial.world, trial.data)
-        tried[number] = max(_of_all_ranks(own, trial.world))
+        tried[number] = max(of_all_ranks(own, trial.world))
     best = min(tried, key=tried.__getitem__)
     if exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):
         return tried, None
@@ -268,10 +229,10 @@ WORTH_TRYING = 1.15
 
 
 def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:
-    """The plans whose features differ from those of the plans before them in more than settings, fastest first."""
-    seen = {_kinds(plans[first])}
+    """The plans that differ from those before them in features or in the number of micro-batches, fastest first."""
+    seen = {(*_kinds(plans[first]), plans[first].step.micro)}
     for number in numbers:
-        if (kinds := _kinds(plans[number])) not in seen:
+        if (kinds := (*_kinds(plans[number]), plans[number].step.micro)) not in seen:
             seen.add(kinds)
             yield number
 
@@ -346,16 +307,16 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
         yield from _describe_exchange(planned.exchanged, world, last=planned.choice is None)
         yield ""
     plans = planned.plans
-    if planned.costs is None:
+    if planned.outlook is None:
         return
-    yield from _measurements(planned.costs)
+    yield from _measurements(planned.outlook)
     yield "predicted   measured   memory of a rank"
     for number, one in _shown(planned):
         mark = "   <- chosen" if number == planned.choice else ""
         real = seconds(planned.tried[number]) if number in planned.tried else ""
         why = f"   {one.refused}" if one.refused else ""
         yield f"{seconds(one.seconds):>9} {real:>10}   {memory(int(one.predicted.peak)):>9}   {one}{why}{mark}"
-    for way, reason in list(planned.refusals.items())[:SHOWN]:
+    for way, reason in list(planned.outlook.search.refusals.items())[:SHOWN]:
         yield f"refused: {way}: {reason}"
     yield ""
     if planned.choice is None:
@@ -367,10 +328,10 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     yield f"  it waits: {_waits(one)}"
 
 
-def _measurements(costs: MeasuredCosts) -> Iterator[str]:
+def _measurements(outlook: Outlook) -> Iterator[str]:
     """What the other ways are predicted from."""
-    model, samples = costs.model, costs.model.samples[-1]
-    yield f"other ways, within {memory(int(costs.room))} a rank; measured on all ranks at once:"
+    model, samples = outlook.model, outlook.model.samples[-1]
+    yield f"other ways, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
     block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
     what = f"each of {len(model.blocks)} blocks" if model.blocks else "the model"
     yield (
@@ -384,7 +345,7 @@ def _measurements(costs: MeasuredCosts) -> Iterator[str]:
             f"  around them: {seconds(forward)} forward, {seconds(backward)} backward, "
             f"{size(sum(one.trained for one in around))} of weights"
         )
-    for (kind, group), link in sorted(costs.links.speeds.items()):
+    for (kind, group), link in sorted(outlook.links.speeds.items()):
         where = f"{group.ranks} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
         yield f"  {kind}, {where}: {seconds(link.latency)} + {seconds(1e6 / link.bandwidth)} a MB"
 

@@ -1,0 +1,68 @@
+"""What was measured for a run on the ranks of a job, and the plans that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoestring.core.world import World
+from shoestring.planner.measure import measure
+from shoestring.planner.search import PlanSearch, TrainingPlan, TrainingWay
+from shoestring.planning.links import time_collective
+from shoestring.planning.step import Links, ModelCosts
+from shoestring.planning.system import free_memory
+from shoestring.run import Run
+from shoestring.training.data_loading import DataSets
+from shoestring.training.user_code import UserCode
+
+LARGEST = 1 << 25
+"""Bytes of the largest message with which links are measured."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The ways to train a run, the costs from which they are predicted, and the bytes that a rank may hold."""
+
+    search: PlanSearch
+    ways: Sequence[TrainingWay]
+    model: ModelCosts
+    links: Links
+    room: float
+
+    def plans(self, slowdown: Mapping[str, float] | None = None) -> list[TrainingPlan]:
+        """All plans, those that fit into memory first, the fastest first; for `slowdown`, see `simulate`."""
+        return self.search.plans(self.ways, self.model, self.links, slowdown or {}, self.room)
+
+    def priced(self, run: Run, slowdown: Mapping[str, float] | None = None) -> TrainingPlan:
+        """The plan that a run file is."""
+        return self.search.priced(run, self.model, self.links, slowdown or {}, self.room)
+
+
+def look(run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.0) -> Outlook:
+    """Measure the run's model and the links between ranks. A collective.
+
+    Args:
+        run: the run, without features that a plan chooses.
+        gib: memory of a rank in GiB; 0 takes what is free.
+    """
+    search = PlanSearch(run, code, world, data, world.device.type)
+    ways = search.ways()
+    model = measure(run.completed(world), code, world, data, search.sizes(ways))
+    needed = sorted(search.needed(ways, world, model).items())
+    links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
+    return Outlook(search, ways, model, links, gib * GIB if gib else _room(world))
+
+
+def of_all_ranks(number: float, world: World) -> list[float]:
+    """A number of each rank. A collective."""
+    return [float(message) for message in world.gather(str(number).encode())]
+
+
+def _room(world: World) -> float:
+    """Bytes that the rank with the least free memory may hold. A collective."""
+    device = world.device
+    own = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory() / world.local_size
+    return min(of_all_ranks(own, world))
