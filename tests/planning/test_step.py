@@ -17,7 +17,6 @@ from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
 from shoestring.planning.cluster import Collective
 from shoestring.planning.step import Links, ModelCosts, PartCosts, group_over, planned_step, predict
 
-KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "message")
 MB = 1_000_000.0
 
 

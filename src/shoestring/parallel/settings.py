@@ -266,7 +266,8 @@ class Pipeline(Feature):
         model = step.model
         step.stages, step.over_stages = stages, (STAGE,)
         embeddings = self.embeddings
-        if embeddings == "auto" and 0 < model.tied < model.hidden[0] * step.batch / step.replicas:
+        # Gradients of tied weights cross in both directions at once, which slows both on slow links.
+        if embeddings == "auto" and 0 < 2 * model.tied < model.hidden[0] * step.batch / step.replicas:
             embeddings = "first"
         settled = replace(self, stages=stages, embeddings=embeddings)
         step.first = -1 if settled.looks_up_last(tied=bool(model.tied), features=step.features) else 0

@@ -32,7 +32,8 @@ def time_collective(world: World, kind: str, over: Sequence[str], largest: int =
 
     Messages have up to `largest` bytes. A message is what each rank contributes: the whole tensor in an all-reduce, a
     reduce-scatter or an all-to-all, the rank's own shard in an all-gather, and what it sends to the next rank in a
-    "message", which all ranks but the last one send at the same time.
+    "message", which all ranks but the last one send at the same time. In a "swap" the first and the last rank send each
+    other a message at the same time, which slow links carry more slowly.
     """
     group = world.group(over)
     assert group is not None
@@ -46,12 +47,25 @@ def time_collective(world: World, kind: str, over: Sequence[str], largest: int =
             assert work is not None
             work.wait()
 
+    def swap(sent: Tensor) -> None:
+        place = dist.get_group_rank(group, world.rank)
+        if place in (0, size - 1):
+            other = size - 1 - place
+            works = [
+                dist.isend(sent, group=group, group_dst=other),
+                dist.irecv(torch.empty_like(sent), group=group, group_src=other),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+
     kinds: dict[str, Callable[[Tensor], object]] = {
         "all-reduce": lambda sent: dist.all_reduce(sent, group=group),
         "all-gather": lambda sent: all_gather_single(sent.new_empty(size * len(sent)), sent, group=group),
         "all-to-all": lambda sent: dist.all_to_all_single(torch.empty_like(sent), sent, group=group),
         "reduce-scatter": lambda sent: reduce_scatter_single(sent.new_empty(len(sent) // size), sent, group=group),
         "message": send,
+        "swap": swap,
     }
     sizes, seconds = _time_messages(world, kinds[kind], largest)
     latency, per_byte = fit_line(sizes, seconds)

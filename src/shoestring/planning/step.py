@@ -19,7 +19,7 @@ from shoestring.planning.simulate import Task, makespan, simulate
 if TYPE_CHECKING:
     from shoestring.core.world import World
 
-Kind = Literal["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "message"]
+Kind = Literal["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "message", "swap"]
 
 
 class GroupShape(NamedTuple):
@@ -193,6 +193,11 @@ class StepPlan:
         """Samples of a replica's micro-batch."""
         return self.batch / self.replicas / self.micro
 
+    @property
+    def sums_tied(self) -> bool:
+        """Whether the first and the last stage add up the gradients of tied weights."""
+        return self.model.tied > 0 and self.stages > 1 and self.first == 0
+
     def hidden(self, block: int) -> float:
         """Bytes of hidden states that a block gets for a micro-batch, or that leave the last one."""
         return self.model.hidden[block] * self.samples
@@ -211,6 +216,7 @@ class StepPlan:
         used: list[tuple[Kind, tuple[str, ...]]] = [
             *((one.kind, one.over) for one in self.averages),
             ("message", self.over_stages),
+            ("swap", self.over_stages if self.sums_tied else ()),
             ("all-reduce", self.over_ways),
             ("all-gather", self.gathered),
             ("all-gather", self.regathered),
@@ -258,7 +264,7 @@ class Links:
     speeds: Mapping[tuple[Kind, GroupShape], Collective]
 
     def seconds(self, kind: Kind, group: GroupShape, nbytes: float) -> float:
-        """Seconds of a collective; `nbytes` is what `comm.auto.probes.time_collectives` calls a message."""
+        """Seconds of a collective; `nbytes` is what `planning.links.time_collective` calls a message."""
         if group.ranks == 1 or not nbytes:
             return 0.0
         return self.speeds[kind, group].seconds(nbytes)
@@ -469,8 +475,8 @@ class _Building:
         step, model = self.step, self.model
         after = [*self.wires[stage]]
         weights = _weights_of(step, stage)
-        if model.tied and step.stages > 1 and step.first == 0 and stage in (0, step.stages - 1):
-            seconds = self.links.seconds("message", step.group(step.over_stages), model.tied)
+        if step.sums_tied and stage in (0, step.stages - 1):
+            seconds = self.links.seconds("swap", step.group(step.over_stages), model.tied)
             after = [
                 self._task("tied weights", "wire", seconds, "egress", stage, self._all_ends(stage, after), model.tied)
             ]
