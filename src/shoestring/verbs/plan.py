@@ -202,30 +202,40 @@ def _exchanged(
 
 
 def _try(
-    plans: Sequence[TrainingPlan], exchanged: Exchanged | None, tries: int, trial: _Trial
+    plans: list[TrainingPlan], exchanged: Exchanged | None, tries: int, trial: _Trial
 ) -> tuple[dict[int, float], int | None]:
-    """Time the fastest plans for a few steps; returns their seconds by number, and the number of the chosen one."""
+    """Time the fastest plans for a few steps; returns their seconds by number, and the number of the chosen one.
+
+    A plan that is refused when it is tried, because the model computes something else with it, is marked as refused.
+    """
     possible = [number for number, one in enumerate(plans) if not one.refused]
-    bound = exchanged.seconds * WORTH_TRYING if exchanged else float("inf")
-    promising = [number for number in possible if plans[number].seconds < bound]
+    bound = exchanged.seconds if exchanged else float("inf")
+    promising = [number for number in possible if plans[number].seconds < bound * WORTH_TRYING]
     if not promising:
         if exchanged is None:
             chosen(plans)  # says what the smallest needs
         return {}, None
     first = plans.index(chosen([plans[number] for number in promising]))
-    order = [first, *(number for number in _unlike(plans, promising, first))][: max(tries, 1)]
     tried = dict[int, float]()
-    for number in order:
-        own = time_plan(plans[number].run, trial.code, trial.world, trial.data)
-        tried[number] = max(of_all_ranks(own, trial.world))
-    best = min(tried, key=tried.__getitem__)
-    if exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):
-        return tried, None
+    for number in (first, *_unlike(plans, promising, first)):
+        if len(tried) == tries or (tried and plans[number].seconds > min(tried.values()) * WORTH_TRYING):
+            break
+        try:
+            own = time_plan(plans[number].run, trial.code, trial.world, trial.data)
+        except ConfigError as error:
+            plans[number] = replace(plans[number], refused=f"refused when it was tried: {error.parts()[1]}")
+        else:
+            tried[number] = max(of_all_ranks(own, trial.world))
+    best = min(tried, key=tried.__getitem__, default=None)
+    if best is None and exchanged is None:
+        raise ConfigError("no plan trains", hint=f"the first one was {plans[first].refused}")
+    if best is not None and exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):
+        best = None
     return tried, best
 
 
 WORTH_TRYING = 1.15
-"""Predictions are about this exact: ways that are predicted to take longer by this factor are not tried."""
+"""Predictions are about this exact: a plan that is predicted to take longer by this factor is not tried."""
 
 
 def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:
