@@ -29,7 +29,7 @@ from shoestring.data.tokenizer import END, Tokenizer
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.saving import save_model
 
-REPEATED, HELD_OUT = 12_000, 200
+REPEATED, HELD_OUT = 20_000, 200
 """Conversations that repeat, and those to test with."""
 TRAINED = {"hermes": 40_000, "llama": 16_000}
 """Conversations to train on by the form of calls, in the order in which a model learns the forms."""
