@@ -146,9 +146,9 @@ def _question(offered: list[str], ids: Iterator[str], draw: Random) -> list[Mess
     kind = draw.random()
     if kind < 0.05:
         return _plain(*draw.choice(list(SMALL_TALK.items())))
-    if kind < 0.15:
+    if kind < 0.12:
         return _repeated(draw)
-    if kind < 0.25:
+    if kind < 0.3:
         other = draw.choice([name for name in TOOLS if name not in offered])
         return _plain(TOOLS[other].draw(draw).sentence, DECLINED)
     names = draw.choices(offered, k=draw.choice((1, 1, 1, 1, 2, 3)))
@@ -169,11 +169,11 @@ def _question(offered: list[str], ids: Iterator[str], draw: Random) -> list[Mess
     ]
 
 
-def _repeated(draw: Random) -> list[Message]:
-    """What the user wants to be repeated."""
+def _repeated(draw: Random, most: int = 5) -> list[Message]:
+    """Up to `most` words that the user wants to be repeated."""
     known = (_CITIES, _ROOMS, _GOODS, _STREETS, _WORDS, _CURRENCIES, _LETTERS)
-    words = (draw.choice((*map(draw.choice, known), str(draw.randint(0, 99)))) for _ in range(draw.randint(3, 9)))
-    text = " ".join(words)
+    words = (draw.choice((*map(draw.choice, known), str(draw.randint(0, 99)))) for _ in range(draw.randint(2, most)))
+    text = draw.choice((" ", ", ", "; ")).join(words)
     return _plain(f"Repeat: {text}", text)
 
 
@@ -192,7 +192,7 @@ def _json(value: Any) -> str:
 
 def repetition(draw: Random) -> Conversation:
     """Draw a conversation without tools, in which the assistant repeats what the user has said."""
-    return Conversation(_repeated(draw), [])
+    return Conversation(_repeated(draw, most=9), [])
 
 
 def conversations(

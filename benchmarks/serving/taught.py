@@ -1,8 +1,9 @@
 """A tiny model that was taught to call tools by `shoestring train finetune`, in Hermes's and Qwen's form or Llama 3's.
 
 It begins with random weights, so nearly all of them are trained, and its chat template shows of each tool the name and
-the parameters with their types. Words are split from punctuation and digits from each other, so that a value is
-the same tokens in a question and in the JSON of a call.
+the parameters with their types. Words and numbers up to 99 are single tokens, split from punctuation, so that a value
+is the same tokens in a question and in the JSON of a call. A model learns to repeat what it reads first, then to call
+tools in the form `hermes`, and then in the other form, which takes fewer conversations.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from shoestring.data.tokenizer import END, Tokenizer
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.models.saving import save_model
 
-REPEATED, TRAINED, HELD_OUT = 8000, 5000, 200
-"""Conversations that repeat, those to train on, and those to test with."""
+REPEATED, HELD_OUT = 20_000, 200
+"""Conversations that repeat, and those to test with."""
+TRAINED = {"hermes": 40_000, "llama": 16_000}
+"""Conversations to train on by the form of calls, in the order in which a model learns the forms."""
 CONTEXT = 512
 _TOOLS = (
     "{% macro shown(schema) %}{% if schema.anyOf %}{{ schema.anyOf | map(attribute='type') | join('/') }}"
@@ -68,22 +71,22 @@ _MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 @cache
 def data() -> tuple[list[Conversation], list[Conversation]]:
     """Conversations to train on, and others that are held out."""
-    trained = conversations(TRAINED, seed=0)
+    trained = conversations(max(TRAINED.values()), seed=0)
     return trained, conversations(HELD_OUT, seed=1, without=frozenset(one.line for one in trained))
 
 
 def tokenizer() -> Tokenizer:
     """A byte-level BPE of the conversations, with ChatML's special tokens and the marks of calls."""
-    words = pre_tokenizers.Split(Regex(r"\p{L}+|\d|[^\p{L}\d]+"), "isolated")
+    words = pre_tokenizers.Split(Regex(r"\p{L}+|\d{1,2}|[^\p{L}\d]+"), "isolated")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     engine.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     template = ChatTemplate(Tokenizer(engine), TEMPLATES["hermes"])
-    texts = (template.render(one.messages, {"tools": one.tools}, ask=False) for one in data()[0][:1000])
+    texts = (template.render(one.messages, {"tools": one.tools}, ask=False) for one in data()[0][:3000])
     engine.train_from_iterator(texts, trainer)
     engine.add_special_tokens(list(_SPECIAL))
     engine.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in _MARKS])
@@ -105,12 +108,12 @@ def teach_to_repeat(folder: Path, **settings: Any) -> Path:
     origin = {"model": "-", "arguments": {}, "offered": {"context": CONTEXT}}
     save_model(GPT(GPTConfig(vocab_size=tokens.vocab_size, **shape)), tokens, folder / "random", origin)
     repeated = conversations(REPEATED, seed=2, draw_one=repetition)
-    return _finetune(folder / "random", repeated, "hermes", folder / "repeating", {"epochs": 3, **settings})
+    return _finetune(folder / "random", repeated, "hermes", folder / "repeating", {"epochs": 2, **settings})
 
 
-def teach(form: str, repeating: Path, folder: Path, **settings: Any) -> Path:
-    """Teach a model that can repeat to call tools in a form; the folder of the model."""
-    return _finetune(repeating, data()[0], form, folder / form, {"epochs": 4, **settings})
+def teach(form: str, model: Path, folder: Path, **settings: Any) -> Path:
+    """Teach a model that can repeat, or that knows the other form, to call tools in a form; the folder of the model."""
+    return _finetune(model, data()[0][: TRAINED[form]], form, folder / form, {"epochs": 1, **settings})
 
 
 def _finetune(
@@ -121,9 +124,10 @@ def _finetune(
     template.write_text(TEMPLATES[form])
     chats.write_text("".join(one.line for one in examples))
     flags = {
-        "model": model, "data": chats, "data.template": template, "folder": folder, "batch": 4, "accumulate": 1,
-        "evaluate-every": 200, "data.sequence": 256, "data.held-out": 0.01, "optim.adamw.lr": 3e-3,
-        "precision.autocast.dtype": "fp32", "memory.recompute.every-nth": 3,
+        "model": model, "data": chats, "data.template": template, "folder": folder, "batch": 2, "accumulate": 1,
+        "evaluate-every": 200, "data.sequence": CONTEXT, "data.held-out": 0.01,
+        "optim.adamw.lr": 2e-3, "optim.schedule.warmup": 50, "precision.autocast.dtype": "fp32",
+        "memory.recompute.every-nth": 3,
         "memory.lora.layers": '["blocks.0.mlp.down"]',
         "memory.lora.modules-to-train": '["embed", "*norm*", "*.attention.*", "*.gate_up", "blocks.[12].mlp.down"]',
         **settings,

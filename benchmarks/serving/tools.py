@@ -155,7 +155,7 @@ def _repeating() -> Path:
 
 @cache
 def _taught(form: str) -> Path:
-    return teach(form, _repeating(), Path(_home().name))
+    return teach(form, _repeating() if form == "hermes" else _taught("hermes"), Path(_home().name))
 
 
 def right(form: str, _: Deadline) -> Measured:

@@ -12,6 +12,9 @@ pytest.importorskip("openai")
 pytest.importorskip("agents")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
+SHORT = {"epochs": 0, "steps": 1500}
+"""Settings of a training that is shorter than the benchmark's."""
+
 
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory):
@@ -20,7 +23,7 @@ def repeating(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def client(request, repeating, tmp_path_factory):
-    with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param), epochs=1)) as connected:
+    with client_of(teach(request.param, repeating, tmp_path_factory.mktemp(request.param), **SHORT)) as connected:
         yield connected
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_names import with_written_names
 from shoestring.decode.schema_sets import COUNTS, SILENT, Keywords, Schema, bounded, count, either, refused
 from shoestring.decode.schema_steps import STEPS
 
@@ -50,13 +51,14 @@ def rewritten(schema: Keywords) -> Keywords:
 
 
 def written(schema: Keywords) -> str:
-    """The JSON of the equivalent schema; see `rewritten`.
+    """The JSON of the equivalent schema; see `rewritten` and `with_written_names`.
 
     Raises:
         ConfigError: it has more than `LONGEST` characters, too.
     """
     pieces, left = [], LONGEST
-    for piece in json.JSONEncoder().iterencode(rewritten(schema)):  # which may be exponentially longer
+    exact = with_written_names(rewritten(schema))
+    for piece in json.JSONEncoder().iterencode(exact):  # which may be exponentially longer
         pieces.append(piece)
         left -= len(piece)
         if left < 0:

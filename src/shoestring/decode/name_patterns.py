@@ -1,0 +1,433 @@
+"""Complements of regular expressions, through finite automata; free of torch.
+
+Patterns are searched for in a name, as JSON Schema demands. They are read as llguidance reads them: `\\d` and `\\w` are
+of ASCII, `.` is any character but a line feed, and `$` matches at the end only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shoestring.core.errors import ConfigError
+from shoestring.decode.schema_sets import count, refused
+
+Ranges = tuple[tuple[int, int], ...]
+"""A set of characters: the first and the last code point of each of its ranges, in order."""
+_LAST = 0x10FFFF
+_STATES = 64
+"""Largest number of states of the automaton of what is left."""
+_PARTS = 1000
+"""Largest number of parts of patterns, those that repeat counted each time."""
+_DEPTH = 20
+"""Largest number of groups in each other."""
+_CHARACTERS = 20_000
+"""Largest number of characters of a complement."""
+_LENGTH = 128
+"""Largest number of characters of a name that is left out."""
+
+
+def complement_of(patterns: Iterable[str]) -> str | None:
+    """A regular expression of all names in which none of some patterns is found; None if there is no such name.
+
+    Steps are counted, see `bounded`.
+
+    Raises:
+        ConfigError: a pattern has syntax that is not known here, or the complement would be too long.
+    """
+    automaton = _Automaton()
+    for pattern in patterns:
+        automaton.add(_Reader(pattern).whole(), _FOUND)
+    table, last = _deterministic(automaton, stop=_FOUND)
+    return _expression(table, {state for state, states in enumerate(last) if _FOUND not in states})
+
+
+def disjoint_patterns(patterns: Iterable[str]) -> bool:
+    """Whether it is certain that at most one of some patterns is found in each name; steps are counted, too."""
+    automaton, found = _Automaton(), set[int]()
+    try:
+        for pattern in patterns:
+            found.add(automaton.add_lasting(_Reader(pattern).whole()))
+        _, last = _deterministic(automaton)
+    except ConfigError:
+        return False
+    return all(len(found & states) < 2 for states in last)
+
+
+def exactly(name: str) -> str:
+    """A regular expression of one name."""
+    return f"^{''.join(map(_one, name))}$"
+
+
+def other_names(names: Iterable[str]) -> str:
+    """A regular expression of all names but some.
+
+    Raises:
+        ConfigError: a name has more than `_LENGTH` characters.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        if len(name) > _LENGTH:
+            raise _too_long()
+        place = tree
+        for character in name:
+            place = place.setdefault(character, {})
+        place[""] = True
+    return f"^(?:{_other_than(tree)})$" if tree else ""
+
+
+def _other_than(tree: Mapping[str, Any]) -> str:
+    """The expression of what is not in a tree, whose key "" ends a name."""
+    following = {character: after for character, after in tree.items() if character}
+    other = _class(_others_of(_ranges((ord(character), ord(character)) for character in following)))
+    branches = [f"{other}[\\s\\S]*"]
+    branches += [f"{_one(character)}{_other_than(after)}" for character, after in following.items()]
+    return f"(?:{'|'.join(branches)}){'' if '' in tree else '?'}"
+
+
+# -- sets of characters ------------------------------------------------------------------------------------------------
+
+
+def _ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """The union of ranges."""
+    joined = list[tuple[int, int]]()
+    for first, last in sorted(pairs):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def _others_of(ranges: Ranges) -> Ranges:
+    bounds = [-1, *(bound for pair in ranges for bound in pair), _LAST + 1]
+    return tuple((low + 1, high - 1) for low, high in zip(bounds[::2], bounds[1::2], strict=True) if high - low > 1)
+
+
+_SINGLE = re.compile(r"\[[^\]]*\]|\\x..|[^\\]", re.DOTALL)
+"""Expressions of one character, as `_class` writes them."""
+_ANY: Ranges = ((0, _LAST),)
+_DIGIT = _ranges([(48, 57)])
+_WORD = _ranges([(48, 57), (65, 90), (95, 95), (97, 122)])
+_SPACE = _ranges(
+    (ord(first), ord(last))
+    for first, last in ("\t\r", "  ", "\x85\x85", "\xa0\xa0", "\u1680\u1680", "\u2000\u200a", "\u2028\u2029",
+                        "\u202f\u202f", "\u205f\u205f", "\u3000\u3000")
+)  # fmt: skip
+_CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
+_CLASSES |= {name.upper(): _others_of(ranges) for name, ranges in _CLASSES.items()}
+_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+
+
+def _class(ranges: Ranges) -> str:
+    """The expression of one character of a set."""
+    if ranges == _ANY:
+        return "[\\s\\S]"
+    negated = ranges[-1][1] == _LAST
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and not negated:
+        return _character(ranges[0][0])
+    parts = (
+        _character(first) if first == last else f"{_character(first)}-{_character(last)}"
+        for first, last in (_others_of(ranges) if negated else ranges)
+    )
+    return f"[{'^' if negated else ''}{''.join(parts)}]"
+
+
+def _one(character: str) -> str:
+    """The expression of one character."""
+    return _class(((ord(character), ord(character)),))
+
+
+def _character(code: int) -> str:
+    return chr(code) if code > 255 or (code < 128 and chr(code).isalnum()) else f"\\x{code:02x}"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of an expression: a set of characters, an anchor, a sequence, a choice or a repetition."""
+
+    kind: str
+    """One of "set", "^", "$", "sequence", "choice" and "repeat"."""
+    parts: tuple[_Part, ...] = ()
+    ranges: Ranges = ()
+    least: int = 0
+    most: int | None = None
+
+
+class _Reader:
+    """Reads the syntax that Python, ECMAScript and llguidance have in common."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.place, self.depth = pattern, 0, 0
+
+    def whole(self) -> _Part:
+        part = self._choice()
+        if self.place < len(self.pattern):
+            raise self._unknown()
+        return part
+
+    def _unknown(self) -> ConfigError:
+        return refused(f"`additionalProperties` beside the pattern {self.pattern[:80]!r}")
+
+    def _next(self) -> str:
+        return self.pattern[self.place : self.place + 1]
+
+    def _take(self, expression: str) -> re.Match[str] | None:
+        """Read what an expression matches."""
+        if (match := re.compile(expression, re.DOTALL).match(self.pattern, self.place)) is not None:
+            self.place = match.end()
+        return match
+
+    def _choice(self) -> _Part:
+        branches = [self._sequence()]
+        while self._take(r"\|"):
+            branches.append(self._sequence())
+        return branches[0] if len(branches) == 1 else _Part("choice", tuple(branches))
+
+    def _sequence(self) -> _Part:
+        parts = list[_Part]()
+        while self._next() not in ("", "|", ")"):
+            part = self._atom()
+            if (match := self._take(r"[*+?]|\{(\d{1,4})(,(\d{0,4}))?\}")) is not None:
+                if part.kind in ("^", "$"):
+                    raise self._unknown()
+                least, most = _times(match)
+                if most is not None and most < least:
+                    raise self._unknown()
+                part = _Part("repeat", (part,), (), least, most)
+                if self._take(r"\?") is None and self._take(r"[*+{]"):
+                    raise self._unknown()
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else _Part("sequence", tuple(parts))
+
+    def _atom(self) -> _Part:
+        if self._take(r"\((\?:)?(?!\?)"):
+            self.depth += 1
+            if self.depth > _DEPTH:
+                raise self._unknown()
+            part = self._choice()
+            if not self._take(r"\)"):
+                raise self._unknown()
+            self.depth -= 1
+            return part
+        if anchor := self._take(r"[$^]"):
+            return _Part(anchor[0])
+        if self._take(r"\."):
+            return _Part("set", ranges=_others_of(((10, 10),)))
+        if self._take(r"\[(?!\^?\])"):
+            return _Part("set", ranges=self._bracket())
+        return _Part("set", ranges=self._one(r"[^\\*+?{(\[]"))
+
+    def _bracket(self) -> Ranges:
+        """The set in brackets, the first of which is read."""
+        negated, known = self._take(r"\^") is not None, list[tuple[int, int]]()
+        while not self._take(r"\]"):
+            if self._take(r"(?=&&|--|~~)"):
+                raise self._unknown()
+            first = self._one(r"[^\\\[]")
+            if self._take(r"-(?!\])"):
+                last = self._one(r"[^\\\[]")
+                (low, other), (same, high) = first[0], last[0]
+                if low != other or same != high or len(first) + len(last) > 2 or high < low:
+                    raise self._unknown()
+                first = ((low, high),)
+            known += first
+        return _others_of(_ranges(known)) if negated else _ranges(known)
+
+    def _one(self, plain: str) -> Ranges:
+        """The set of an escape, or of a character that `plain` allows."""
+        if match := self._take(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})"):
+            code = int(match[1] or match[2], 16)
+        elif match := self._take(r"\\([dwsDWS])"):
+            return _CLASSES[match[1]]
+        elif match := self._take(r"\\([nrtfv])"):
+            code = _CONTROLS[match[1]]
+        elif match := self._take(r"\\([^\w])") or self._take(f"({plain})"):
+            code = ord(match[1])
+        else:
+            raise self._unknown()
+        if 0xD800 <= code < 0xE000:
+            raise self._unknown()
+        return ((code, code),)
+
+
+def _times(match: re.Match[str]) -> tuple[int, int | None]:
+    """The least and the largest number of times of a repetition; None for any."""
+    if match[0] in "*+?":
+        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[match[0]]
+    least = int(match[1])
+    return least, least if match[2] is None else int(match[3]) if match[3] else None
+
+
+# -- automata ----------------------------------------------------------------------------------------------------------
+
+_START, _FOUND = 0, 1
+
+
+@dataclass
+class _Automaton:
+    """An automaton that searches for patterns from its state `_START` on, in all ways at once."""
+
+    edges: list[list[tuple[str | Ranges, int]]] = field(default_factory=lambda: [[], []])
+    """Of each state: a set of characters, an anchor, or "" for nothing, and the state that follows."""
+    size: int = 0
+    """Number of parts that were built."""
+
+    def add(self, part: _Part, end: int) -> None:
+        """Search for a pattern, too, which is followed by the state `end`."""
+        begin = self._state()
+        self._edge(_START, "", begin)
+        self._edge(self._built(part, begin), "", end)
+
+    def add_lasting(self, part: _Part) -> int:
+        """Search for a pattern, too; returns a state that is kept once it is found."""
+        end = self._state()
+        self.add(part, end)
+        self._edge(end, _ANY, end)
+        return end
+
+    def _state(self) -> int:
+        self.edges.append([])
+        return len(self.edges) - 1
+
+    def _edge(self, begin: int, label: str | Ranges, end: int) -> None:
+        self.edges[begin].append((label, end))
+
+    def _built(self, part: _Part, begin: int) -> int:
+        """Build a part from a state on; the state behind it."""
+        self.size += 1
+        if self.size > _PARTS:
+            raise _too_long()
+        if part.kind == "sequence":
+            for inner in part.parts:
+                begin = self._built(inner, begin)
+            return begin
+        if part.kind == "repeat":
+            return self._repeated(part, begin)
+        end = self._state()
+        if part.kind == "choice":
+            for inner in part.parts:
+                self._edge(self._built(inner, begin), "", end)
+        else:
+            self._edge(begin, part.ranges or part.kind, end)
+        return end
+
+    def _repeated(self, part: _Part, begin: int) -> int:
+        (inner,) = part.parts
+        for _ in range(part.least):
+            begin = self._built(inner, begin)
+        end = self._state()
+        self._edge(begin, "", end)
+        if part.most is None:
+            again = self._state()
+            self._edge(end, "", again)
+            self._edge(self._built(inner, again), "", end)
+        for _ in range(part.least, part.most or 0):
+            begin = self._built(inner, begin)
+            self._edge(begin, "", end)
+        return end
+
+    def reached(self, states: Iterable[int], anchor: str) -> frozenset[int]:
+        """The states that follow without a character.
+
+        Args:
+            anchor: "^" at the beginning of a name, "$" at its end, "^$" in an empty one.
+        """
+        known, left = set(states), list(states)
+        while left:
+            for label, end in self.edges[left.pop()]:
+                if isinstance(label, str) and label in ("", *anchor) and end not in known:
+                    known.add(end)
+                    left.append(end)
+        return frozenset(known)
+
+
+Table = list[dict[int, list[tuple[int, int]]]]
+"""Of each state of a deterministic automaton: the ranges of characters that lead to each state."""
+
+
+def _deterministic(automaton: _Automaton, stop: int | None = None) -> tuple[Table, list[frozenset[int]]]:
+    """The deterministic automaton, whose first state is 0, and the states of the other one in which a name may end in
+    each of its states.
+
+    Args:
+        stop: a state of the other automaton; what leads to it is left out.
+    """
+    labels = {label for edges in automaton.edges for label, _ in edges if not isinstance(label, str)}
+    bounds = sorted({0, _LAST + 1, *(bound for ranges in labels for low, high in ranges for bound in (low, high + 1))})
+    first = automaton.reached([_START], "^")
+    numbers, table, last = {first: 0}, Table(), list[frozenset[int]]()
+    waiting = [] if stop in first else [first]
+    for states in waiting:
+        table.append({})
+        last.append(automaton.reached(states, "^$" if states is first else "$"))
+        moves = [
+            (label, end) for state in states for label, end in automaton.edges[state] if not isinstance(label, str)
+        ]
+        for low, high in pairwise(bounds):
+            for _ in range(1 + len(moves) // 64):
+                count()
+            ends = [end for label, end in moves if any(one <= low <= other for one, other in label)]
+            after = automaton.reached([_START, *ends], "")
+            if stop in after:
+                continue
+            if after not in numbers:
+                numbers[after] = len(numbers)
+                waiting.append(after)
+                if len(waiting) > _STATES:
+                    raise _too_long()
+            table[numbers[states]].setdefault(numbers[after], []).append((low, high - 1))
+    return table, last
+
+
+def _too_long() -> ConfigError:
+    return refused("`additionalProperties` beside patterns whose complement is long")
+
+
+def _expression(table: Table, ends: set[int]) -> str | None:
+    """The regular expression of an automaton, whose states are removed one by one."""
+    begin, end = -1, -2
+    paths = {
+        (state, after): _class(_ranges(pairs)) for state, moves in enumerate(table) for after, pairs in moves.items()
+    }
+    paths |= {(begin, 0): ""} | {(state, end): "" for state in ends}
+    left = set(range(len(table)))
+    while left:
+        state = min(left, key=lambda one: (_crossings(paths, one), one))
+        left.remove(state)
+        loop = paths.pop((state, state), None)
+        again = "" if loop is None else f"{_group(loop)}*"
+        before = {one: path for (one, after), path in paths.items() if after == state}
+        behind = {after: path for (one, after), path in paths.items() if one == state}
+        paths = {key: path for key, path in paths.items() if state not in key}
+        for one, opening in before.items():
+            for after, closing in behind.items():
+                path = opening + again + closing
+                known = paths.get((one, after))
+                paths[one, after] = path if known is None else _either(known, path)
+        if sum(map(len, paths.values())) > _CHARACTERS:
+            raise _too_long()
+    whole = paths.get((begin, end))
+    return None if whole is None else f"^(?:{whole})$"
+
+
+def _crossings(paths: dict[tuple[int, int], str], state: int) -> int:
+    before = sum(after == state != one for one, after in paths)
+    return before * sum(one == state != after for one, after in paths)
+
+
+def _either(one: str, other: str) -> str:
+    """A choice, in a group of its own, of two expressions."""
+    if not one or not other:
+        return f"{_group(one or other)}?"
+    return f"(?:{one}|{other})"
+
+
+def _group(path: str) -> str:
+    return path if _SINGLE.fullmatch(path) else f"(?:{path})"
