@@ -16,9 +16,9 @@ from shoestring.run import load
 from shoestring.testing.netlab import netlab, netlab_available
 
 HOSTS, STEPS, GIB = 4, 3, 2**30
-LIMIT = 1.5
-"""Memory of a host in GiB, of which Python with torch takes 0.4."""
-SHAPE = {"vocab_size": 4096, "dim": 1024, "layers": 16, "heads": 16, "kv_heads": 16, "hidden": 2816, "context": 64}
+LIMIT = 2.5
+"""Memory of a host in GiB, of which Python with torch takes 0.6."""
+SHAPE = {"dim": 1024, "layers": 28, "heads": 16, "kv_heads": 16, "hidden": 2816}
 STATE = 16
 """Bytes of weights, gradients and both moments of AdamW, for a weight in fp32."""
 TIMEOUT = 900.0
@@ -34,16 +34,17 @@ def fits(deadline: Deadline) -> Measured | NotRun:
         tables = {
             "run": {
                 "model": "shoestring.models.gpt:tiny",
-                "data": "benchmarks.parallel.models:token_data",
+                "data": str(folder / "text.txt"),
                 "batch": 8,
                 "steps": STEPS,
                 "timeout": TIMEOUT,
                 "folder": str(folder / "run"),
             },
             "model": SHAPE,
-            "data": {"arguments": {"vocabulary": 4096, "length": 64}},
+            "data": {"tokenizer": "bytes", "sequence": 64},
             "checkpoint": {"tiered": {"memory_every": 0, "disk_every": 0}},
         }
+        (folder / "text.txt").write_text("\n".join(f"{number} squared is {number**2}" for number in range(5000)))
         (folder / "run.toml").write_text(tomli_w.dumps(tables))
         plan = folder / "plan.toml"
         with netlab(hosts=HOSTS, rate="1gbit") as lab:

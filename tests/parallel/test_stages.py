@@ -2,10 +2,14 @@
 
 import random
 import shutil
+import weakref
 
 import pytest
 
+import shoestring as ss
+from shoestring.core.job import Job, attachments_of
 from shoestring.testing.pool import Pool, RankError
+from shoestring.testing.scenarios import here
 from tests.rigs import pipelines, planted
 
 CLOSE = 1e-10
@@ -145,3 +149,18 @@ def test_the_same_split_resumes_bit_by_bit(pools, tmp_path):
 def test_what_does_not_work_is_refused(pools, arguments, message):
     with pytest.raises(RankError, match=message):
         pools[2].call(pipelines.train, **arguments)
+
+
+def weights_alive(model: str):
+    """Names of the weights that a rank trains, and of those that it still holds in memory."""
+    built = pipelines._built(model)
+    references = {name: weakref.ref(parameter) for name, parameter in built.named_parameters()}
+    job = ss.compose(Job(built, world=here()), [ss.parallel.Pipeline(), ss.optim.AdamW()])
+    with job:
+        return [*attachments_of(job).trained], [name for name, one in references.items() if one() is not None]
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "llama"])
+def test_a_stage_holds_no_weights_of_others(pools, model):
+    for trained, alive in pools[2].call(weights_alive, model=model):
+        assert set(trained) == set(alive)

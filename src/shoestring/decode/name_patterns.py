@@ -47,14 +47,14 @@ def complement_of(patterns: Iterable[str]) -> str | None:
 
 def disjoint_patterns(patterns: Iterable[str]) -> bool:
     """Whether it is certain that at most one of some patterns is found in each name; steps are counted, too."""
-    automaton, found = _Automaton(), set[int]()
+    automaton, matches = _Automaton(), set[int]()
     try:
         for pattern in patterns:
-            found.add(automaton.add_lasting(_Reader(pattern).whole()))
+            matches.add(automaton.add_lasting(_Reader(pattern).whole()))
         _, last = _deterministic(automaton)
     except ConfigError:
         return False
-    return all(len(found & states) < 2 for states in last)
+    return all(len(matches & states) < 2 for states in last)
 
 
 def exactly(name: str) -> str:

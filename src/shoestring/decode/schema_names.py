@@ -102,12 +102,16 @@ def _patterns(own: Keywords, escaped: Sequence[str], shared: Sequence[str]) -> K
     if rest is False or not (names or patterns):
         return {}
     # The schema of a pattern holds for the properties that fit it, too.
-    kept = [] if rest in (True, {}) else list(names)
+    own_names = [] if rest in (True, {}) else list(names)
     further = [pattern for pattern in shared if pattern not in patterns]
-    if kept and not disjoint_patterns([*further, *map(exactly, kept)]):
+    if own_names and not disjoint_patterns([*further, *map(exactly, own_names)]):
         further = []
     patterns = {pattern: patterns.get(pattern, rest) for pattern in (*patterns, *further)}
     exact = {exactly(name): names.get(name, rest) for name in escaped} if shared or not patterns else {}
-    others = complement_of([*patterns, *exact, *map(exactly, kept)]) if patterns else other_names([*kept, *escaped])
+    others = (
+        complement_of([*patterns, *exact, *map(exactly, own_names)])
+        if patterns
+        else other_names([*own_names, *escaped])
+    )
     remaining = {} if others is None else {others: rest}
     return {"patternProperties": {**patterns, **exact, **remaining}, "additionalProperties": False}

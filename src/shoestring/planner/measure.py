@@ -28,6 +28,7 @@ from shoestring.core.world import World
 from shoestring.parallel.pipeline.stage import Layout
 from shoestring.planning.links import synchronize
 from shoestring.planning.step import ModelCosts, PartCosts
+from shoestring.planning.system import return_memory
 from shoestring.run import Run
 from shoestring.training.build import build_job
 from shoestring.training.data_loading import DataSets, to_device
@@ -75,6 +76,8 @@ def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Seque
         for size in sizes:
             measuring.measure(to_device(data.first_batch(size), world.device), size)
         own = measuring.costs(tuple(sizes))
+    del job, measuring
+    return_memory()  # to the models of trials
     messages = world.gather(json.dumps(asdict(own)).encode())
     everyone = [json.loads(message) for message in messages]  # own file: what the ranks of this job send
     return _slowest(own, everyone)

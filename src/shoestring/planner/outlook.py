@@ -48,12 +48,13 @@ def look(run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.
         run: the run, without features that a plan chooses.
         gib: memory of a rank in GiB; 0 takes what is free.
     """
+    room = gib * GIB if gib else _room(world)  # before this process holds a model
     search = PlanSearch(run, code, world, data, world.device.type)
     ways = search.ways()
     model = measure(run.completed(world), code, world, data, search.sizes(ways))
     needed = sorted(search.needed(ways, world, model).items())
     links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
-    return Outlook(search, ways, model, links, gib * GIB if gib else _room(world))
+    return Outlook(search, ways, model, links, room)
 
 
 def of_all_ranks(number: float, world: World) -> list[float]:

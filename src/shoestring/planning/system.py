@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -92,6 +94,17 @@ def peak_above_now(root: Path = ROOT) -> int:
         status = _table(root / "proc/self/status")
         return max(0, int(status["VmHWM:"]) - int(status["VmRSS:"])) * _KIB
     return 0
+
+
+def return_memory() -> None:
+    """Return freed memory to the system, where the C library can (glibc).
+
+    It keeps what a model has freed, in pieces that the next tensors of equal size do not fit into, for tensors are
+    aligned. A process that frees a model to hold a part of it would need the memory of both.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_peak(root: Path = ROOT) -> None:

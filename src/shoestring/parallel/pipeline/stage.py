@@ -9,7 +9,7 @@ the forward pass is left with what the next stage needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature
 from shoestring.models.blocks import repeated
 from shoestring.models.gpt import GPT
+from shoestring.planning.system import return_memory
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Pipeline
@@ -91,6 +92,14 @@ class Layout:
     def _shared(self, places: str, name: str) -> ConfigError:
         message = f"{places} of {type(self.model).__name__} share `{name}`, which a pipeline would train apart"
         return ConfigError(message, hint="only an embedding and the output layer may be tied")
+
+    def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Look at other parameters in place of some, which nothing holds then."""
+        self.block_of = {replaced.get(parameter, parameter): block for parameter, block in self.block_of.items()}
+        self.before, self.behind = (
+            {replaced.get(parameter, parameter) for parameter in parameters}
+            for parameters in (self.before, self.behind)
+        )
 
     @property
     def tied(self) -> list[str]:
@@ -191,8 +200,12 @@ class Stage:
                         on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
                         self.foreign[on_meta[parameter]] = self.foreign.pop(parameter)
                     module._parameters[name] = on_meta[parameter]
+        self.layout.replace(on_meta)
         for parameter in self.foreign:
             parameter.requires_grad_(False)
+        gone.clear()
+        on_meta.clear()
+        return_memory()
 
     # -- forward passes ----------------------------------------------------------------------------------------------
 
