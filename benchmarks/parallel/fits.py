@@ -69,4 +69,4 @@ def rows() -> list[Bar]:
         "weights, gradients and optimizer state of a model that is planned and trained, over the memory of each of "
         f"{HOSTS} ranks (a cgroup's limit of {LIMIT} GiB)"
     )
-    return [Bar("parallel.plan-fits", what, ">=", 2.0, fits, kind="exact")]
+    return [Bar("parallel.fits", what, ">=", 2.0, fits, kind="exact")]
