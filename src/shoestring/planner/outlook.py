@@ -20,6 +20,8 @@ from shoestring.training.user_code import UserCode
 LARGEST = 1 << 25
 """Bytes of the largest message with which links are measured."""
 GIB = 2**30
+FILLED = 0.9
+"""Share of the free memory that the tensors of a plan may take; collectives have buffers, and allocators round up."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ def look(run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.
         run: the run, without features that a plan chooses.
         gib: memory of a rank in GiB; 0 takes what is free.
     """
-    room = gib * GIB if gib else _room(world)  # before this process holds a model
     search = PlanSearch(run, code, world, data, world.device.type)
     ways = search.ways()
     model = measure(run.completed(world), code, world, data, search.sizes(ways))
+    room = gib * GIB if gib else FILLED * _room(world)  # with all modules loaded, and without a model
     needed = sorted(search.needed(ways, world, model).items())
     links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
     return Outlook(search, ways, model, links, room)

@@ -216,7 +216,7 @@ class StepPlan:
         used: list[tuple[Kind, tuple[str, ...]]] = [
             *((one.kind, one.over) for one in self.averages),
             ("message", self.over_stages),
-            ("swap", self.over_stages if self.sums_tied else ()),
+            ("swap", self.over_stages if self.model.tied else ()),  # whether they are summed is a choice
             ("all-reduce", self.over_ways),
             ("all-gather", self.gathered),
             ("all-gather", self.regathered),
