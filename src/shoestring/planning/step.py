@@ -313,6 +313,10 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
+_PIECE = 2**18
+"""Bytes of the messages in which updated weights are gathered; slow links carry shorter messages faster."""
+
+
 class _Building:
     """The tasks of a step, for one rank of each stage."""
 
@@ -484,7 +488,8 @@ class _Building:
         ended = self._task("optimizer", "compute", seconds, "stage", stage, after)
         if step.regathered:
             group = step.group(step.regathered)
-            seconds = self.links.seconds("all-gather", group, weights / group.ranks)
+            pieces = max(round(weights / group.ranks / _PIECE), 1)
+            seconds = pieces * self.links.seconds("all-gather", group, weights / group.ranks / pieces)
             self._task("updated weights", "wire", seconds, "wire", stage, [ended], weights)
 
     def _all_ends(self, stage: int, after: Sequence[int]) -> list[int]:

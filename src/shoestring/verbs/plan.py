@@ -226,7 +226,9 @@ def _try(
             plans[number] = replace(plans[number], refused=f"refused when it was tried: {error.parts()[1]}")
         else:
             tried[number] = max(of_all_ranks(own, trial.world))
-    best = min(tried, key=tried.__getitem__, default=None)
+    limit = min(tried.values(), default=0.0) * (1 + CLOSE)
+    close = (number for number, took in tried.items() if took <= limit)
+    best = min(close, key=lambda number: (len(plans[number].added), tried[number]), default=None)
     if best is None and exchanged is None:
         raise ConfigError("no plan trains", hint=f"the first one was {plans[first].refused}")
     if best is not None and exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):

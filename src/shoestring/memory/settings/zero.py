@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from shoestring.memory.zero.placement import Placement
 
 
+_ALONE = 2**18
+"""Bytes from which a parameter is exchanged by itself; see `memory.zero.buckets`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Zero(Feature):
     """Divide optimizer state and gradients among the ranks, and keep the parameters whole (ZeRO, Rajbhandari 2020)."""
@@ -93,11 +97,11 @@ class Zero(Feature):
         every = self.stage == 2
         if ranks > 1:
             kind = "all-to-all" if step.device == "cpu" else "reduce-scatter"  # Gloo adds up on one rank
-            step.average(GradientExchange(kind, self.divided_over, self.bucket_mb * 2**20, every=every))
+            step.average(GradientExchange(kind, self.divided_over, _ALONE, every=every))
             step.regathered = self.divided_over
             step.divided |= {"optimizer": ranks, "gradients": ranks if every else 1}
         if self.hosts == "replicate":
-            step.average(GradientExchange("all-reduce", (HOSTS,), self.bucket_mb * 2**20, every=every, shard=ranks))
+            step.average(GradientExchange("all-reduce", (HOSTS,), _ALONE, every=every, shard=ranks))
         return self
 
     def steps_copies(self, parameters: Iterable[Tensor]) -> bool:
