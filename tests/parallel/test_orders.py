@@ -85,3 +85,20 @@ def test_cuts_are_the_best_of_all(costs, parts):
     ends = ((0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), parts - 1))
     best = min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in ends)
     assert max(sum(costs[index] for index in part) for part in ours) == best
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=8), st.integers(1, 4))
+def test_cuts_are_where_little_is_sent(items, parts):
+    """A part takes as long as what it computes, or as what it sends both ways, whichever is longer."""
+    costs, sends = [cost for cost, _ in items], [*(sent for _, sent in items), 7]
+    if parts > len(costs):
+        return
+
+    def slowest(cut):
+        return max(
+            max(sum(costs[a:b]), (sends[a] if a else 0) + (sends[b] if b < len(costs) else 0)) for a, b in pairwise(cut)
+        )
+
+    ours = balanced(costs, parts, sends)
+    ends = ((0, *cuts, len(costs)) for cuts in combinations(range(1, len(costs)), parts - 1))
+    assert slowest((0, *(part.stop for part in ours))) == min(map(slowest, ends))

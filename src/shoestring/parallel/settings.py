@@ -228,8 +228,8 @@ class Pipeline(Feature):
         """
         return self.cut(layout.costs(), stages)
 
-    def cut(self, costs: Sequence[float], stages: int) -> list[range]:
-        """Cut blocks of these costs into parts; see `parts`."""
+    def cut(self, costs: Sequence[float], stages: int, sends: Sequence[float] = ()) -> list[range]:
+        """Cut blocks of these costs into parts; see `parts`, and `orders.balanced` for `sends`."""
         from shoestring.parallel.pipeline.orders import balanced
 
         parts = stages * self.chunks
@@ -239,7 +239,7 @@ class Pipeline(Feature):
                 f"the model has {len(costs)} blocks, too few for {wanted}", hint=f"lower `{self.name}.stages`"
             )
         if not self.cuts:
-            return balanced(costs, parts)
+            return balanced(costs, parts, sends)
         ends = (0, *self.cuts, len(costs))
         if len(self.cuts) != parts - 1 or any(end <= start for start, end in pairwise(ends)):
             message = f"`{self.name}.cuts` {[*self.cuts]} do not cut {len(costs)} blocks into {parts} parts"
@@ -276,7 +276,10 @@ class Pipeline(Feature):
         ]
         for place, around in ((0 if step.first == 0 else -1, model.before), (-1, model.behind)):
             costs[place] += model.at(around.forward, step.samples) + model.at(around.backward, step.samples)
-        step.parts = tuple(self.cut(costs, stages))
+        links, group = step.links, step.group((STAGE,))
+        boundaries = range(len(model.blocks) + 1)
+        sends = [links.seconds("message", group, step.hidden(block)) for block in boundaries] if links else []
+        step.parts = tuple(self.cut(costs, stages, sends))
         step.orders = lambda micro, first: orders(
             stages, self.chunks, micro, self.schedule, self.ahead, first=-1 if first < 0 else 0
         )

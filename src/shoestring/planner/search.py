@@ -211,9 +211,13 @@ class PlanSearch:
             for kind, axes in sorted(step.collectives)
         }
 
-    def _step(self, way: TrainingWay, micro: int, model: ModelCosts) -> tuple[StepPlan, tuple[Feature, ...]]:
+    def _step(
+        self, way: TrainingWay, micro: int, model: ModelCosts, links: Links | None = None
+    ) -> tuple[StepPlan, tuple[Feature, ...]]:
         resolved = resolve_all(way.run.features, way.world)
-        return planned_step(way.world, resolved, model, batch=self.run.settings.batch, micro=micro, device=self.device)
+        return planned_step(
+            way.world, resolved, model, batch=self.run.settings.batch, micro=micro, device=self.device, links=links
+        )
 
     def file(self, plan: TrainingPlan) -> Run:
         """The user's run with the settings of a plan, and without the defaults that `completed` adds."""
@@ -258,7 +262,7 @@ class PlanSearch:
         """A plan for each number of micro-batches for which the model can be cut into stages."""
         for micro in way.counts:
             with contextlib.suppress(ConfigError):
-                step, features = self._step(way, micro, model)
+                step, features = self._step(way, micro, model, links)
                 predicted = predict(step, links, slowdown)
                 settled = {feature.name: feature for feature in features}
                 added = tuple(settled[feature.name] for feature in way.added)

@@ -155,6 +155,8 @@ class StepPlan:
     micro: int
     features: Sequence[Feature] = ()
     device: str = "cpu"
+    links: Links | None = None
+    """The links between ranks, once they are measured."""
     parts: tuple[range, ...] = ()
     """Blocks of each part of the model; part p is of stage p modulo `stages`."""
     stages: int = 1
@@ -470,7 +472,9 @@ class _Building:
             if waiting[number] and (last or waiting[number] >= averaging.bucket):
                 sent, waiting[number] = waiting[number], 0.0
                 lane = len(self.wires[stage]) % averaging.lanes
-                seconds = self.links.seconds(averaging.kind, self.step.group(averaging.over), sent)
+                pieces = max(round(sent / averaging.bucket), 1) if 0 < averaging.bucket < sent else 1
+                group = self.step.group(averaging.over)
+                seconds = pieces * self.links.seconds(averaging.kind, group, sent / pieces)
                 resource = "wire" if averaging.lanes == 1 else f"wire {lane}"
                 self.wires[stage].append(self._task("gradients", "wire", seconds, resource, stage, [ended], sent))
 
@@ -571,12 +575,19 @@ def _transient(step: StepPlan, part: int) -> float:
 
 
 def planned_step(
-    world: World, features: Sequence[Feature], model: ModelCosts, *, batch: int, micro: int, device: str = "cpu"
+    world: World,
+    features: Sequence[Feature],
+    model: ModelCosts,
+    *,
+    batch: int,
+    micro: int,
+    device: str = "cpu",
+    links: Links | None = None,
 ) -> tuple[StepPlan, tuple[Feature, ...]]:
     """The step of a run with these features, and the features with the settings that follow from the costs.
 
     Args:
         world: the mesh, with the axes that the features add.
     """
-    step = StepPlan(world, model, batch, micro, features, device)
+    step = StepPlan(world, model, batch, micro, features, device, links)
     return step, tuple(feature.plan(step) if isinstance(feature, Plannable) else feature for feature in features)

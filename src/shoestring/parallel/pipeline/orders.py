@@ -104,10 +104,17 @@ def _held(stages: int, chunks: int, stage: int, ahead: int) -> int:
     return 2 * links + (chunks - 1) * stages + 1 + ahead * stages
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[range]:
+def balanced(costs: Sequence[float], parts: int, sends: Sequence[float] = ()) -> list[range]:
     """Cut a sequence into consecutive parts, none empty, so that the most expensive part is as cheap as possible.
 
-    Among such cuts, the sum of squares of the parts' costs is small. Raises ValueError if there are too few costs.
+    Among such cuts, the sum of squares of the parts' costs is small.
+
+    Args:
+        sends: what it costs to send the results before each item, and those of the last one, while parts compute; a
+            part sends what it computes to the next one, and as much back to the one before.
+
+    Raises:
+        ValueError: there are too few costs.
     """
     count = len(costs)
     if not 0 < parts <= count:
@@ -115,13 +122,23 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
+
+    def slowest(start: int, stop: int) -> float:
+        """The cost of a part, or that of its messages."""
+        if not sends:
+            return before[stop] - before[start]
+        sent = (sends[start] if start else 0.0) + (sends[stop] if stop < count else 0.0)
+        return max(before[stop] - before[start], sent)
+
     # best[n]: the most expensive part, the sum of squares, and the cuts, of the first n costs in the parts so far
-    best: list[tuple[float, float, tuple[int, ...]]] = [(before[n], before[n] ** 2, ()) for n in range(count + 1)]
+    best: list[tuple[float, float, tuple[int, ...]]] = [
+        (slowest(0, n) if n else 0.0, before[n] ** 2, ()) for n in range(count + 1)
+    ]
     for part in range(1, parts):
         best = [
             min(
                 (
-                    max(best[cut][0], before[n] - before[cut]),
+                    max(best[cut][0], slowest(cut, n)),
                     best[cut][1] + (before[n] - before[cut]) ** 2,
                     (*best[cut][2], cut),
                 )
