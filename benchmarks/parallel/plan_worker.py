@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 import shoestring as ss
-from benchmarks.parallel.pairs import PAIRS, Pair
+from benchmarks.parallel.pairs import PAIRS, Pair, merged
 from benchmarks.parallel.planning import BEST
 from benchmarks.parallel.quotas import join
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
-from shoestring.planner.outlook import Outlook, look
+from shoestring.planner.outlook import look
 from shoestring.planner.search import chosen
 from shoestring.planner.trying import for_trial
 from shoestring.run import Run, parse
@@ -34,19 +33,11 @@ from shoestring.verbs.plan import plan
 BLOCKS = 5
 
 
-def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of a run file with other ones merged into them."""
-    result = {name: dict(table) for name, table in tables.items()}
-    for name, table in more.items():
-        result[name] = result.get(name, {}) | table
-    return result
-
-
 def main(out: Path, pair: Pair, group: str) -> None:
     join(group)
     limit = {"memory": {"budget": {"gib": pair.gib}}} if pair.gib else {}
     run = parse(merged(pair.run, limit))
-    by_hand = {name: parse(merged(pair.run, tables)) for name, tables in pair.plans.items()}
+    by_hand = {name: parse(pair.document(name)) for name in pair.plans}
     with ss.join() as world, ExitStack() as stack:
         plain = parse(pair.run)
         code = import_user_code(plain)
@@ -71,14 +62,10 @@ def main(out: Path, pair: Pair, group: str) -> None:
                 "seconds": seconds,
                 "searching": searching,
                 "exchange": planned.exchanged.took if planned and planned.exchanged else 0.0,
-                "chosen": described(outlook, runs[BEST], slowdown),
+                "chosen": str(outlook.priced(runs[BEST], slowdown)),
                 "plans": len(plans),
             }
             out.write_text(json.dumps(told))
-
-
-def described(outlook: Outlook, run: Run, slowdown: Mapping[str, float]) -> str:
-    return str(outlook.priced(run, slowdown))
 
 
 def timed(runs: Mapping[str, Run], code: UserCode, world: World, data: DataSets) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from shoestring.planning.step import Links, ModelCosts, PartCosts
 from shoestring.run import load, parse
 from shoestring.training.data_loading import own_data
 from shoestring.training.user_code import import_user_code
+from shoestring.verbs.plan import _check_out
 
 DATA = f"{__name__}:texts"
 RUN = {
@@ -110,12 +111,42 @@ class Normed(nn.Module):
         return self.head(self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2))
 
 
-def test_batch_norms_keep_the_samples_of_a_micro_batch():
-    run = RUN["run"] | {"model": f"{__name__}:Normed", "accumulate": 2}
-    found = search(World(size=2, local_size=1), {"run": run, "model": {"vocab_size": 64}})
-    assert {
-        16 // way.world.ranks_over(("hosts", "local")) // count for way in found.ways() for count in way.counts
-    } == {4}
+class Experts(Normed):
+    """A model with a router, whose balance is that of a micro-batch."""
+
+    def __init__(self, vocab_size: int = 64):
+        super().__init__(vocab_size)
+        self.norm, self.router = nn.Identity(), nn.Linear(8, 4)
+
+
+@pytest.mark.parametrize("model", ["Normed", "Experts"])
+def test_what_mixes_samples_keeps_the_size_of_micro_batches(model):
+    run = RUN["run"] | {"model": f"{__name__}:{model}", "accumulate": 2}
+    ways = search(World(size=2, local_size=1), {"run": run, "model": {"vocab_size": 64}}).ways()
+    assert {16 // way.world.ranks_over(("hosts", "local")) // count for way in ways for count in way.counts} == {4}
+
+
+def test_what_the_budget_does_not_allow_is_left_out():
+    run = parse(RUN)
+    given = run, import_user_code(run), World(size=2, local_size=1), own_data(run), "cpu"
+    ways = PlanSearch(*given, ("memory.zero", "run.accumulate")).ways()
+    assert not any(Zero in map(type, way.added) for way in ways)
+    assert {count for way in ways for count in way.counts} == {1}
+
+
+def test_without_any_plan_it_is_said_why():
+    with pytest.raises(
+        ConfigError, match=r"no plan for 7 ranks \(.*whole replicas: 16 samples do not divide by 7 ranks"
+    ):
+        search(World(size=7, local_size=7)).ways()
+
+
+@pytest.mark.parametrize("out", ["page.html", "folder", "file/plan.toml"])
+def test_where_no_plan_can_be_written_none_is_made(tmp_path, out):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"name of a page|cannot write"):
+        _check_out(tmp_path / out)
 
 
 def test_slow_links_make_a_pipeline_and_fast_ones_replicas():

@@ -15,7 +15,8 @@ from shoestring.core.world import World
 from shoestring.memory import Recompute, Zero
 from shoestring.parallel import DDP, FSDP, Pipeline, Tensor
 from shoestring.planning.cluster import Collective
-from shoestring.planning.step import Links, ModelCosts, PartCosts, group_over, planned_step, predict
+from shoestring.planning.predict import predict
+from shoestring.planning.step import Links, ModelCosts, PartCosts, group_over, planned_step
 
 MB = 1_000_000.0
 
@@ -83,7 +84,7 @@ def test_replicas_divide_the_work_and_wait_for_the_last_bucket():
     slow, *_ = predicted([DDP()], world, costs, links=Links(Evenly(0.0, MB)))
     # All gradients, 6 MB, are one bucket, which is full when the backward pass ends.
     assert slow.seconds == pytest.approx(8 * 4 * 3.0 + 6)
-    assert slow.sent["gradients"] == 6 * MB
+    assert [span.nbytes for span in slow.trace.spans if span.kind == "wire"] == [6 * MB]
     early, *_ = predicted([DDP(bucket_mb=0.5)], world, costs, links=Links(Evenly(0.0, MB)))
     assert early.seconds == pytest.approx(8 * 4 * 3.0 + 1)  # only the embeddings' is left
 

@@ -153,9 +153,11 @@ class Plan(RunSource):
     ranks: Ranks = Ranks(workers="auto")
     """Number of ranks to start."""
     out: Path | None = None
-    """Path of the run file to write; defaults to plan.toml beside the run file."""
+    """Path of the run file to write; defaults to plan.toml beside the run file. A page with pictures of the plan is
+    written beside it, with the suffix .html."""
     tries: int = 3
-    """Number of ways to train, the fastest as predicted, that are tried for a few steps before one is chosen."""
+    """Number of ways to train, the fastest as predicted, that are tried for a few steps before one is chosen; 0
+    compares exchanges of whole replicas only."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides, trusted=False)

@@ -280,9 +280,8 @@ class Pipeline(Feature):
         boundaries = range(len(model.blocks) + 1)
         sends = [links.seconds("message", group, step.hidden(block)) for block in boundaries] if links else []
         step.parts = tuple(self.cut(costs, stages, sends))
-        step.orders = lambda micro, first: orders(
-            stages, self.chunks, micro, self.schedule, self.ahead, first=-1 if first < 0 else 0
-        )
+        first = -1 if step.first < 0 else 0
+        step.passes = orders(stages, self.chunks, step.micro, self.schedule, self.ahead, first=first)
         return replace(settled, cuts=tuple(part.start for part in step.parts[1:]))
 
     def explain(self, attachments: Attachments) -> str:

@@ -89,7 +89,8 @@ def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
     def part(place: Callable[[Any], Any]) -> PartCosts:
         parts = [place(costs) for costs in everyone]
         most = {
-            name: tuple(map(max, *(one[name] for one in parts), (0,) * 99)) for name in ("forward", "backward", "held")
+            name: tuple(map(max, zip(*(one[name] for one in parts), strict=True)))
+            for name in ("forward", "backward", "held")
         }
         return PartCosts(**most, trained=parts[0]["trained"], frozen=parts[0]["frozen"])
 

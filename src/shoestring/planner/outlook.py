@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,19 @@ class Outlook:
         return self.search.priced(run, self.model, self.links, slowdown or {}, self.room)
 
 
-def look(run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.0) -> Outlook:
+def look(
+    run: Run, code: UserCode, world: World, data: DataSets, gib: float = 0.0, left_out: Collection[str] = ()
+) -> Outlook:
     """Measure the run's model and the links between ranks. A collective.
 
     Args:
         run: the run, without features that a plan chooses.
-        gib: memory of a rank in GiB; 0 takes what is free.
+        gib: memory of a rank in GiB; 0 takes what is free. left_out: see `PlanSearch`.
+
+    Raises:
+        ConfigError: no way fits.
     """
-    search = PlanSearch(run, code, world, data, world.device.type)
+    search = PlanSearch(run, code, world, data, world.device.type, left_out)
     ways = search.ways()
     model = measure(run.completed(world), code, world, data, search.sizes(ways))
     room = gib * GIB if gib else FILLED * _room(world)  # with all modules loaded, and without a model

@@ -9,6 +9,7 @@ from pathlib import Path
 from shoestring.core.trace import Span
 from shoestring.figures import memory, percent, seconds, size
 from shoestring.planner.search import TrainingPlan
+from shoestring.planning.predict import stage_of
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.drawing import WIDTH, picture, text
 from shoestring.report.markup import Markup, join, tag
@@ -86,8 +87,7 @@ def _bar(x: float, y: float, width: float, kind: str, title: str = "") -> Markup
 
 
 def _row(span: Span) -> str:
-    stage = span.name.rpartition(" of stage ")[2]
-    return f"stage {stage}{' sends' if span.kind == 'wire' else ''}"
+    return f"stage {stage_of(span.name)}{' sends' if span.kind == 'wire' else ''}"
 
 
 def _stages(plan: TrainingPlan) -> Iterator[list[str]]:

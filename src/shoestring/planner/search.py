@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -16,9 +16,10 @@ from shoestring.core.feature import DATA, Feature, Seam, arrange_mesh, check_own
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.data.loader import check_batch
-from shoestring.models.blocks import repeated
+from shoestring.models.blocks import repeated, routers
 from shoestring.models.loading import build_model
 from shoestring.parallel import DDP
+from shoestring.planning.predict import Predicted, predict
 from shoestring.planning.step import (
     Alternative,
     GroupShape,
@@ -26,11 +27,9 @@ from shoestring.planning.step import (
     Links,
     ModelCosts,
     Plannable,
-    Predicted,
     Situation,
     StepPlan,
     planned_step,
-    predict,
 )
 from shoestring.run import Run, keys
 from shoestring.training.data_loading import DataSets
@@ -75,7 +74,7 @@ class TrainingPlan:
     def __str__(self) -> str:
         micro = self.run.settings.accumulate
         batches = f", {micro} micro-batches" if micro > 1 else ""
-        return (" + ".join(map(_describe, self.added)) or "one process after the other") + batches
+        return (" + ".join(map(_describe, self.added)) or "the run file as it is") + batches
 
 
 def _one_owner(features: Sequence[Feature]) -> bool:
@@ -105,9 +104,16 @@ class PlanSearch:
 
     Args:
         run: the run, without [memory.budget] and [comm.auto].
+        left_out: names of features that may not be added, and "run.accumulate" if that stays as it is.
+
+    Raises:
+        ConfigError: no way fits.
     """
 
-    def __init__(self, run: Run, code: UserCode, world: World, data: DataSets, device: str) -> None:
+    def __init__(
+        self, run: Run, code: UserCode, world: World, data: DataSets, device: str, left_out: Collection[str] = ()
+    ) -> None:
+        self.left_out = left_out
         self.run, self.code, self.data, self.device = run, code, data, device
         # All ranks compute the same, so none needs a process group.
         self.world = World(size=world.size, local_size=world.local_size, device=world.device)
@@ -116,7 +122,8 @@ class PlanSearch:
         self._unfit = list[Feature]()
         model = self._model()
         self.blocks = len(repeated(model))
-        self.batch_norms = any(isinstance(one, _BatchNorm) for one in model.modules())
+        norms = any(isinstance(one, _BatchNorm) for one in model.modules())
+        self.mixes_samples = norms or bool(routers(model))  # whose result depends on which samples share a micro-batch
         self.weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def _model(self) -> torch.nn.Module:
@@ -129,7 +136,7 @@ class PlanSearch:
     def ways(self) -> list[TrainingWay]:
         """The ways that features and the model allow, those of fewest features first."""
         fixed = tuple(feature for feature in self.run.features if feature not in REPLACEABLE)
-        names = {feature.name for feature in fixed}
+        names = {feature.name for feature in fixed}.union(self.left_out)
         situation = Situation(arrange_mesh(self.world, fixed), self.blocks, self.device)
         choices: list[list[Feature | None]] = [
             [None, *kind.alternatives(situation)]
@@ -141,6 +148,9 @@ class PlanSearch:
         for added in sorted(combinations, key=len):  # whatever does not fit alone is not looked at again
             if way := self._way(fixed, added):
                 ways.append(replace(way, place=len(ways)))
+        if not ways:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
+            raise ConfigError(f"there is no plan for {self.world.size} ranks ({reasons})", hint="change run.batch")
         return ways
 
     def _way(self, fixed: tuple[Feature, ...], added: tuple[Feature, ...]) -> TrainingWay | None:
@@ -159,9 +169,9 @@ class PlanSearch:
                 reason = f"{self.run.settings.batch} samples do not divide by {readers} ranks"
             if not reason:
                 return TrainingWay(run, own, world, counts)
-            if len(added) == 1:  # of several, each alone may fit
-                self.refusals.setdefault(_describe(added[0]), reason)
-                self._unfit.append(added[0])
+            if len(added) <= 1:  # of several, each alone may fit
+                self.refusals.setdefault(f"[{added[0].name}]" if added else "whole replicas", reason)
+                self._unfit += added
         return None
 
     def _refusal(self, features: Sequence[Feature], world: World) -> str:
@@ -183,13 +193,14 @@ class PlanSearch:
         for count in range(self.run.settings.accumulate, batch // readers + 1):
             with contextlib.suppress(ConfigError):
                 check_batch(batch, 0, readers, count)
-                if not self.batch_norms or batch // readers // count == self._own_size:
+                own = batch // readers // count == self._own_size or not self.mixes_samples
+                if own and (count == self.run.settings.accumulate or "run.accumulate" not in self.left_out):
                     counts.append(count)
         return tuple(counts)
 
     @property
     def _own_size(self) -> int:
-        """Samples of a micro-batch with the run file's own settings, over which batch norms take means."""
+        """Samples of a micro-batch with the run file's own settings."""
         return self.run.settings.batch // self.world.ranks_over(DATA) // self.run.settings.accumulate
 
     def sizes(self, ways: Sequence[TrainingWay]) -> list[int]:

@@ -1,20 +1,17 @@
 """A training step as features describe it before anything is built: what ranks compute, hold and send.
 
-`StepPlan` starts as the step of one process. Each feature that is `Plannable` changes it. `predict` then simulates the
-step of one rank of each pipeline stage, and sums up what such a rank holds.
+`StepPlan` starts as the step of one process. Each feature that is `Plannable` changes it. `planning.predict` then says
+how long it takes and what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from shoestring.core.feature import DATA, Feature
-from shoestring.core.trace import Trace
 from shoestring.planning.cluster import Collective
-from shoestring.planning.simulate import Task, makespan, simulate
 
 if TYPE_CHECKING:
     from shoestring.core.world import World
@@ -115,6 +112,8 @@ class StagePass(Protocol):
 
 
 class PlainPass(NamedTuple):
+    """A pass through the whole model."""
+
     part: int
     micro: int
     backward: bool
@@ -163,8 +162,8 @@ class StepPlan:
     over_stages: tuple[str, ...] = ()
     first: int = 0
     """Number of the part with what lies before the blocks: 0, or -1, which the last stage has."""
-    orders: Callable[[int, int], Sequence[Sequence[StagePass]]] | None = None
-    """(micro-batches, number of the first part) -> the passes of each stage; None for one pass after the other."""
+    passes: Sequence[Sequence[StagePass]] = ()
+    """The passes of each stage in their order; by default the passes of one process, one after the other."""
     ways: int = 1
     """Ranks over which each layer is split."""
     over_ways: tuple[str, ...] = ()
@@ -185,6 +184,8 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         self.parts = self.parts or (range(len(self.model.blocks)),)
+        both = [PlainPass(0, micro, backward) for micro in range(self.micro) for backward in (False, True)]
+        self.passes = self.passes or [both]
 
     @property
     def replicas(self) -> int:
@@ -270,308 +271,6 @@ class Links:
         if group.ranks == 1 or not nbytes:
             return 0.0
         return self.speeds[kind, group].seconds(nbytes)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A predicted step. `peaks`: bytes that a rank of each stage holds; `sent`: bytes of a rank by kind of exchange."""
-
-    trace: Trace
-    peaks: tuple[float, ...]
-    sent: Mapping[str, float]
-
-    @cached_property
-    def seconds(self) -> float:
-        return makespan(self.trace)
-
-    @property
-    def peak(self) -> float:
-        return max(self.peaks)
-
-    def busy(self, kind: str = "compute") -> list[float]:
-        """Seconds that the stages compute."""
-        return [
-            sum(span.stop - span.start for span in self.trace.spans if span.kind == kind and _stage(span.name) == stage)
-            for stage in range(len(self.peaks))
-        ]
-
-
-def _stage(name: str) -> int:
-    return int(name.rpartition(" of stage ")[2] or 0)
-
-
-def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None = None) -> Predicted:
-    """Predict the time and the memory of a step.
-
-    Args:
-        slowdown: see `simulate`; without effect on pipelines, whose stages compute on different processors.
-    """
-    building = _Building(step, links)
-    building.passes()
-    trace = simulate(building.tasks, slowdown if step.stages == 1 else None)
-    return Predicted(trace, tuple(_peak(step, stage) for stage in range(step.stages)), building.sent)
-
-
-# -- time ------------------------------------------------------------------------------------------------------------
-
-
-_PIECE = 2**18
-"""Bytes of the messages in which updated weights are gathered; slow links carry shorter messages faster."""
-
-
-class _Building:
-    """The tasks of a step, for one rank of each stage."""
-
-    def __init__(self, step: StepPlan, links: Links) -> None:
-        self.step, self.links, self.model = step, links, step.model
-        self.tasks: list[Task] = []
-        self.sent = dict[str, float]()
-        self.ends = dict[tuple[int, int, bool], int]()  # pass -> index of the task that ends it, or brings its result
-        self.waiting = {stage: [0.0] * len(step.averages) for stage in range(step.stages)}  # bytes of a bucket so far
-        self.wires = {stage: list[int]() for stage in range(step.stages)}  # what the optimizer waits for
-
-    def passes(self) -> None:
-        """Add the passes of all stages, each stage's in its order, and then the updates."""
-        step = self.step
-        orders: Sequence[Sequence[StagePass]] = (
-            step.orders(step.micro, step.first)
-            if step.orders
-            else [[PlainPass(0, micro, backward) for micro in range(step.micro) for backward in (False, True)]]
-        )
-        places = [0] * step.stages
-        while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-            before = [*places]
-            for stage, order in enumerate(orders):
-                while places[stage] < len(order) and self._add_pass(stage, order[places[stage]]):
-                    places[stage] += 1
-            if places == before:
-                raise ValueError("the stages wait for each other")
-        for stage in range(step.stages):
-            self._update(stage)
-
-    def _task(
-        self,
-        what: str,
-        kind: Literal["compute", "wire"],
-        seconds: float,
-        resource: str,
-        stage: int,
-        after: Iterable[int] = (),
-        nbytes: float = 0,
-    ) -> int:
-        name = f"{what} of stage {stage}"
-        self.tasks.append(Task(name, kind, seconds, f"{resource} {stage}", tuple(sorted(after)), int(nbytes)))
-        if nbytes:
-            self.sent[what] = max(self.sent.get(what, 0.0), nbytes)
-        return len(self.tasks) - 1
-
-    def _add_pass(self, stage: int, one: StagePass) -> bool:
-        """Add a pass if the one that it waits for was added."""
-        step, last = self.step, len(self.step.parts) - 1
-        needed: tuple[int, int, bool] | None
-        if one.backward:
-            needed = (one.part, one.micro, False) if one.part == last else (one.part + 1, one.micro, True)
-        else:
-            needed = (one.part - 1, one.micro, False) if one.part > step.first else None
-        if needed is not None and needed not in self.ends:
-            return False
-        after = [self.ends[needed]] if needed is not None else []
-        ended = self._compute(stage, one, after)
-        crosses = one.part > step.first if one.backward else one.part < last
-        if crosses and step.stages > 1:
-            part = one.part - 1 if one.backward else one.part  # whose results they are, or the gradients of these
-            nbytes = step.hidden(step.parts[part].stop if part >= 0 else 0)
-            seconds = self.links.seconds("message", step.group(step.over_stages), nbytes)
-            # Activations and gradients leave a host by the same wire.
-            ended = self._task("messages", "wire", seconds, "egress", stage, [ended], nbytes)
-        self.ends[one.part, one.micro, one.backward] = ended
-        return True
-
-    def _compute(self, stage: int, one: StagePass, after: Sequence[int]) -> int:
-        """Add a pass; returns the index of its last task."""
-        step = self.step
-        averaged = one.backward and any(a.every or one.micro == step.micro - 1 for a in step.averages)
-        pieces = [*self._pieces(one)]
-        if not averaged and not step.gathered:
-            pieces = [
-                _Piece(
-                    sum(p.seconds for p in pieces), sum(p.exchanged for p in pieces), sum(p.calls for p in pieces), 0.0
-                )
-            ]
-        name = "backward" if one.backward else "forward"
-        ended, gathers = -1, list[int]()
-        for number, piece in enumerate(pieces):
-            waits = [*after] if not number else []
-            if step.gathered:
-                if not number:
-                    gathers.append(self._gather(stage, piece, one, []))
-                if number + 1 < len(pieces):  # the next one's weights travel while this one computes
-                    gathers.append(self._gather(stage, pieces[number + 1], one, [ended] if ended >= 0 else []))
-                waits += [gathers[number]] if gathers[number] >= 0 else []
-            ended = self._task(name, "compute", piece.seconds, "stage", stage, waits)
-            if piece.calls:
-                group = step.group(step.over_ways)
-                seconds = sum(
-                    self.links.seconds("all-reduce", group, piece.exchanged / piece.calls) for _ in range(piece.calls)
-                )
-                ended = self._task("activations of split layers", "wire", seconds, "stage", stage, (), piece.exchanged)
-            if averaged:
-                self._average(stage, one, piece.trained, ended, number == len(pieces) - 1)
-        return ended
-
-    def _pieces(self, one: StagePass) -> Iterator[_Piece]:
-        """The work of a pass, block by block, in its order."""
-        step, model = self.step, self.model
-        blocks = step.parts[one.part] if one.part >= 0 else range(0)
-        own = [*((index, model.blocks[index]) for index in blocks)]
-        parts: list[tuple[int | None, PartCosts]] = [*own]
-        if one.part == step.first:
-            parts.insert(0, (None, model.before))
-        if one.part == len(step.parts) - 1:
-            parts.append((None, model.behind))
-        for index, part in reversed(parts) if one.backward else parts:
-            seconds = self._seconds(part, index, backward=one.backward)
-            if one.backward and index in step.recomputed:
-                seconds += self._seconds(part, index, backward=False)
-            # Twice a block the outputs of split layers are added up: in the forward pass, and in the backward pass.
-            calls = 2 if index is not None and step.ways > 1 else 0
-            exchanged = calls * step.hidden(index) if index is not None else 0.0
-            yield _Piece(seconds, exchanged, calls, self._weights(part, index is not None))
-
-    def _seconds(self, part: PartCosts, index: int | None, *, backward: bool) -> float:
-        """Seconds of a pass through a block, or through what lies around the blocks if `index` is None."""
-        step, model = self.step, self.model
-        seconds = model.at(part.backward if backward else part.forward, step.samples)
-        if step.ways == 1 or (index is None and (step.whole_vocabulary or part is model.before)):
-            return seconds
-        # Norms and additions of hidden states are not divided: they read and write these about ten times.
-        whole = 0.0 if index is None else 10 * (1 + backward) * step.hidden(index) / model.moved
-        whole = min(whole, seconds)
-        return whole + (seconds - whole) / step.ways
-
-    def _weights(self, part: PartCosts, block: bool) -> float:
-        return part.trained / (1 if not block and self.step.whole_vocabulary else self.step.ways)
-
-    # -- exchanges of gradients and weights ----------------------------------------------------------------------------
-
-    def _gather(self, stage: int, piece: _Piece, one: StagePass, after: Sequence[int]) -> int:
-        step = self.step
-        if not piece.trained or (one.backward and step.gathers < 2):
-            return -1
-        group = step.group(step.gathered)
-        seconds = self.links.seconds("all-gather", group, piece.trained / group.ranks)
-        return self._task("weights", "wire", seconds, "wire", stage, after, piece.trained)
-
-    def _average(self, stage: int, one: StagePass, nbytes: float, ended: int, last: bool) -> None:
-        """Exchange the gradients that a piece of a backward pass has computed, in full buckets."""
-        for number, averaging in enumerate(self.step.averages):
-            if not (averaging.every or one.micro == self.step.micro - 1):
-                continue
-            waiting = self.waiting[stage]
-            waiting[number] += nbytes / averaging.shard
-            if waiting[number] and (last or waiting[number] >= averaging.bucket):
-                sent, waiting[number] = waiting[number], 0.0
-                lane = len(self.wires[stage]) % averaging.lanes
-                pieces = max(round(sent / averaging.bucket), 1) if 0 < averaging.bucket < sent else 1
-                group = self.step.group(averaging.over)
-                seconds = pieces * self.links.seconds(averaging.kind, group, sent / pieces)
-                resource = "wire" if averaging.lanes == 1 else f"wire {lane}"
-                self.wires[stage].append(self._task("gradients", "wire", seconds, resource, stage, [ended], sent))
-
-    def _update(self, stage: int) -> None:
-        """Add the optimizer's step of a stage, once its gradients are averaged."""
-        step, model = self.step, self.model
-        after = [*self.wires[stage]]
-        weights = _weights_of(step, stage)
-        if step.sums_tied and stage in (0, step.stages - 1):
-            seconds = self.links.seconds("swap", step.group(step.over_stages), model.tied)
-            after = [
-                self._task("tied weights", "wire", seconds, "egress", stage, self._all_ends(stage, after), model.tied)
-            ]
-        seconds = model.optimizer * weights / step.divided["optimizer"]
-        ended = self._task("optimizer", "compute", seconds, "stage", stage, after)
-        if step.regathered:
-            group = step.group(step.regathered)
-            pieces = max(round(weights / group.ranks / _PIECE), 1)
-            seconds = pieces * self.links.seconds("all-gather", group, weights / group.ranks / pieces)
-            self._task("updated weights", "wire", seconds, "wire", stage, [ended], weights)
-
-    def _all_ends(self, stage: int, after: Sequence[int]) -> list[int]:
-        own = [index for index, task in enumerate(self.tasks) if task.resource == f"stage {stage}"]
-        return [*after, own[-1]]
-
-
-class _Piece(NamedTuple):
-    """The work of a block in a pass: seconds, bytes of activations exchanged in `calls`, and bytes of its weights."""
-
-    seconds: float
-    exchanged: float
-    calls: int
-    trained: float
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def _own(step: StepPlan, stage: int) -> list[int]:
-    return [part for part in range(step.first, len(step.parts)) if part % step.stages == stage]
-
-
-def _weights_of(step: StepPlan, stage: int) -> float:
-    """Bytes of trained weights of a stage's rank, before they are divided."""
-    model, own = step.model, _own(step, stage)
-    blocks = sum(model.blocks[index].trained for part in own if part >= 0 for index in step.parts[part])
-    around = 1 if step.whole_vocabulary else step.ways
-    first, last = step.first in own, len(step.parts) - 1 in own
-    total = blocks / step.ways + first * model.before.trained / around + last * model.behind.trained / around
-    return total + (model.tied / around if first and not last else 0.0)
-
-
-def _peak(step: StepPlan, stage: int) -> float:
-    """Bytes that a rank of a stage holds at its peak: weights, gradients, optimizer state and activations."""
-    model, own, last = step.model, _own(step, stage), len(step.parts) - 1
-    weights = _weights_of(step, stage)
-    frozen = sum(model.blocks[index].frozen for part in own if part >= 0 for index in step.parts[part])
-    frozen += model.before.frozen * (step.first in own) + model.behind.frozen * (last in own)
-    gradients = weights / step.divided["gradients"]
-    state = weights / step.divided["parameters"] + gradients + model.state * weights / step.divided["optimizer"]
-    if step.buckets and step.micro > 1:
-        state += gradients
-    held = {part: _held(step, part) for part in own}
-    transient = max((_transient(step, part) for part in own), default=0.0)
-    most = now = 0.0
-    orders = step.orders(step.micro, step.first) if step.orders else [[PlainPass(0, 0, False), PlainPass(0, 0, True)]]
-    for one in orders[stage]:
-        if one.backward:
-            now -= held[one.part]
-        else:
-            now += held[one.part]
-        most = max(most, now)
-    gathered = max((part.trained for part in (*model.blocks, model.behind)), default=0) if step.gathered else 0.0
-    return state + frozen / (step.ways if step.ways > 1 else 1) + most + transient + 2 * gathered
-
-
-def _held(step: StepPlan, part: int) -> float:
-    """Bytes of activations that a micro-batch holds in a part of the model between its passes."""
-    model = step.model
-    total = model.at(model.before.held, step.samples) if part == step.first else 0.0
-    total += model.at(model.behind.held, step.samples) if part == len(step.parts) - 1 else 0.0
-    for index in step.parts[part] if part >= 0 else ():
-        whole = step.hidden(index)
-        held = model.at(model.blocks[index].held, step.samples)
-        total += whole if index in step.recomputed else whole + max(held - whole, 0.0) / step.ways
-    return total
-
-
-def _transient(step: StepPlan, part: int) -> float:
-    """Bytes that a backward pass holds for a moment: gradients of what the loss reads, or of a block's results."""
-    model, sizes = step.model, [0.0]
-    if part == len(step.parts) - 1:
-        sizes.append(2 * model.scored * step.samples)
-    for index in step.parts[part] if part >= 0 else ():
-        held = model.at(model.blocks[index].held, step.samples) / step.ways
-        sizes.append(held if index in step.recomputed else held / 2)
-    return max(sizes)
 
 
 def planned_step(

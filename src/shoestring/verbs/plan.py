@@ -3,6 +3,7 @@ with it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -88,12 +89,22 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """What a trial needs beside a run."""
+class _Planning:
+    """What is planned.
 
+    Args:
+        run: the user's run. others: its features without those that a plan chooses.
+    """
+
+    run: Run
+    others: tuple[Feature, ...]
     code: UserCode
     world: World
     data: DataSets
+
+    @property
+    def budget(self) -> Budget | None:
+        return next((feature for feature in self.run.features if isinstance(feature, Budget)), None)
 
 
 def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> PlannedRun:
@@ -115,25 +126,35 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
             "a single rank has nothing to exchange", hint="plan for several ranks: --workers 2, or under torchrun"
         )
     check_ranks(run, world)
+    if out is not None:
+        world.agree(lambda: _check_out(out))
     run = with_sequence(run, world.decide(lambda: sequence_of(run)))
     auto = _auto(run)
-    others = tuple(
-        feature for feature in run.features if not isinstance(feature, Auto | Exchange | Budget | PlanRecord)
-    )
+    others = tuple(feature for feature in run.features if not isinstance(feature, _VARIED))
     code = import_user_code(run, skip=("run.evaluate", "run.sinks"))
     with ExitStack() as stack:
         folder = Path(run.settings.folder or Path("runs") / run.name)
         data = open_data(run.placed(folder), world, folder, code.collate)
         stack.callback(data.close)
-        if not tries:
-            choice = _exchanged(run, others, auto, code, world, data)
-            planned = PlannedRun(choice.run, choice.facts["predicted_step_seconds"], choice.measured, choice)
+        planning = _Planning(run, others, code, world, data)
+        if tries:
+            planned = _among_all(planning, auto, tries)
         else:
-            planned = _among_all(run, others, auto, _Trial(code, world, data), tries)
+            best = _exchanged(planning, auto)
+            planned = PlannedRun(best.run, best.facts["predicted_step_seconds"], best.measured, best)
     if out is not None:
         world.decide(lambda: _write(planned, out))
         planned = replace(planned, page=page_beside(out) if planned.choice is not None else None)
     return planned
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError if a plan cannot be written, before minutes are spent on it."""
+    if out.suffix == page_beside(out).suffix:
+        raise ConfigError(f"`{out}` is the name of a page", hint="end --out in .toml; the page is written beside it")
+    nearest = next(place for place in out.absolute().parents if place.exists())
+    if out.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"cannot write `{out}`", hint="choose another --out")
 
 
 def page_beside(out: Path) -> Path:
@@ -141,24 +162,34 @@ def page_beside(out: Path) -> Path:
     return out.with_suffix(".html")
 
 
-def _among_all(run: Run, others: tuple[Feature, ...], auto: Auto, trial: _Trial, tries: int) -> PlannedRun:
+_KNOBS = {
+    "accumulate": "run.accumulate",
+    "recompute": "memory.recompute",
+    "zero": "memory.zero",
+    "fsdp": "parallel.fsdp",
+}
+"""What [memory.budget] allows, as it is named elsewhere."""
+
+
+def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
     """Choose among exchanges of whole replicas and all other ways to train. A collective."""
-    code, world, data = trial.code, trial.world, trial.data
-    budget = next((feature.gib for feature in run.features if isinstance(feature, Budget)), 0.0)
-    outlook = look(replace(run, features=others), code, world, data, budget)
+    run, others, budget = planning.run, planning.others, planning.budget
+    gib = budget.gib if budget else 0.0
+    left_out = [name for knob, name in _KNOBS.items() if budget and knob not in budget.allow]
+    outlook = look(replace(run, features=others), planning.code, planning.world, planning.data, gib, left_out)
     plans, exchanged = outlook.plans(), None
     if _replicas_fit(plans, others):
-        exchanged = _exchanged(run, others, auto, code, world, data)
+        exchanged = _exchanged(planning, auto)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
         plans = [one for one in outlook.plans(slowdown) if not _is_replicas(one, run)]
-    tried, choice = _try(plans, exchanged, tries, trial)
+    tried, choice = _try(plans, exchanged, tries, planning)
     if choice is None:
         assert exchanged is not None
         run, predicted, measured = exchanged.run, exchanged.facts["predicted_step_seconds"], exchanged.measured
     else:
         predicted, measured = plans[choice].seconds, tried[choice]
-        run = _with_record(outlook.search, plans[choice], measured, world)
+        run = _with_record(outlook.search, plans[choice], measured, planning.world)
     return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, outlook)
 
 
@@ -189,20 +220,21 @@ def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> b
     return not owners and not split and any(not plan.refused for plan in replicas)
 
 
-def _exchanged(
-    run: Run, others: tuple[Feature, ...], auto: Auto, code: UserCode, world: World, data: DataSets
-) -> Exchanged:
+def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
     """Choose an exchange as [comm.auto] does, and time a few steps with it. A collective."""
+    run, others, world = planning.run, planning.others, planning.world
     trial = for_trial(replace(run, features=(*others, auto)), world)
+    budget = (planning.budget,) if planning.budget else ()  # which still chooses what lowers the peak, when it trains
     with ExitStack() as stack:
-        job, times = start(trial, code, world, data, stack)
+        job, times = start(trial, planning.code, world, planning.data, stack)
         chooser = job.kept[auto.name].state
         assert isinstance(chooser, Chooser)
-        return Exchanged(chooser, _fill_in(run, others, chooser, auto), dict(job.trace.facts), median(times[1:]))
+        chosen_run = _fill_in(run, (*others, *budget), chooser, auto)
+        return Exchanged(chooser, chosen_run, dict(job.trace.facts), median(times[1:]))
 
 
 def _try(
-    plans: list[TrainingPlan], exchanged: Exchanged | None, tries: int, trial: _Trial
+    plans: list[TrainingPlan], exchanged: Exchanged | None, tries: int, planning: _Planning
 ) -> tuple[dict[int, float], int | None]:
     """Time the fastest plans for a few steps; returns their seconds by number, and the number of the chosen one.
 
@@ -221,11 +253,11 @@ def _try(
         if len(tried) == tries or (tried and plans[number].seconds > min(tried.values()) * WORTH_TRYING):
             break
         try:
-            own = time_plan(plans[number].run, trial.code, trial.world, trial.data)
+            own = time_plan(plans[number].run, planning.code, planning.world, planning.data)
         except ConfigError as error:
             plans[number] = replace(plans[number], refused=f"refused when it was tried: {error.parts()[1]}")
         else:
-            tried[number] = max(of_all_ranks(own, trial.world))
+            tried[number] = max(of_all_ranks(own, planning.world))
     limit = min(tried.values(), default=0.0) * (1 + CLOSE)
     close = (number for number, took in tried.items() if took <= limit)
     best = min(close, key=lambda number: (len(plans[number].added), tried[number]), default=None)
