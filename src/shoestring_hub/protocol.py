@@ -1,9 +1,9 @@
-"""What the client and the server of the hub agree on: sizes, limits, and which paths a run folder may have.
+"""Constants and rules that the client and the server of the hub share: sizes, limits, and valid paths in a run folder.
 
-A file travels as chunks of `CHUNK` bytes, each named by its SHA-256, so a push that broke off continues with the chunks
-that are missing, and chunks may arrive twice and in any order. `metrics.jsonl` grows while a run trains and is
-rewritten when the run resumes, so it travels as a log: a request replaces all bytes from `at` on, and is carried out
-only if the hub still has the size and the attempt that the client has seen.
+A file is transferred in chunks of `CHUNK` bytes, each named by its SHA-256. A push that was interrupted therefore sends
+only the missing chunks, and chunks may arrive twice and in any order. `metrics.jsonl` grows while a run trains and is
+rewritten when the run resumes, so it is transferred as a log: a request replaces all bytes from `at` on, and the hub
+carries the request out only if its log still has the size and the attempt number that the client last saw.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 CHUNK = 4 << 20
 """Size of the chunks of a file, in bytes; the last one may be shorter."""
 LOG = "metrics.jsonl"
-"""Name of the file that travels as a log."""
+"""Name of the file that is transferred as a log."""
 LOG_PART = 1 << 20
 """Maximum number of bytes of a log in one request."""
 BATCH = 32 << 20
@@ -25,10 +25,10 @@ PATH_LIMIT = 1000
 FILES_LIMIT = 10_000
 """Maximum number of files of a run."""
 CHECKPOINTS = "checkpoints/"
-"""Folder of a run that is sent only when asked for."""
+"""Folder inside a run folder that is sent only on request."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 KEY = re.compile(r"[0-9a-f]{32}")
-"""Form of a run's key, which the client draws at the first push and keeps in the run folder."""
+"""Pattern of a run's key, which the client draws at random at the first push and stores in the run folder."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -38,7 +38,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def fault_of_path(path: str) -> str:
-    """Why a path cannot be that of a file in a run folder; empty if it can."""
+    """The reason why a path is not valid for a file in a run folder; empty if the path is valid."""
     if len(path) > PATH_LIMIT:
         return f"it has more than {PATH_LIMIT} characters"
     if _CONTROL.search(path):

@@ -105,7 +105,7 @@ def test_a_hub_that_is_away_costs_training_nothing_and_push_sends_the_rest(serve
         begun = time.perf_counter()
         training.end()
         assert time.perf_counter() - begun < sinks.AT_END + 1.0
-        assert "later: shoestring hub push" in caplog.text
+        assert "send them with: shoestring hub push" in caplog.text
     finally:
         server.start()
     push(folder)

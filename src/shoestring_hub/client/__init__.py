@@ -1,1 +1,1 @@
-"""The client of the hub: logins, push, pull and the sink of metrics. It needs nothing but `shoestring` itself."""
+"""The client of the hub: logins, push, pull and the metrics sink. It depends on nothing but `shoestring` itself."""

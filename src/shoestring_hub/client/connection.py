@@ -1,6 +1,6 @@
-"""Requests to a hub: JSON or bytes over one connection that is kept open, tried again while the hub is away.
+"""Requests to a hub: JSON or bytes over one persistent connection, repeated while the hub cannot be reached.
 
-Every request of the hub may be repeated, so a request whose answer was lost is sent once more.
+All requests to the hub can safely be repeated, so a request whose answer was lost is sent again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shoestring_hub.client.logins import LOOPBACK, Login
 TIMEOUT = 30.0
 """Seconds that one request may wait for the hub."""
 ANSWER_LIMIT = 64 << 20
-"""Maximum size of an answer in JSON, in bytes."""
+"""Maximum size of a JSON answer, in bytes."""
 FULL = 507
-"""Status of an answer for which the hub's disk is full."""
+"""HTTP status of the hub's answer when its disk is full."""
 _NAPS = (0.1, 0.3, 1.0, 2.0)
-"""Seconds between attempts; the last is repeated."""
+"""Seconds between attempts; the last value is repeated."""
 
 
 class HubError(ShoestringError):
-    """The hub refuses a request: `status` is that of HTTP, `facts` is what the answer says besides."""
+    """The hub refuses a request: `status` is the HTTP status, and `facts` holds the fields of the JSON answer."""
 
     def __init__(self, message: str, status: int, facts: dict[str, Any]) -> None:
         super().__init__(message, hint=_HINTS.get(status, ""))
@@ -37,14 +37,14 @@ class HubError(ShoestringError):
 
     @property
     def is_final(self) -> bool:
-        """Whether the same request will be refused again; a full disk may have room later."""
+        """Whether the hub would refuse the same request again; false for a full disk, where space may be freed."""
         return self.status != FULL
 
 
 class HubOutageError(ShoestringError):
     """The hub cannot be reached, or cannot answer now; the same request may succeed later."""
 
-    code = 75  # EX_TEMPFAIL of sysexits.h: starting again may help
+    code = 75  # EX_TEMPFAIL of sysexits.h: running the command again may help
 
 
 _HINTS = {401: "make a new token on the hub, and log in again: shoestring hub login ADDRESS"}
@@ -77,7 +77,7 @@ class Connection:
 
         Raises:
             HubError: the hub refuses the request.
-            HubOutageError: the hub cannot be reached or fails, also after `patience` seconds.
+            HubOutageError: the hub still cannot be reached, or still fails, after `patience` seconds.
         """
         data = body if isinstance(body, bytes | memoryview) else json.dumps(body).encode()
         answer = self._repeat(method, self._target(path, query), data)
@@ -90,7 +90,7 @@ class Connection:
         return value
 
     def fetch(self, path: str, limit: int, body: Any = None) -> bytes:
-        """The bytes at a path, at most `limit` of them, asked for with a body of JSON if there is one.
+        """Fetch at most `limit` bytes from a path, by a POST request with `body` as JSON, or by GET if `body` is None.
 
         Raises:
             HubError, HubOutageError: as for `ask`.
@@ -123,7 +123,7 @@ class Connection:
         answer = response.read(limit + 1)
         if len(answer) > limit:
             self._http.close()
-            raise HubError(f"the answer to `{target}` is longer than it may be", 502, {})
+            raise HubError(f"the answer to `{target}` is too long", 502, {})
         if response.status >= 500 and response.status != FULL:
             raise HubOutageError(f"it answers {response.status} {response.reason}")
         if response.status >= 300:
@@ -138,7 +138,7 @@ class Connection:
     def _outage(self, error: Exception) -> HubOutageError:
         reason = error.parts()[1] if isinstance(error, ShoestringError) else str(error) or type(error).__name__
         message = f"cannot reach the hub at {self.login.address}: {reason}"
-        return HubOutageError(message, hint="run the same command again once it answers; what was sent is kept")
+        return HubOutageError(message, hint="repeat the command once the hub answers; data already sent is kept")
 
 
 def _naps() -> Iterator[float]:

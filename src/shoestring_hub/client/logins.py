@@ -27,7 +27,7 @@ class Login:
 
 
 def log_in(address: str, token: str) -> str:
-    """Ask a hub what a token is for, and remember both; returns a line that says it.
+    """Ask a hub which project a token belongs to, and store the login; returns a message for the user.
 
     Raises:
         ConfigError: the address is malformed, or would send the token without TLS to another machine.
@@ -41,7 +41,7 @@ def log_in(address: str, token: str) -> str:
     others = [one for one in logins() if (one.address, one.project) != (login.address, login.project)]
     path = _file(make=True)
     write_atomic(path, json.dumps([asdict(one) for one in (login, *others)], indent=2).encode())
-    path.chmod(0o600)  # its folder is private already
+    path.chmod(0o600)  # the folder already denies access to other users
     only = ", which only writes" if facts.get("write_only") else ""
     return f"logged in to the project {login.project} as {facts.get('person')} ({facts.get('role')}){only}"
 
@@ -55,10 +55,10 @@ def logins() -> list[Login]:
 
 
 def login_for(project: str = "") -> Login:
-    """The newest login, or the newest one for a project.
+    """The newest login, or the newest login for `project` if a project is named.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such login.
     """
     known = logins()
     login = next((one for one in known if project in ("", one.project)), None)

@@ -1,7 +1,8 @@
-"""Brings the hub's log of a run to what the run's `metrics.jsonl` holds.
+"""Updates the hub's copy of a run's metrics log from the run's `metrics.jsonl`.
 
-The file itself is what still has to be sent: the hub says how much of it it has, and a digest of each segment shows
-where the file has been rewritten since, as a run does that resumes from a checkpoint.
+There is no separate record of what was sent. The hub reports the size of its log and the digest of each segment, and
+the client compares them with the file. They also show where the file was rewritten, which happens when a run resumes
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoestring_hub.protocol import LOG_PART, digest
 
 
 class SupersededError(ShoestringError):
-    """A later start of the run writes its log on the hub."""
+    """Another process, usually a later start of the run, now writes the run's log on the hub."""
 
 
 class MetricsLog:
@@ -25,8 +26,8 @@ class MetricsLog:
 
     Args:
         key: the run's key.
-        title: the run's name, should the hub not know the run.
-        begin: whether this is a new start of the run; the hub then refuses what former starts still send.
+        title: name for the run, used only if the hub does not know the run yet.
+        begin: whether this process is a new start of the run; the hub then refuses requests from earlier starts.
     """
 
     def __init__(self, connection: Connection, key: str, title: str, *, begin: bool) -> None:
@@ -36,7 +37,7 @@ class MetricsLog:
         self._opened, self._compare = False, True
 
     def look_up(self, *, begin: bool = False) -> None:
-        """Find or make the run on the hub, and learn what it has of the log."""
+        """Find or create the run on the hub, and read the size, attempt number and segments of the hub's log."""
         answer = self.connection.ask("POST", f"own/{self.key}", {"name": self.title, "begin": begin})
         facts = Fields(answer, "the hub's answer", DataError)
         attempt = facts.count("attempt", least=0)
@@ -47,11 +48,11 @@ class MetricsLog:
         self.page, self._opened = f"{self.connection.login.address.rstrip('/')}{facts.text('page')}", True
 
     def catch_up(self, path: Path) -> int:
-        """Send what the hub lacks of a file, as it is now; returns the number of bytes sent.
+        """Send the part of a file that the hub lacks; returns the number of bytes sent.
 
         Raises:
             SupersededError: a later start of the run has begun to write the log.
-            OSError, ShoestringError: the file cannot be read, or the hub refuses or is away.
+            OSError, ShoestringError: the file cannot be read, or the hub refuses the request or cannot be reached.
         """
         if not self._opened:
             self.look_up(begin=self.begin)
@@ -63,12 +64,12 @@ class MetricsLog:
 
     def _send(self, file: BinaryIO, size: int) -> int:
         sent = 0
-        for _ in range(10):  # others may write the same log; each time it is compared anew
+        for _ in range(10):  # another program may write the same log; compare again each time
             at = self._common(file, size) if self._compare or size < self.size else self.size
             try:
                 while at < size or at < self.size:
                     data = _read(file, at, min(LOG_PART, size - at))
-                    if not data and at == self.size:  # the file was cut in its place meanwhile
+                    if not data and at == self.size:  # the file was truncated in the meantime
                         break
                     query = {"at": at, "have": self.size, "attempt": self.attempt}
                     at = self.size = int(self.connection.ask("PUT", f"own/{self.key}/log", data, **query)["size"])
@@ -82,7 +83,7 @@ class MetricsLog:
         raise SupersededError("another program keeps writing the log of this run to the hub")
 
     def _common(self, file: BinaryIO, size: int) -> int:
-        """Where the file begins to differ from the hub's log, to the segment."""
+        """Number of leading bytes that the file shares with the hub's log, counted in whole segments."""
         if self.size and not self._segments:
             self.look_up()
         end = 0

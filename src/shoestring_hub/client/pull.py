@@ -1,4 +1,4 @@
-"""Brings the folder of a run from the hub, and checks every byte of it."""
+"""Downloads the folder of a run from the hub, and checks the digests of all bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _OWN = "trackers.json"
 
 
 def pull(run: int, folder: Path | None = None, *, project: str = "", patience: float = 60.0) -> list[str]:
-    """Write the files of a run to a folder; what is there already and has the right bytes stays.
+    """Download the files of a run to a folder; files that are already there with the right bytes are not written again.
 
     Args:
         run: number of the run in its project.
-        folder: defaults to `runs/NAME`, or `runs/NAME-NUMBER` if that is another run's.
+        folder: defaults to `runs/NAME`, or to `runs/NAME-NUMBER` if `runs/NAME` belongs to another run.
 
     Raises:
         ConfigError: the folder belongs to another run.
-        DataError: the hub sends what the folder of a run cannot hold, or bytes that do not have their digests.
-        ShoestringError: the hub refuses or is away; a later pull into the same folder continues.
+        DataError: the hub sends paths that are not valid in a run folder, or bytes that do not match their digests.
+        ShoestringError: the hub refuses the request or cannot be reached; a later pull to the same folder continues.
     """
     connection = Connection(login_for(project), patience)
     fields = Fields(connection.ask("GET", f"runs/{run}"), "the hub's answer", DataError)
     key, files = fields.text("key"), [_checked(entry) for entry in fields.tables("files")]
     target = _target(folder, fields.text("name"), run, key)
     received = 0
-    for path, size, chunks in sorted(files, key=lambda file: file[0] != _OWN):  # first what says whose folder it is
+    for path, size, chunks in sorted(files, key=lambda file: file[0] != _OWN):  # first the file with the run's key
         if _digests(target / path, size) != chunks:
             write_atomic(target / path, _download(connection, run, path, chunks))
             received += size
@@ -58,18 +58,18 @@ def _checked(entry: dict[str, Any]) -> tuple[str, int, list[str]]:
     if reason := fault_of_path(path):
         raise DataError(f"the hub names a file `{foreign.one_line(path)[:100]}`: {reason}")
     if len(chunks) != -(-size // CHUNK) or not all(map(DIGEST.fullmatch, chunks)):
-        raise DataError(f"the hub names malformed chunks of `{path}`")
+        raise DataError(f"the hub lists malformed chunks for `{path}`")
     return path, size, chunks
 
 
 def _target(folder: Path | None, name: str, run: int, key: str) -> Path:
-    """The folder to write: a new one, or one that an earlier pull of this run or the run itself has made."""
+    """Choose the folder to write: a new or empty folder, or one that already belongs to this run."""
     base = name.replace("/", "_").strip(".")[:100] or "run"
     choices = [Path(folder)] if folder else [Path("runs") / base, Path("runs") / f"{base}-{run}"]
     for choice in choices:
         if not choice.exists() or (choice.is_dir() and not any(choice.iterdir())) or _key_in(choice) == key:
             return choice
-    raise ConfigError(f"`{choices[-1]}` exists and is not this run", hint="choose another one with --folder")
+    raise ConfigError(f"`{choices[-1]}` exists, but is not the folder of this run", hint="choose another with --folder")
 
 
 def _key_in(folder: Path) -> str:
@@ -80,7 +80,7 @@ def _key_in(folder: Path) -> str:
 
 
 def _digests(path: Path, size: int) -> list[str] | None:
-    """The digests of a file's chunks; None if there is no such file of this size."""
+    """The digests of a file's chunks; None if the file is missing or does not have this size."""
     try:
         with foreign.open_file(path) as file:
             if file.seek(0, 2) != size:
@@ -95,7 +95,7 @@ def _download(connection: Connection, run: int, path: str, chunks: list[str]) ->
     for index, name in enumerate(chunks):
         data = connection.fetch(f"runs/{run}/chunk", CHUNK, {"path": path, "chunk": index})
         if digest(data) != name:
-            raise DataError(f"the hub sends other bytes of `{path}` than it has named", hint="pull again")
+            raise DataError(f"the bytes that the hub sent for `{path}` do not match their digest", hint="pull again")
         yield data
 
 
@@ -107,7 +107,7 @@ def _has_log(path: Path, size: int, segments: Any) -> bool:
 
 
 def _is_log(data: bytes, segments: Any) -> bool:
-    """Whether bytes consist of these segments: offset, size and digest of each."""
+    """Whether `data` consists of exactly these segments, which are triples of offset, size and digest."""
     end = 0
     for offset, length, name in segments if isinstance(segments, list) else []:
         if offset != end or digest(data[offset : offset + length]) != name:

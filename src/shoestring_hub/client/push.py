@@ -17,23 +17,23 @@ from shoestring_hub.client.run_files import key_of, list_files
 from shoestring_hub.protocol import BATCH, CHUNK, LOG, digest
 
 ATTEMPTS = 5
-"""How often a file is read that changes while it is sent."""
+"""Maximum number of attempts to send a file that changes while it is sent."""
 FILES_AT_ONCE = 200
-"""Files that are open together."""
+"""Maximum number of files that are open at the same time."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push has done."""
+    """The result of a push: lines to print, and the number of files that could not be sent."""
 
     lines: Sequence[str]
     left_out: int
-    """Number of files that the hub does not have as the folder does."""
+    """Number of files that could not be sent, so that the hub lacks them or has an older version."""
 
 
 @dataclass
 class _Snapshot:
-    """A file as it was when it was opened: its chunks by their digests."""
+    """A file in the state in which it was opened: its size and the digests of its chunks."""
 
     path: str
     file: BinaryIO
@@ -48,16 +48,16 @@ class _Snapshot:
 def push(folder: Path, *, project: str = "", checkpoints: bool = False, patience: float = 60.0) -> Pushed:
     """Send the files of a run folder, and make the hub's copy equal to it.
 
-    Files of a run that is training are taken as they are when they are opened. Without `checkpoints` those that the hub
-    has already stay.
+    If the run is still training, each file is sent in the state in which it is opened. Without `checkpoints`, the hub
+    keeps the checkpoints that it already has.
 
     Args:
-        project: project of the hub; defaults to that of the last login.
-        patience: seconds for which a request is tried again while the hub is away.
+        project: project of the hub; defaults to the project of the last login.
+        patience: seconds for which a request is tried again while the hub cannot be reached.
 
     Raises:
         ConfigError: there is no login, or `folder` is not a run folder.
-        ShoestringError: the hub refuses or is away; a later push continues.
+        ShoestringError: the hub refuses the request or cannot be reached; a later push continues.
     """
     folder = Path(folder)
     connection = Connection(login_for(project), patience)
@@ -80,17 +80,17 @@ def push(folder: Path, *, project: str = "", checkpoints: bool = False, patience
 
 
 def send_files(connection: Connection, key: str, folder: Path, paths: Sequence[str]) -> None:
-    """Send some small files of a run folder, those that are there."""
+    """Send some small files of a run folder; files that do not exist are skipped."""
     there = [path for path in paths if (folder / path).is_file()]
     if there:
         _send_batch(connection, key, folder, there)
 
 
 def _send_batch(connection: Connection, key: str, folder: Path, paths: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Send the first files of `paths`, about `BATCH` bytes of them.
+    """Send the first files of `paths`, up to about `BATCH` bytes in total.
 
     Returns:
-        The bytes sent, the number of paths dealt with, and a line for each file that is gone or keeps changing.
+        The number of bytes sent, the number of paths processed, and a line for each file that could not be sent.
     """
     lines: list[str] = []
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def _send_batch(connection: Connection, key: str, folder: Path, paths: Sequence[
         while done < min(len(paths), FILES_AT_ONCE) and total < BATCH:
             try:
                 file = stack.enter_context(foreign.open_file(folder / paths[done], folder))
-            except FileNotFoundError:  # removed since it was listed, as old checkpoints are
+            except FileNotFoundError:  # deleted since it was listed, as happens to old checkpoints
                 pass
             except OSError as error:
                 lines.append(f"left out: {paths[done]}: {error.strerror}")
@@ -127,7 +127,7 @@ def _snapshot(path: str, file: BinaryIO) -> _Snapshot:
 
 
 def _send_chunks(connection: Connection, snapshots: Sequence[_Snapshot]) -> tuple[int, list[_Snapshot]]:
-    """Send the chunks that the hub lacks; returns the bytes sent, and the files that have changed meanwhile."""
+    """Send the chunks that the hub lacks; returns the number of bytes sent, and the files that changed meanwhile."""
     names = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot.chunks))
     missing: set[str] = set()
     for start in range(0, len(names), 1000):
@@ -150,7 +150,7 @@ def _places(snapshots: Sequence[_Snapshot]) -> Iterator[tuple[_Snapshot, int, st
 
 
 def _commit(connection: Connection, key: str, snapshots: Sequence[_Snapshot]) -> bool:
-    """Name the files whose chunks were sent; False if the hub has lost chunks since, which are then sent again."""
+    """Register the files whose chunks were sent; returns False if the hub has lost chunks, which must be sent again."""
     files: list[dict[str, Any]] = [
         {"path": snapshot.path, "size": snapshot.size, "chunks": snapshot.chunks} for snapshot in snapshots
     ]

@@ -15,22 +15,22 @@ from shoestring.report.trackers import remember
 from shoestring_hub.protocol import CHECKPOINTS, KEY, LOG, fault_of_path
 
 _LEFT = re.compile(r"\..*\.[0-9a-f]{8}\.(tmp|former)(/|$)|\.lock$")
-"""Files that are only there while a process works: what is being written, and locks."""
+"""Names of temporary files: files that are still being written, and lock files."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a run folder: their paths in it, and for each file that is left out a line that says why."""
+    """The files of a run folder: the paths to send, and for each file that is left out a line with the reason."""
 
     paths: tuple[str, ...]
     left_out: tuple[str, ...]
 
 
 def key_of(folder: Path) -> str:
-    """The key of the run in a folder, drawn at its first push or start.
+    """The key of the run in a folder; drawn at random when the run first contacts a hub, and stored in the folder.
 
     Raises:
-        ConfigError: the folder is not a run folder, or its key was changed.
+        ConfigError: the folder is not a run folder, or its key is malformed.
     """
     if not folder.is_dir():
         raise ConfigError(f"no run folder at {folder}", hint="give the folder that `shoestring train` wrote")
@@ -43,7 +43,7 @@ def key_of(folder: Path) -> str:
 
 
 def list_files(folder: Path, *, checkpoints: bool) -> Listing:
-    """List the files to send, without the log; links and whatever else is no regular file are left out."""
+    """List the files to send, without the log; symbolic links and other files that are not regular are left out."""
     paths, left_out = [], []
     for path in sorted(_walk(folder, folder, checkpoints)):
         name = os.fsencode(path.relative_to(folder)).decode("utf-8", "surrogateescape")

@@ -21,23 +21,23 @@ from shoestring_hub.protocol import LOG
 log = logging.getLogger("shoestring")
 
 PERIOD = 1.0
-"""Seconds between two looks at the file of metrics."""
+"""Seconds between two checks of the metrics file for new rows."""
 OUTAGE = 5.0
-"""Seconds between two attempts while the hub is away."""
+"""Seconds between two attempts while the hub cannot be reached."""
 AT_END = 5.0
-"""Seconds that the end of a run waits for the hub."""
+"""Maximum number of seconds that the end of a run waits for the hub."""
 DESCRIBING = ("run.toml", "environment.json", "history.jsonl")
-"""Files that are sent at the start, from which the table of runs has the settings."""
+"""Files that are sent at the start; the hub's table of runs takes the settings from them."""
 
 
 class HubSink:
-    """Follows the run's `metrics.jsonl` in a thread. Training never waits for it, and nothing of it raises.
+    """Sends the run's `metrics.jsonl` from a thread. Training never waits for the thread, whose errors are only logged.
 
-    Whatever the hub lacks stays in the file: the thread catches up as soon as the hub answers, and `shoestring hub
+    Rows that the hub lacks stay in the file: the thread sends them as soon as the hub answers, and `shoestring hub
     push` sends the rest once the run has ended.
 
     Raises:
-        ConfigError: there is no login to a hub; only at the start.
+        ConfigError: there is no login to a hub; raised only by the constructor.
     """
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class HubSink:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing: the thread reads the row from the file, to which it was written before."""
+        """Do nothing: the row has already been written to the file, from which the thread reads it."""
 
     def close(self) -> None:
         """Wait at most `AT_END` seconds until the hub has all rows."""
@@ -58,10 +58,10 @@ class HubSink:
         self._end.set()
         self._thread.join(AT_END)
         if self._thread.is_alive() or self._away:
-            log.warning("the hub does not have all metrics yet; later: shoestring hub push %s", self.folder)
+            log.warning("the hub does not have all metrics yet; send them with: shoestring hub push %s", self.folder)
 
     def _follow(self) -> None:
-        """Send what is new, until the run has ended and all is sent, or the time for that is over."""
+        """Send new rows until the run has ended and all rows are sent, or until the time limit at the end is over."""
         ended = False
         while not self._over and not (ended and not self._away) and time.monotonic() < self._until:
             ended = self._end.is_set()
@@ -73,7 +73,7 @@ class HubSink:
         self._log.connection.close()
 
     def _send_new(self) -> None:
-        """Send what the hub lacks. If it is away, the next look sends more; if it refuses, nothing is sent any more."""
+        """Send what the hub lacks; if the hub refuses the request, stop sending for good."""
         try:
             if (self.folder / LOG).exists():
                 self._log.catch_up(self.folder / LOG)
@@ -84,7 +84,7 @@ class HubSink:
             if self._away:
                 log.info("the hub answers again")
             self._away = False
-        except Exception as error:  # whatever it is, training continues
+        except Exception as error:  # training continues whatever the error
             reason = error.parts()[1] if isinstance(error, ShoestringError) else f"{type(error).__name__}: {error}"
             self._over = isinstance(error, SupersededError) or (isinstance(error, HubError) and error.is_final)
             if self._over:

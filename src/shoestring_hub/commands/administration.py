@@ -1,4 +1,4 @@
-"""Arguments of `shoestring hub serve` and of what administrators do on the hub's machine."""
+"""Arguments of `shoestring hub serve` and of the commands for administrators on the hub's machine."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from shoestring.commands.printing import say, say_lines
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Place of a hub: its folder, its database and its name."""
+    """Location of a hub: its folder, its database and its host name."""
 
     folder: Positional[Path] = Path("hub")
-    """Folder of the hub, which `serve` makes: files of runs, the key that signs sessions, and the database unless
-    another one is named."""
+    """Folder of the hub, which `serve` creates. It holds the files of runs, the key that signs sessions and, unless
+    another database is named, the database."""
     database: str = ""
-    """URL of a PostgreSQL database, such as postgresql://hub@/hub?host=/run/postgresql. Defaults to SQLite in the
-    folder, which is enough for a few people who write at once."""
+    """URL of a PostgreSQL database, such as postgresql://hub@/hub?host=/run/postgresql. Defaults to an SQLite database
+    in the folder, which is enough while only a few people write at the same time."""
     name: str = ""
-    """Name of the host under which browsers reach the hub by TLS, such as hub.example.org. Without a name the hub
+    """Host name under which browsers reach the hub over TLS, such as hub.example.org. Without a host name, the hub
     answers on this machine only."""
 
 
 @dataclass(frozen=True)
 class ListeningOptions:
-    """Address of the hub and the processes that answer there."""
+    """Address to listen on, TLS certificate, and numbers of processes and threads."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other addresses than those of this machine need a certificate."""
+    """Address to listen on. Any address but a loopback address needs a certificate."""
     port: int = 8000
     """Port to listen on; 0 takes a free one, which is printed."""
     workers: int = 2
-    """Number of processes that answer. More serve more people at once, and take about 80 MiB each."""
+    """Number of server processes. More processes serve more people at the same time; each takes about 80 MiB."""
     threads: int = 4
-    """Number of threads of each process, so that a slow download does not keep others waiting."""
+    """Number of threads in each process; with several threads, a slow download does not block other requests."""
     certificate: Annotated[Path | None, arg(metavar="PATH")] = None
-    """File of the certificate for TLS, in PEM. Without one, TLS is the work of a proxy before the hub."""
+    """File of the TLS certificate, in PEM format. Without it, a proxy in front of the hub must provide TLS."""
     key: Annotated[Path | None, arg(metavar="PATH")] = None
-    """File of the certificate's key, in PEM."""
+    """File of the certificate's private key, in PEM format."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class ServeHub:
     """Arguments of `shoestring hub serve`."""
 
     place: HubPlace = field(default_factory=HubPlace)
-    """Place of the hub: its folder, its database and its name."""
+    """Location of the hub: its folder, its database and its host name."""
     listening: ListeningOptions = field(default_factory=ListeningOptions)
-    """Address of the hub and the processes that answer there."""
+    """Address to listen on, TLS certificate, and numbers of processes and threads."""
 
     def __call__(self) -> int:
         from shoestring_hub.server.configure import Place

@@ -15,10 +15,10 @@ from shoestring.commands.printing import say, say_lines
 
 @dataclass(frozen=True)
 class ChosenProject:
-    """The project of the hub that is meant."""
+    """The project on the hub that a command applies to."""
 
     project: str = ""
-    """Name of the project, as `shoestring hub login` has printed it; defaults to that of the last login."""
+    """Name of the project, as printed by `shoestring hub login`; defaults to the project of the last login."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Push(ChosenProject):
     folder: Positional[Path]
     """Folder of the run to send, such as runs/quickstart."""
     checkpoints: bool = False
-    """Whether to send checkpoints as well, from which training resumes after `shoestring hub pull`."""
+    """Whether to send checkpoints as well, so that training can resume from them after `shoestring hub pull`."""
 
     def __call__(self) -> int:
         from shoestring_hub.client.push import push
@@ -60,7 +60,7 @@ class Pull(ChosenProject):
     run: Positional[int]
     """Number of the run, as its page on the hub shows it."""
     folder: Annotated[Path | None, arg(metavar="PATH")] = None
-    """Folder to write; defaults to a folder of the run's name in `runs/`. A pull that broke off continues in it."""
+    """Folder to write; defaults to a folder with the run's name in `runs/`. An interrupted pull continues in it."""
 
     def __call__(self) -> int:
         from shoestring_hub.client.pull import pull

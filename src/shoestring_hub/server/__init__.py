@@ -1,1 +1,1 @@
-"""The server of the hub, a Django project. `configure.configure` sets it up for a folder before anything else."""
+"""The server of the hub, a Django project. `configure.configure` must be called before anything else is imported."""

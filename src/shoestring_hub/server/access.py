@@ -1,7 +1,7 @@
-"""Who may do what: every route has one rule, checked here before its view runs.
+"""Access control: every route has one rule, which is checked here before the route's view runs.
 
-A person without a role in a project gets the same answer as for a project that does not exist. A role is read at every
-request, so whoever loses it, is deactivated or has a token revoked loses access at once.
+A person without a role in a project gets the same answer as for a project that does not exist. Roles are read at every
+request, so a person who loses a role or is deactivated, or whose token is revoked, loses access at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AccessRule(Enum):
 
 @dataclass(frozen=True)
 class Access:
-    """What a request may use: set by the rule of its route."""
+    """The person, project, role, run and token of a request, as determined by the rule of its route."""
 
     person: Person
     project: Project
@@ -58,17 +58,17 @@ class Access:
 
     @property
     def writes(self) -> bool:
-        """Whether the person may change runs; for templates."""
+        """Whether the person may change runs; templates use this."""
         return self.role >= Role.WRITER
 
     @property
     def owns(self) -> bool:
-        """Whether the person may change the project; for templates."""
+        """Whether the person may change the project; templates use this."""
         return self.role >= Role.OWNER
 
 
 class RefusedError(Exception):
-    """The answer to a program's request that is refused: a status, what is wrong, and facts by which to continue."""
+    """Refuses a program's request with an HTTP status and a message; `facts` tell the client how to continue."""
 
     def __init__(self, status: int, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -79,10 +79,10 @@ View = Callable[..., HttpResponse]
 
 
 def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPattern:
-    """A route with its rule; there is no other way to make one. Its name is the view's.
+    """Create a route with its rule; all routes must be created here. The route has the name of its view.
 
-    The arguments `project` (a slug) and `run` (its number) of the pattern are looked up here; the view finds what they
-    name in `access_of(request)`, and gets the other arguments.
+    The parameters `project` (a slug) and `run` (a number) in the pattern are resolved here: the view gets the project
+    and the run from `access_of(request)`, and all other parameters as arguments.
     """
     methods = methods or ("GET",)
     guard = _guard_program if rule in (AccessRule.TOKEN, AccessRule.TOKEN_READ, AccessRule.TOKEN_WRITE) else _guard_page
@@ -92,17 +92,17 @@ def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPatte
 
 
 def access_of(request: HttpRequest) -> Access:
-    """What the route's rule found for this request."""
+    """The person, project, role, run and token that the route's rule has determined for this request."""
     return request.access  # type: ignore[attr-defined]
 
 
 def text_of(fields: QueryDict, name: str, limit: int) -> str:
-    """A text that somebody has sent; without the character that PostgreSQL cannot store, and cut at a length."""
+    """Text from a form or query, cut to `limit` characters and without NUL, which PostgreSQL cannot store."""
     return fields.get(name, "").replace("\0", "")[:limit]
 
 
 def run_of(request: HttpRequest) -> HubRun:
-    """The run of the request's route."""
+    """The run that the request's path names."""
     run = access_of(request).run
     assert run is not None
     return run
@@ -133,19 +133,19 @@ def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
 
 
 def note(act: str, person: str, path: str, access: Access | None = None) -> None:
-    """Record that somebody has done something, or tried to."""
+    """Record an action, or an attempt at one, as an audit event."""
     AuditEvent.objects.create(
         act=act, person=person.replace("\0", "")[:150], path=path[:NAME], project=access.project if access else None
     )
 
 
 def _guard_program(view: View, rule: AccessRule, methods: set[str]) -> Any:
-    @csrf_exempt  # a token is not a cookie: no other site can make a browser send it
+    @csrf_exempt  # unlike a cookie, a token is never sent by a browser for another site
     @wraps(view)
     def guarded(request: HttpRequest, **names: Any) -> HttpResponse:
         try:
             if request.method not in methods:
-                raise RefusedError(405, "this address has no such method")
+                raise RefusedError(405, "this address does not support the method")
             request.access = _access_of_token(request, rule)
             return view(request, **names)
         except RefusedError as error:
@@ -178,10 +178,10 @@ def _access_of_token(request: HttpRequest, rule: AccessRule) -> Access:
     if token is None or role is None:
         raise RefusedError(401, "the token is not valid: it was revoked, or its person has no role in the project")
     if rule is AccessRule.TOKEN_WRITE and role < Role.WRITER:
-        raise RefusedError(403, "the person of this token may only read in this project")
+        raise RefusedError(403, "the person who made this token may only read in this project")
     if rule is AccessRule.TOKEN_READ and token.write_only:
         raise RefusedError(403, "this token may only write")
     now = timezone.now()
-    if token.used is None or (now - token.used).total_seconds() > 60:  # not a write for each request
+    if token.used is None or (now - token.used).total_seconds() > 60:  # at most one database write a minute
         Token.objects.filter(pk=token.pk).update(used=now)
     return Access(token.person, token.project, role, token=token)

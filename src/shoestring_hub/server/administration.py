@@ -1,4 +1,4 @@
-"""What administrators do on the hub's machine: people, cleaning, and checks. Web pages have no administrators."""
+"""Commands for administrators on the hub's machine: people, cleaning and checks. No web page offers these actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoestring_hub.server.serve import prepare
 
 
 def add_person(place: Place, name: str) -> list[str]:
-    """Make a person if there is none of this name, and a link by which the person sets a password.
+    """Create the person unless there is one with this name, and a link for setting the person's password.
 
     Raises:
         ConfigError: the name is malformed.
@@ -44,7 +44,7 @@ def add_person(place: Place, name: str) -> list[str]:
 
 
 def deactivate(place: Place, name: str) -> str:
-    """End all access of a person at once: sessions, tokens and pages. The person's runs stay.
+    """End all access of a person at once: sessions, tokens and pages. The person's runs remain.
 
     Raises:
         ConfigError: there is no such person.
@@ -78,7 +78,7 @@ def clean(place: Place) -> str:
 
 
 def check(place: Place) -> list[str]:
-    """What Django's `check --deploy` objects to in the settings of a hub; empty if it objects to nothing."""
+    """Problems that Django's `check --deploy` reports for the hub's settings; empty if there are none."""
     configure(place)
     from django.core.checks import run_checks
 

@@ -1,4 +1,4 @@
-"""What programs with a token ask the hub, by JSON and plain bytes; `client/connection.py` is the other side."""
+"""The API for programs with a token, in JSON and plain bytes; `client/connection.py` is its client."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoestring_hub.server.access import AccessRule, RefusedError, access_of, ro
 from shoestring_hub.server.models import Deposit, File, HubRun
 
 ASKED = 5000
-"""Maximum number of chunks in one question, and of files in one commit."""
+"""Maximum number of chunks in one query, and of files in one commit."""
 
 
 def whoami(request: HttpRequest) -> HttpResponse:
-    """What the token is for."""
+    """Describe the token of the request: its person, project, role and machine."""
     access = access_of(request)
     assert access.token is not None
     facts = {"person": access.person.username, "project": access.project.slug, "role": access.role.label}
@@ -29,7 +29,7 @@ def whoami(request: HttpRequest) -> HttpResponse:
 
 
 def open_run(request: HttpRequest, key: str) -> HttpResponse:
-    """Find or make a run, begin an attempt if asked to, and describe its log."""
+    """Find or create a run, begin an attempt if requested, and describe the run's log."""
     fields, access = _body(request), access_of(request)
     if not KEY.fullmatch(key):
         raise RefusedError(400, "a run's key has 32 hexadecimal digits")
@@ -40,7 +40,7 @@ def open_run(request: HttpRequest, key: str) -> HttpResponse:
 
 
 def splice_log(request: HttpRequest, key: str) -> HttpResponse:
-    """Replace the end of a run's log by the body."""
+    """Replace the end of a run's log by the body of the request."""
     try:
         at, have, attempt = (int(request.GET[name]) for name in ("at", "have", "attempt"))
     except (KeyError, ValueError) as error:
@@ -50,7 +50,7 @@ def splice_log(request: HttpRequest, key: str) -> HttpResponse:
 
 
 def missing_chunks(request: HttpRequest) -> HttpResponse:
-    """Which of these chunks the project does not have; a token that only writes is told of its own chunks alone."""
+    """List the requested chunks that the project lacks; a write-only token learns only about chunks it has sent."""
     access, asked = access_of(request), _digests(_body(request).get("digests"))
     token = access.token
     if token is not None and token.write_only:
@@ -65,7 +65,7 @@ def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
     """Store a chunk, if its name is the digest of its bytes."""
     access, data = access_of(request), _bytes(request, CHUNK)
     if digest(data) != digest_:
-        raise RefusedError(400, "the bytes do not have this digest")
+        raise RefusedError(400, "the bytes do not match this digest")
     try:
         chunks.put(access.project.pk, digest_, data)
     except OSError as error:
@@ -76,7 +76,7 @@ def put_chunk(request: HttpRequest, digest_: str) -> HttpResponse:
 
 
 def commit_files(request: HttpRequest, key: str) -> HttpResponse:
-    """Set files of a run, all or none; 409 with the chunks that the project lacks."""
+    """Set files of a run, either all or none; answers 409 with the missing chunks if the project lacks any."""
     run, access = _own_run(request, key), access_of(request)
     files = _body(request).tables("files")
     _check_count(files)
@@ -100,7 +100,7 @@ def list_files(request: HttpRequest, number: int) -> HttpResponse:
 
 
 def get_chunk(request: HttpRequest, number: int) -> HttpResponse:
-    """The bytes of one chunk of a file of a run; asked by a body, because a path may be longer than an address."""
+    """Send one chunk of a file of a run; the path is in the body, because it may be too long for a URL."""
     run, fields = _run_to_read(request, number), _body(request)
     file = File.objects.filter(run=run, path=fields.text("path").replace("\0", "")).first()
     if file is None or fields.count("chunk", least=0) >= len(file.chunks):
@@ -156,7 +156,7 @@ def _digests(value: Any) -> list[str]:
 
 def _check_count(asked: Sequence[Any]) -> None:
     if len(asked) > ASKED:
-        raise RefusedError(413, f"more than {ASKED:,} at once")
+        raise RefusedError(413, f"more than {ASKED:,} entries in one request")
 
 
 ROUTES: list[URLPattern] = [

@@ -4,7 +4,7 @@ from django.apps import AppConfig
 
 
 class HubConfig(AppConfig):
-    """The one application of the project; `label` is the prefix of its tables."""
+    """The only Django application of the project; `label` is the prefix of its table names."""
 
     name = "shoestring_hub.server"
     label = "hub"

@@ -1,7 +1,7 @@
-"""Backup and restore of a hub: its rows as JSON, which either database reads, its key, and its chunks.
+"""Backup and restore of a hub: its rows as JSON, which suits either database, its secret key, and its chunks.
 
-Chunks never change, so a backup copies only those that it lacks. The rows are read first, in one transaction: chunks
-that come later are in no row of the backup, and chunks that rows name are not removed within a day.
+Chunks never change, so a backup copies only the chunks that it lacks. Rows are read before chunks, in one transaction:
+no row of the backup refers to a chunk that arrives later, and a chunk that a row refers to stays for at least a day.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROWS, KEY = "rows.jsonl", "secret.key"
 
 
 def back_up(place: Place, to: Path) -> str:
-    """Copy a hub to a folder while it serves.
+    """Copy a hub to a folder while the hub may be serving.
 
     Raises:
         ConfigError: there is no hub.
-        OSError: the folder cannot be written; a former backup in it stays whole.
+        OSError: the folder cannot be written; an earlier backup in it stays intact.
     """
     if not (place.folder / KEY).is_file():
         raise ConfigError(f"there is no hub in {place.folder}")
@@ -53,11 +53,11 @@ def back_up(place: Place, to: Path) -> str:
 
 
 def restore(backup: Path, place: Place) -> str:
-    """Make a hub in an empty folder, and in an empty database, from a backup.
+    """Create a hub from a backup, in an empty folder and an empty database.
 
     Raises:
         ConfigError: there is no backup, or the hub is not empty.
-        DataError: the backup is damaged: rows cannot be read, or chunks are missing or have other bytes.
+        DataError: the backup is damaged: rows cannot be read, or chunks are missing or do not match their digests.
     """
     if not (backup / ROWS).is_file():
         raise ConfigError(f"there is no backup in {backup}")
@@ -100,14 +100,14 @@ def _copy_chunks(backup: Path, place: Place) -> int:
     for path in sorted((backup / "chunks").glob("*/*/*")):
         data = foreign.read_bytes(path, CHUNK)
         if digest(data) != path.name:
-            raise DataError(f"`{path}` is damaged: its bytes do not have the digest that names it")
+            raise DataError(f"`{path}` is damaged: its bytes do not match the digest in its name")
         write_atomic(place.chunks / path.relative_to(backup / "chunks"), data)
         count += 1
     return count
 
 
 def _models() -> list[type]:
-    """The tables in an order in which rows refer to earlier ones only."""
+    """The tables, ordered so that rows refer only to rows of earlier tables."""
     from shoestring_hub.server import models
 
     names = ("Person", "Project", "Member", "Invitation", "Token", "Deposit", "HubRun", "Tag", "File", "Segment")

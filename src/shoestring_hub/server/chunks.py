@@ -1,8 +1,8 @@
-"""The bytes of files: chunks, each in the folder of its project and named by its SHA-256.
+"""Stores the bytes of files as chunks, each in its project's folder and named by its SHA-256.
 
-A project has chunks of its own even if another project has the same bytes, so that "already there" says nothing of
-other projects. A chunk is written whole or not at all, so whichever exists is complete. Chunks that no file names are
-removed once they have been unused for a day: until then a push may still name them.
+Projects never share chunks, even if the bytes are equal, so that the answer "already there" reveals nothing about other
+projects. A chunk is written completely or not at all, so every chunk that exists is complete. A chunk that no file
+refers to is removed after a day without use; until then, a push may still refer to it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shoestring_hub.protocol import CHUNK
 from shoestring_hub.server.models import File
 
 UNUSED_FOR = 24 * 3600.0
-"""Seconds after which a chunk that no file names is removed."""
+"""Seconds without use after which a chunk that no file refers to is removed."""
 
 
 def path_of(project: int, digest: str) -> Path:
-    """Where a chunk of a project lies, or would lie."""
+    """The path of a chunk of a project, whether or not the chunk exists."""
     return settings.HUB.chunks / str(project) / digest[:2] / digest
 
 
 def put(project: int, digest: str, data: bytes) -> None:
-    """Store a chunk whose digest the caller has computed; nothing happens if it is there.
+    """Store a chunk whose digest the caller has computed; does nothing if the project already has the chunk.
 
     Raises:
         OSError: the disk is full or has failed; nothing is stored.
@@ -40,7 +40,7 @@ def put(project: int, digest: str, data: bytes) -> None:
 
 
 def touch(project: int, digest: str) -> bool:
-    """Whether a project has a chunk, which then counts as used now."""
+    """Whether a project has a chunk; if so, mark the chunk as used now."""
     with suppress(FileNotFoundError):
         os.utime(path_of(project, digest))
         return True
@@ -62,7 +62,7 @@ def stream(project: int, digests: Iterable[str]) -> Iterator[bytes]:
 
 
 def remove_unused(now: float | None = None) -> int:
-    """Remove the chunks that no file names and that nobody has sent or asked for within a day; returns their number."""
+    """Remove chunks that no file refers to and that were not sent or requested within a day; returns their number."""
     removed, limit = 0, (time.time() if now is None else now) - UNUSED_FOR
     for folder in settings.HUB.chunks.glob("*/"):
         named: set[str] = set()

@@ -1,4 +1,4 @@
-"""Sets Django up for a hub's folder. Settings follow from the arguments alone; none comes from the environment."""
+"""Configures Django for a hub's folder. Settings depend only on the arguments, never on environment variables."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 DAYS_SIGNED_IN = 14
 _PARTS = {name: Path(str(resources.files(name))) for name in ("shoestring.report", "shoestring_hub.server")}
 STATIC = (_PARTS["shoestring.report"] / "web", _PARTS["shoestring_hub.server"] / "static")
-"""Folders of scripts and styles: those of reports, which draw the charts here too, and the hub's own."""
+"""Folders of scripts and styles: those of the report package, which also draw the hub's charts, and the hub's own."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A hub: the folder of its files, its database, and the name by which browsers reach it."""
+    """Location of a hub: its folder, its database, and the host name under which browsers reach it."""
 
     folder: Path
     database: str = ""
     """URL of a PostgreSQL database; empty for SQLite in the folder."""
     name: str = ""
-    """Name of the host, if the hub is reached by TLS; empty if it is reached on this machine only."""
+    """Host name if the hub is reached over TLS; empty if the hub is reached only from this machine."""
 
     @property
     def chunks(self) -> Path:
@@ -37,7 +37,7 @@ class Place:
 
 
 def configure(place: Place) -> None:
-    """Set Django up; once in a process, before any module of the server but this one is imported.
+    """Configure Django; call this once per process, before importing any other module of the server.
 
     Raises:
         ConfigError: Django is not installed, or the URL of the database is malformed.
@@ -53,7 +53,7 @@ def configure(place: Place) -> None:
 
 
 def django_settings(place: Place) -> dict[str, Any]:
-    """Django's settings. Cookies are for TLS only and browsers are told to use TLS only where `place` has a name."""
+    """Django's settings. Only with a host name are cookies restricted to TLS and browsers told to insist on TLS."""
     tls = bool(place.name)
     server = "shoestring_hub.server"
     return {
@@ -125,14 +125,14 @@ def django_settings(place: Place) -> dict[str, Any]:
             "handlers": {"console": {"class": "logging.StreamHandler"}},
             "loggers": {
                 "django": {"handlers": ["console"], "level": "WARNING"},
-                "django.request": {"level": "ERROR"},  # refusals are ordinary
+                "django.request": {"level": "ERROR"},  # refused requests are normal, so their warnings are not logged
             },
         },
     }
 
 
 def _secret_key(path: Path) -> str:
-    """The key that signs sessions, drawn at the first start."""
+    """The key that signs sessions; drawn at random at the first start."""
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(64).encode())
         path.chmod(0o600)
@@ -148,7 +148,7 @@ def _database(place: Place) -> dict[str, Any]:
             "ENGINE": "django.db.backends.sqlite3",
             "NAME": place.folder / "hub.sqlite3",
             "OPTIONS": {
-                # Writers wait for each other from the start of a transaction, instead of failing in its middle.
+                # Transactions wait for each other at their start, instead of failing halfway.
                 "transaction_mode": "IMMEDIATE",
                 "timeout": 30,
                 "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA cache_size=-65536",

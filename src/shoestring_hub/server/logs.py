@@ -1,8 +1,9 @@
-"""The log of a run, which is its `metrics.jsonl`: segments of at most `SEGMENT` bytes, and the numbers in them.
+"""The log of a run, a copy of its `metrics.jsonl`: segments of at most `SEGMENT` bytes, and the values in them.
 
-One operation changes a log: `splice` replaces all bytes from `at` on, if the log still has the size and the attempt
-that the client has seen. So a request that arrives twice, a former start of the run that was thought dead, and two
-clients at once change nothing that they do not know, and a killed server has done all of a request or nothing.
+Only `splice` changes a log: it replaces all bytes from `at` on, if the log still has the size and the attempt number
+that the client has seen. Repeated requests, requests from an earlier start of the run and requests from two clients at
+the same time therefore never overwrite rows that the client has not seen. A request is carried out completely or not at
+all, even if the server is killed.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from shoestring_hub.server.access import RefusedError
 from shoestring_hub.server.models import TEXT, HubRun, Points, RunValue, Segment, ValueKey
 
 SEGMENT = 128 << 10
-"""Size of a segment in bytes. The last one is rewritten with every request until it is full."""
+"""Maximum size of a segment in bytes. The last segment is rewritten with every request until it is full."""
 
 
 def describe(run: HubRun) -> dict[str, Any]:
-    """The size, the attempt and the segments of a log, by which a client finds where its file differs."""
+    """The size, attempt number and segments of a log; a client uses them to locate where its file differs."""
     segments = Segment.objects.filter(run=run).order_by("offset").values_list("offset", "size", "digest")
     return {"size": run.size, "attempt": run.attempt, "segments": list(segments)}
 
 
 def begin(run: HubRun) -> HubRun:
-    """Begin the next attempt of a run; requests of former attempts are refused from now on."""
+    """Begin the next attempt of a run; requests from earlier attempts are refused from now on."""
     with transaction.atomic():
         run = HubRun.objects.select_for_update().get(pk=run.pk)
         run.attempt += 1
@@ -51,10 +52,10 @@ def splice(run: HubRun, data: bytes, *, at: int, have: int, attempt: int) -> int
         attempt: attempt of the run as the client knows it.
 
     Returns:
-        The new size.
+        The new size of the log in bytes.
 
     Raises:
-        RefusedError: the log has another size or attempt by now, or `at` lies outside of it.
+        RefusedError: the log now has another size or attempt number, or `at` is outside of the log.
     """
     with transaction.atomic():
         run = HubRun.objects.select_for_update().get(pk=run.pk)
@@ -79,7 +80,7 @@ def splice(run: HubRun, data: bytes, *, at: int, have: int, attempt: int) -> int
 
 
 def _open_end(run: HubRun, at: int) -> tuple[int, bytes]:
-    """Where the segment begins that `at` lies in or that can still grow, and its bytes before `at`."""
+    """Offset of the first segment that a change at `at` rewrites, and the bytes of this segment before `at`."""
     last = Segment.objects.filter(run=run, offset__lt=at).order_by("-offset").first()
     if last is None:
         return 0, b""
@@ -89,7 +90,7 @@ def _open_end(run: HubRun, at: int) -> tuple[int, bytes]:
 
 
 def _store(run: HubRun, offset: int, data: bytes) -> dict[str, bytes]:
-    """Store the bytes from `offset` on; returns the last points of each metric in them."""
+    """Store `data` as segments from `offset` on; returns the last points of each metric in `data`."""
     last: dict[str, bytes] = {}
     for piece in cut(data):
         segment = Segment.objects.create(
@@ -107,7 +108,7 @@ def _store(run: HubRun, offset: int, data: bytes) -> dict[str, bytes]:
 
 
 def cut(data: bytes) -> Iterator[bytes]:
-    """Cut a stretch of a log into segments: at ends of lines, except a line that is longer than a segment."""
+    """Split part of a log into segments at line ends; only a line longer than a segment is split inside."""
     start = 0
     while start < len(data):
         end = min(start + SEGMENT, len(data))
@@ -129,7 +130,7 @@ def _last_value(packed: bytes) -> float:
 
 
 def keys_of(run: HubRun, kind: str, names: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of keys of the run's project by name; new names are added."""
+    """Map names of settings or metrics to the ids of their keys in the run's project; creates missing keys."""
     named = ValueKey.objects.filter(project=run.project_id, kind=kind, name__in=names).values_list("name", "pk")
     known = dict(named)
     if new := [ValueKey(project_id=run.project_id, kind=kind, name=name) for name in names if name not in known]:
@@ -141,7 +142,7 @@ def keys_of(run: HubRun, kind: str, names: Mapping[str, Any]) -> dict[str, int]:
 
 
 def store_values(run: HubRun, kind: str, values: Mapping[str, float | str]) -> None:
-    """Set settings or last values of metrics of a run, for the table of runs."""
+    """Store settings, or last values of metrics, of a run for the table of runs."""
     keys = keys_of(run, kind, values)
     rows = [RunValue(run=run, key_id=keys[name], **_shown(value)) for name, value in values.items()]
     RunValue.objects.bulk_create(
@@ -162,7 +163,7 @@ def _shown(value: float | str) -> dict[str, Any]:
 
 
 def read(run: HubRun, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """Yield the bytes of a log from `start` to `end`, by default to its present end."""
+    """Yield the bytes of a log from `start` to `end`; `end` defaults to the present size of the log."""
     end = run.size if end is None else end
     segments = Segment.objects.filter(run=run, offset__lt=end).order_by("offset").values_list("offset", "size", "data")
     for offset, size, data in segments.iterator(chunk_size=64):

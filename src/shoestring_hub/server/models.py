@@ -1,4 +1,4 @@
-"""The hub's tables. Chunks of files are not in the database: they lie in the folder of their project (`chunks.py`)."""
+"""The hub's tables. Chunks of files are not in the database, but in the folder of their project (see `chunks.py`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from django.utils import timezone
 from shoestring_hub.protocol import PATH_LIMIT
 
 NAME = 200
-"""Maximum length of names, in characters; longer names of runs are cut."""
+"""Maximum length of names, in characters; longer names of runs are truncated."""
 TEXT = 500
-"""Maximum length of a value in the table of runs, in characters; longer values are cut."""
+"""Maximum length of a value in the table of runs, in characters; longer values are truncated."""
 INVITED_FOR = timedelta(days=7)
 GRACE = timedelta(days=30)
-"""Time for which a deleted run can be restored."""
+"""Period during which a deleted run can be restored."""
 
 
 class Role(models.IntegerChoices):
-    """What a person may do in a project; each role may do all that the one before may."""
+    """What a person may do in a project; each role includes the rights of the roles before it."""
 
     READER = 1, "reader"
     WRITER = 2, "writer"
@@ -30,11 +30,11 @@ class Role(models.IntegerChoices):
 
 
 class Person(AbstractUser):
-    """Somebody who can sign in. Deactivating a person ends all access at once; the person's runs stay."""
+    """Somebody who can sign in. Deactivating a person ends all access at once; the person's runs remain."""
 
 
 class Project(models.Model):
-    """A set of runs and the people who may see them; nobody else learns that it exists."""
+    """A set of runs and the people who may see them; other people cannot learn that the project exists."""
 
     slug = models.SlugField(max_length=60, unique=True)
     notes = models.TextField(blank=True, max_length=50_000)
@@ -54,17 +54,17 @@ class Member(models.Model):
 
 
 def digest_of(secret: str) -> str:
-    """What is stored of a token. Tokens have 256 random bits, so one round of SHA-256 is enough."""
+    """The digest of a secret, which is stored in its place; secrets have 256 random bits, so one SHA-256 is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def draw_secret(prefix: str) -> str:
-    """Draw a new token, which is shown once."""
+    """Draw a new secret at random; the hub shows it only once."""
     return f"{prefix}_{secrets.token_urlsafe(32)}"
 
 
 class Invitation(models.Model):
-    """A link by which one person joins a project; it is used once and expires."""
+    """A link by which one person joins a project; the link works once and expires."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="invitations")
     role = models.PositiveSmallIntegerField(choices=Role)
@@ -75,7 +75,7 @@ class Invitation(models.Model):
 
 
 class Token(models.Model):
-    """A secret by which a program of a person acts in one project, with the person's present role at most."""
+    """A secret with which a person's program acts in one project, with at most the person's present role."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="tokens")
     person = models.ForeignKey(Person, models.CASCADE, related_name="tokens")
@@ -87,7 +87,7 @@ class Token(models.Model):
 
 
 class Deposit(models.Model):
-    """A chunk that a write-only token has sent: such a token is told only of its own chunks."""
+    """Records that a write-only token has sent a chunk; the hub tells such a token only about chunks it has sent."""
 
     token = models.ForeignKey(Token, models.CASCADE, related_name="deposits")
     digest = models.CharField(max_length=64)
@@ -97,11 +97,11 @@ class Deposit(models.Model):
 
 
 class HubRun(models.Model):
-    """A run. `size` and `attempt` are those of its log: every write to the log compares and sets them."""
+    """A run; `size` and `attempt` describe its log: every write to the log compares and updates both."""
 
     project = models.ForeignKey(Project, models.CASCADE, related_name="runs")
     number = models.PositiveIntegerField()
-    """Counts the runs of the project, so that it says nothing of other projects."""
+    """Number of the run within its project; counted per project, so that it reveals nothing about other projects."""
     key = models.CharField(max_length=32)
     name = models.CharField(max_length=NAME)
     person = models.ForeignKey(Person, models.PROTECT, related_name="runs")
@@ -112,7 +112,7 @@ class HubRun(models.Model):
     attempt = models.PositiveIntegerField(default=0)
     size = models.BigIntegerField(default=0)
     rewrites = models.PositiveIntegerField(default=0)
-    """Number of times that a part of the log was replaced, after which an open page has to be read anew."""
+    """Number of times that existing bytes of the log were replaced; open pages must reload after each replacement."""
     notes = models.TextField(blank=True, max_length=50_000)
     archived = models.BooleanField(default=False)
     deleted = models.DateTimeField(null=True)
@@ -125,7 +125,7 @@ class HubRun(models.Model):
 
 
 class Tag(models.Model):
-    """A word by which runs are found."""
+    """A keyword for finding runs."""
 
     run = models.ForeignKey(HubRun, models.CASCADE, related_name="tags")
     name = models.CharField(max_length=50)
@@ -135,7 +135,7 @@ class Tag(models.Model):
 
 
 class File(models.Model):
-    """A file of a run: its path, and the chunks of which it consists."""
+    """A file of a run: its path, and the chunks that make up its bytes."""
 
     run = models.ForeignKey(HubRun, models.CASCADE, related_name="files")
     path = models.CharField(max_length=PATH_LIMIT)
@@ -148,7 +148,7 @@ class File(models.Model):
 
 
 class Segment(models.Model):
-    """A stretch of a run's log, compressed; its numbers are in `Points`."""
+    """A compressed section of a run's log; `Points` holds the values in it."""
 
     run = models.ForeignKey(HubRun, models.CASCADE, related_name="segments")
     offset = models.BigIntegerField()
@@ -174,7 +174,7 @@ class ValueKey(models.Model):
 
 
 class Points(models.Model):
-    """The values of one metric in one segment: the steps as 64-bit integers, then the values as 64-bit floats."""
+    """Steps and values of one metric in one segment: first the steps as int64, then the values as float64."""
 
     segment = models.ForeignKey(Segment, models.CASCADE, related_name="points")
     run = models.ForeignKey(HubRun, models.CASCADE, related_name="points")
@@ -199,14 +199,14 @@ class RunValue(models.Model):
 
 
 class AuditEvent(models.Model):
-    """What somebody has done by a page, or tried: the name of the act is that of its route."""
+    """An action on a web page, or an attempt at one; `act` is the name of the page's route."""
 
     SIGNED_IN, REFUSED = "sign_in", "sign_in_failed"
 
     time = models.DateTimeField(default=timezone.now, db_index=True)
     project = models.ForeignKey(Project, models.SET_NULL, null=True, related_name="events")
     person = models.CharField(max_length=150)
-    """Name of the person, which stays when the person goes; of somebody who failed to sign in, what was typed."""
+    """Name of the person, which stays after the person is gone; for a failed sign-in, the name that was typed."""
     act = models.CharField(max_length=40)
     path = models.CharField(max_length=NAME)
 

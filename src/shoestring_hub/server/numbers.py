@@ -1,4 +1,4 @@
-"""The numbers in a stretch of a run's log: from rows of JSON to arrays, and back to columns over several stretches."""
+"""Converts the values in a run's log: from JSON rows to packed arrays per segment, and from these to whole columns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shoestring.report.reading import ArrayColumn, Columns, add_row
 from shoestring_hub.server.models import NAME
 
 KEYS_LIMIT = 1000
-"""Maximum number of metrics of a stretch that are read; a run logs tens."""
+"""Maximum number of metrics that are read from a segment; a run usually logs tens."""
 _LARGEST = 2**63
 
 
 def parse(data: bytes) -> dict[str, bytes]:
-    """Read the rows of a stretch of a log, by the rules of reports; what is not a row is left out.
+    """Parse the rows in part of a log as reports do; lines that are not rows are skipped.
 
     Returns:
         The packed points of each metric: its steps as 64-bit integers, then its values as 64-bit floats.
@@ -41,7 +41,7 @@ def unpack(data: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def columns_of(points: Iterable[tuple[str, bytes]]) -> dict[str, ArrayColumn]:
-    """The columns of a run from its packed points, in the order of the log: of a step logged twice the last counts."""
+    """Assemble a run's columns from packed points in the order of the log; the last value for a step counts."""
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
     for key, data in points:
         parts[key].append(unpack(bytes(data)))

@@ -14,11 +14,11 @@ REPORT = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; form-action 'none'; frame-ancestors 'self'; base-uri 'none'"
 )
-"""For a report, which is a page of somebody else: its scripts run without the hub's origin, cookies and network."""
+"""Policy for reports, which come from users: their scripts have no access to the hub's origin, cookies or network."""
 
 
 class ContentSecurityPolicy:
-    """Sets the policy of pages on every response that has none of its own, and forbids caching what is private."""
+    """Adds the default policy to responses that set none, and forbids caching of responses that do not allow it."""
 
     def __init__(self, respond: Callable[[HttpRequest], HttpResponse]) -> None:
         self.respond = respond

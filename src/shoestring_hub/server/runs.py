@@ -1,4 +1,4 @@
-"""Runs as programs send them: opening, files, and what the table of runs shows of them."""
+"""Runs that programs send: opening a run, storing its files, and updating its entry in the table of runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shoestring_hub.server.models import NAME, Deposit, File, HubRun, Points, Ru
 log = logging.getLogger("shoestring")
 
 DESCRIBING = ("run.toml", "environment.json", "summary.json", "history.jsonl")
-"""Files of a run folder that say what the run is and how it ended."""
+"""Files of a run folder that describe the run and how it ended."""
 SETTINGS_LIMIT = 1000
-"""Maximum number of settings of a run that the table of runs knows."""
+"""Maximum number of a run's settings in the table of runs."""
 
 
 def open_run(access: Access, key: str, name: str) -> HubRun:
-    """Find the run with a key in the token's project, or make it.
+    """Find the run with this key in the token's project, or create it.
 
     Raises:
-        RefusedError: the token may only write, and another token has made the run; or the run was deleted.
+        RefusedError: the token is write-only and the run was created with another token, or the run was deleted.
     """
     run = HubRun.objects.filter(project=access.project, key=key).first() or _make(access, key, name)
     check_run(access, run)
@@ -51,14 +51,14 @@ def _make(access: Access, key: str, name: str) -> HubRun:
                     person=access.person,
                     token=access.token,
                 )
-        except IntegrityError:  # another request has taken the number, or made the run
+        except IntegrityError:  # another request took the number or created the run
             if run := HubRun.objects.filter(project=access.project, key=key).first():
                 return run
-    raise RefusedError(503, "too many runs begin at once")
+    raise RefusedError(503, "too many runs are being created at the same time")
 
 
 def check_run(access: Access, run: HubRun) -> None:
-    """Refuse a run that the token does not reach: a token that only writes knows only the runs that it has made."""
+    """Refuse a deleted run, and, for a write-only token, a run that was not created with this token."""
     token = access.token
     if token is not None and token.write_only and run.token_id != token.pk:
         raise RefusedError(404, "this token may only write, and did not make this run")
@@ -67,14 +67,14 @@ def check_run(access: Access, run: HubRun) -> None:
 
 
 def commit(run: HubRun, files: Sequence[Mapping[str, Any]], token: Token | None = None) -> list[str]:
-    """Set files of a run to what these chunks hold, all or none; whole chunks and one last, shorter one make a file.
+    """Set files of a run to the chunks in `files`, either all or none; only the last chunk of a file may be shorter.
 
     Args:
-        token: what the request came with; one that only writes may name only chunks that were sent with it, because
-            the answer would otherwise tell whether the project has a chunk.
+        token: the token of the request. A write-only token may refer only to chunks that were sent with it, because
+            the answer would otherwise reveal whether the project has a chunk.
 
     Returns:
-        Digests of chunks that the project does not have; then nothing was changed.
+        Digests of chunks that the project lacks; if there are any, nothing was changed.
 
     Raises:
         RefusedError: an entry is malformed.
@@ -91,9 +91,9 @@ def commit(run: HubRun, files: Sequence[Mapping[str, Any]], token: Token | None 
         entry.run, entry.changed = run, timezone.now()
         sizes = [chunks.path_of(run.project_id, chunk).stat().st_size for chunk in entry.chunks]
         if sum(sizes) != entry.size or any(size != CHUNK for size in sizes[:-1]):
-            raise RefusedError(400, f"the chunks of `{entry.path}` do not have the size of the file")
+            raise RefusedError(400, f"the chunks of `{entry.path}` do not add up to the size of the file")
     with transaction.atomic():
-        HubRun.objects.select_for_update().get(pk=run.pk)  # one commit at a time counts the files
+        HubRun.objects.select_for_update().get(pk=run.pk)  # the lock prevents two commits from counting files at once
         File.objects.bulk_create(
             entries,
             update_conflicts=True,
@@ -113,7 +113,7 @@ def _checked(entry: Mapping[str, Any]) -> File:
     if not isinstance(path, str) or not isinstance(size, int) or not isinstance(named, list):
         raise RefusedError(400, "a file needs `path`, `size` and `chunks`")
     if path == LOG or (reason := fault_of_path(path)):
-        reason = "it travels as a log" if path == LOG else reason
+        reason = "it is sent as a log" if path == LOG else reason
         raise RefusedError(400, f"`{foreign.one_line(path)[:100]}` cannot be a file of a run: {reason}")
     if len(named) != -(-size // CHUNK) or not all(isinstance(name, str) and DIGEST.fullmatch(name) for name in named):
         raise RefusedError(400, f"`{foreign.one_line(path)[:100]}` has malformed chunks")
@@ -124,7 +124,7 @@ def keep_only(run: HubRun, paths: Sequence[str], *, checkpoints: bool) -> None:
     """Remove the files of a run that its folder no longer has.
 
     Args:
-        checkpoints: whether the client has sent checkpoints; otherwise those that the hub has stay.
+        checkpoints: whether the client has sent checkpoints; if not, the hub keeps the checkpoints that it has.
     """
     gone = set(File.objects.filter(run=run).values_list("path", flat=True)) - set(paths)
     gone = {path for path in gone if checkpoints or not path.startswith(CHECKPOINTS)}
@@ -139,7 +139,7 @@ def keep_only(run: HubRun, paths: Sequence[str], *, checkpoints: bool) -> None:
 
 
 def describe(run: HubRun) -> None:
-    """Set name, status and settings of a run in the table of runs from the files that describe it."""
+    """Update the run's name, status and settings in the table of runs from the files in `DESCRIBING`."""
     folder = read(run, ())
     settings = dict(list(flat(folder.settings).items())[:SETTINGS_LIMIT])
     settings = {key: value for key, value in settings.items() if len(key) <= NAME and key.isprintable()}
@@ -150,12 +150,12 @@ def describe(run: HubRun) -> None:
 
 
 def label_of(run: HubRun) -> Path:
-    """A path that distinguishes a run from others of its project, as reports distinguish runs of the same name."""
+    """A path, made of the run's name and number, that is unique in the project; reports take their labels from it."""
     return Path(f"/{run.name.replace('/', '_')} {run.number}")
 
 
 def read(run: HubRun, metrics: Sequence[str] | None = None) -> RunFolder:
-    """A run as the report's functions take it, with all metrics or some; nothing that was uploaded is unpickled."""
+    """Read a run in the form that report functions expect, with some or all metrics; never unpickles uploaded data."""
     stored = {file.path: file for file in File.objects.filter(run=run, path__in=DESCRIBING)}
     problems: list[str] = []
     documents = {name: _document(run, stored.get(name), problems) for name in DESCRIBING[:3]}
@@ -179,7 +179,7 @@ def _columns(run: HubRun, metrics: Sequence[str] | None) -> dict[str, ArrayColum
 
 
 def _document(run: HubRun, file: File | None, problems: list[str]) -> dict[str, Any]:
-    """A table that describes the run; {} if there is none, or it is longer than one chunk or damaged."""
+    """Parse a file that describes the run; {} if the file is missing, longer than one chunk, or damaged."""
     if file is None or len(file.chunks) != 1:
         return {}
     path = chunks.path_of(run.project_id, file.chunks[0])

@@ -1,4 +1,4 @@
-"""Starting the hub, and what administrators do on its machine."""
+"""Starts the hub's web server, and prepares its database and static files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("shoestring")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where the hub listens, and with how many processes."""
+    """Address that the hub listens on, its TLS certificate, and its numbers of processes and threads."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -26,10 +26,10 @@ class Listening:
 
 
 def serve(place: Place, listening: Listening) -> int:
-    """Migrate the database, and serve until a signal ends it.
+    """Migrate the database, and serve until a signal stops the server.
 
     Raises:
-        ConfigError: the hub would be reached without TLS from other machines.
+        ConfigError: other machines would reach the hub without TLS, or the host name is missing.
         ShoestringError: the database cannot be migrated.
     """
     tls = bool(listening.certificate and listening.key)
@@ -43,7 +43,7 @@ def serve(place: Place, listening: Listening) -> int:
     from gunicorn.app.base import BaseApplication
 
     class Hub(BaseApplication):
-        """Serves the project that this process has configured; workers are forked from it."""
+        """The web server of the Django project configured in this process; workers are forked from this process."""
 
         def load_config(self) -> None:
             options: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _say_address(server: Any, tls: bool, name: str) -> None:
 
 
 def prepare() -> None:
-    """Bring the database to this version, collect scripts and styles, and remove what nobody needs any more.
+    """Migrate the database to this version, and collect scripts and styles.
 
     Raises:
         ShoestringError: the database cannot be reached or migrated.
@@ -87,8 +87,9 @@ def prepare() -> None:
     from django.db import Error, connection, transaction
 
     try:
-        # Django notes some migrations as done after their own transactions: a kill in between would leave tables that
-        # the next start could not make. SQLite changes tables inside a transaction only if it checks no references.
+        # One transaction for all migrations: by default, Django records some migrations only after committing them,
+        # and a kill in between would leave tables that the next start could not create. SQLite can change tables
+        # inside a transaction only while foreign keys are not checked.
         with connection.constraint_checks_disabled(), transaction.atomic():
             call_command("migrate", verbosity=0, interactive=False)
     except Error as error:

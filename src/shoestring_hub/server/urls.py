@@ -1,4 +1,4 @@
-"""All routes of the hub. The tests and the benchmark of leaks go through this table."""
+"""All routes of the hub. The tests and the benchmark for information leaks enumerate this list."""
 
 from __future__ import annotations
 

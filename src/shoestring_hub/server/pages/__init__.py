@@ -1,1 +1,1 @@
-"""The pages that people open, one module for each kind; all HTML is made by templates, which escape."""
+"""The web pages of the hub, one module for each kind; all HTML comes from templates, which escape their values."""

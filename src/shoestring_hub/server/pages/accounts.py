@@ -20,7 +20,7 @@ from shoestring_hub.server.access import AccessRule, note, route, text_of
 from shoestring_hub.server.models import INVITED_FOR, AuditEvent, Invitation, Member, Person, Role, digest_of
 
 TRIES, WAIT = 10, timedelta(minutes=5)
-"""Failures to sign in by one name within a time after which it has to wait."""
+"""A name with this many failed attempts to sign in within this time is refused until fewer are that recent."""
 sign_in_view = LoginView.as_view(template_name="hub/sign_in.html", next_page="/")
 sign_out_view = LogoutView.as_view(next_page="/sign-in")
 reset_view = PasswordResetConfirmView.as_view(
@@ -29,7 +29,7 @@ reset_view = PasswordResetConfirmView.as_view(
 
 
 class SignUp(BaseUserCreationForm):
-    """Name and password of somebody who joins."""
+    """Form for the name and password of a new person."""
 
     class Meta(BaseUserCreationForm.Meta):
         model = Person
@@ -37,7 +37,7 @@ class SignUp(BaseUserCreationForm):
 
 
 def sign_in(request: HttpRequest) -> HttpResponse:
-    """The page for name and password; a name that has failed `TRIES` times has to wait."""
+    """The sign-in page; refuses a name with `TRIES` failed attempts in the last `WAIT`."""
     if request.method != "POST":
         return sign_in_view(request)
     name = text_of(request.POST, "username", 150)
@@ -55,7 +55,7 @@ def sign_out(request: HttpRequest) -> HttpResponse:
 
 
 def account(request: HttpRequest) -> HttpResponse:
-    """Change the password; all other sessions of the person end."""
+    """Change the password; this ends all other sessions of the person."""
     form: forms.Form = PasswordChangeForm(request.user, request.POST or None)
     if request.method == "POST" and form.is_valid():
         update_session_auth_hash(request, form.save())
@@ -64,12 +64,12 @@ def account(request: HttpRequest) -> HttpResponse:
 
 
 def reset_password(request: HttpRequest, uidb64: str, token: str) -> HttpResponse:
-    """Set a new password by a link that an administrator has made (`shoestring hub person NAME`)."""
+    """Set a new password through a link that `shoestring hub person NAME` has printed."""
     return reset_view(request, uidb64=uidb64, token=token)
 
 
 def join(request: HttpRequest, secret: str) -> HttpResponse:
-    """Join a project by an invitation: as the person who is signed in, or as a new one."""
+    """Join a project by an invitation, as the person who is signed in or as a new person."""
     person: Any = request.user
     since = timezone.now() - INVITED_FOR
     open_ones = Invitation.objects.select_related("project").filter(
@@ -81,7 +81,7 @@ def join(request: HttpRequest, secret: str) -> HttpResponse:
     form = None if person.is_authenticated else SignUp(request.POST or None)
     if request.method == "POST" and (form is None or form.is_valid()):
         with transaction.atomic():
-            if not open_ones.update(used=timezone.now()):  # somebody else was first
+            if not open_ones.update(used=timezone.now()):  # somebody else has used the invitation
                 raise Http404
             person = person if form is None else form.save()
             role = invitation.role

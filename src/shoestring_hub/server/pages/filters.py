@@ -1,4 +1,4 @@
-"""Filters of the templates."""
+"""Filters for the templates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["table", "striketh
 
 @register.filter
 def markdown(text: str) -> SafeString:
-    """Notes as HTML: HTML in the text is shown as text, and what the renderer wrote is cleaned once more."""
+    """Render notes from Markdown to HTML; HTML in the notes is shown as text, and the result is sanitized as well."""
     return mark_safe(nh3.clean(_MARKDOWN.render(text), link_rel="noopener noreferrer nofollow"))
 
 
 @register.filter
 def size(nbytes: float) -> str:
-    """A number of bytes with its unit."""
+    """Format a number of bytes with its unit."""
     return figures.size(nbytes)
 
 
 @register.filter
 def item(table: dict[Any, Any], key: Any) -> Any:
-    """The entry of a table; empty if there is none."""
+    """Look up a key in a table; returns an empty string if the key is missing."""
     return table.get(key, "")

@@ -1,4 +1,4 @@
-"""Projects: making one, its people, its invitations and its tokens."""
+"""Pages of projects: creating a project, and its people, invitations and tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shoestring_hub.server.models import (
 )
 
 SHOWN = 50
-"""Number of events that the page of a project's people shows."""
+"""Number of audit events on the page of a project's people."""
 TAKEN = {"account", "api", "compare", "health", "join", "password", "sign-in", "sign-out", "static"}
-"""Names that a project cannot have, because other pages have these addresses."""
+"""Names that a project cannot have, because other pages use them as addresses."""
 
 
 class NewProject(forms.ModelForm):
-    """The name of a new project, which is its address."""
+    """Form for the name of a new project, which is also its address."""
 
     class Meta:
         model = Project
@@ -40,7 +40,7 @@ class NewProject(forms.ModelForm):
         labels: ClassVar = {"slug": "Name"}
 
     def clean_slug(self) -> str:
-        """Refuse the names of other pages."""
+        """Refuse names that are taken or that are addresses of other pages."""
         slug = self.cleaned_data["slug"].lower()
         if slug in TAKEN:
             raise ValidationError("This name is the address of another page.")
@@ -50,20 +50,20 @@ class NewProject(forms.ModelForm):
 
 
 class NewToken(forms.Form):
-    """A token for one machine."""
+    """Form for a new token, which is meant for one machine."""
 
     machine = forms.CharField(max_length=NAME, label="Machine that uses it")
     write_only = forms.BooleanField(required=False, label="May only write")
 
 
 class RoleChoice(forms.Form):
-    """A role in a project."""
+    """Form for a role in a project."""
 
     role = forms.TypedChoiceField(choices=Role.choices, coerce=int)
 
 
 def home(request: HttpRequest) -> HttpResponse:
-    """The projects of a person, and a form for a new one, whose owner the person becomes."""
+    """The projects of the person who is signed in, and a form for a new project, which this person will own."""
     form = NewProject(request.POST or None)
     person: Any = request.user
     if request.method == "POST" and form.is_valid():
@@ -101,7 +101,7 @@ def _people(request: HttpRequest, link: str = "", problem: str = "") -> HttpResp
 
 
 def invite(request: HttpRequest) -> HttpResponse:
-    """Make an invitation; its link is shown once."""
+    """Create an invitation; its link is shown only once."""
     access, form = access_of(request), RoleChoice(request.POST)
     if not form.is_valid():
         return _people(request, problem="Choose a role.")
@@ -111,7 +111,7 @@ def invite(request: HttpRequest) -> HttpResponse:
 
 
 def withdraw_invitation(request: HttpRequest, invitation: int) -> HttpResponse:
-    """Make the link of an invitation useless."""
+    """Delete an invitation, so that its link stops working."""
     access = access_of(request)
     Invitation.objects.filter(project=access.project, pk=invitation).delete()
     return redirect("people", project=access.project.slug)
@@ -138,7 +138,7 @@ def set_role(request: HttpRequest, person: int) -> HttpResponse:
 
 
 def tokens(request: HttpRequest) -> HttpResponse:
-    """The person's own tokens for a project, and a form for a new one, which is shown once."""
+    """The person's own tokens for a project, and a form for a new token, whose secret is shown only once."""
     access, secret = access_of(request), ""
     form = NewToken(request.POST or None)
     if request.method == "POST" and form.is_valid():
@@ -153,7 +153,7 @@ def tokens(request: HttpRequest) -> HttpResponse:
 
 
 def revoke_token(request: HttpRequest, token: int) -> HttpResponse:
-    """Delete a token of the person's own; an owner may delete anybody's."""
+    """Delete one of the person's own tokens; an owner of the project may delete any token."""
     access = access_of(request)
     revoked = Token.objects.filter(project=access.project, pk=token)
     (revoked if access.owns else revoked.filter(person=access.person)).delete()

@@ -1,4 +1,4 @@
-"""The page of a run, the comparison of runs, and what is fetched from there: new points, files, the report."""
+"""The page of a run, the comparison of runs, and the data that both fetch: new points, files and the report."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from shoestring_hub.server.policy import REPORT
 MOST_RUNS = 20
 """Maximum number of runs in a comparison."""
 BUDGET = 64 << 20
-"""Bytes of points that are read for one page; metrics beyond are left out, those that matter most come first."""
+"""Maximum bytes of points read for one page; metrics that do not fit are left out, the least important first."""
 FIRST = ("loss", "held_out_loss", "bits_per_byte", "held_out_bits_per_byte", "tokens_per_second", "lr", "grad_norm")
 AXES = ("time", "tokens")
-"""Metrics that are read with any other, for the x axis."""
+"""Metrics that are always read as well, because the x axis may use them."""
 
 
 def run(request: HttpRequest) -> HttpResponse:
@@ -60,7 +60,7 @@ def run(request: HttpRequest) -> HttpResponse:
 
 
 def compare(request: HttpRequest) -> HttpResponse:
-    """The curves of up to 20 runs in the same charts, and the settings in which they differ."""
+    """The curves of up to 20 runs in the same charts, the settings that differ between the runs, and their results."""
     project = access_of(request).project
     chosen = _chosen(project, request)
     if not chosen:
@@ -84,7 +84,7 @@ def _chosen(project: Project, request: HttpRequest) -> list[HubRun]:
 
 
 def _table(chosen: Sequence[HubRun], kind: str, *, differing: bool) -> list[tuple[str, list[str]]]:
-    """The values of a kind of several runs, a row for each key; `differing` leaves out the keys that have one value."""
+    """The settings or last metric values of runs, one row per key; `differing` drops rows of equal values."""
     table: dict[str, dict[int, str]] = {}
     values = RunValue.objects.filter(run__in=chosen, key__kind=kind).order_by("key__name")
     for key, run_id, text in values.values_list("key__name", "run", "text"):
@@ -97,7 +97,7 @@ def _table(chosen: Sequence[HubRun], kind: str, *, differing: bool) -> list[tupl
 
 
 def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) -> dict[str, Any]:
-    """The charts of some runs, for a template; `metrics` chooses those that are drawn, by default as many as fit."""
+    """Template variables for the charts of some runs; `metrics` selects the metrics, by default as many as fit."""
     drawn, left_out = _within_budget(chosen, metrics)
     folders = [stored.read(run, [*drawn, *AXES]) for run in chosen]
     data = curves.payload(folders)
@@ -113,18 +113,18 @@ def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) 
 
 
 def _within_budget(chosen: Sequence[HubRun], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The metrics to draw, and those that would take more than `BUDGET`, going by the size of the logs."""
+    """Split metrics into those to draw and those that would exceed `BUDGET`, as estimated from the size of the logs."""
     keys = ValueKey.objects.filter(points__run__in=chosen, kind=ValueKey.METRIC).exclude(name__in=AXES)
     known = sorted(keys.values_list("name", flat=True).distinct(), key=lambda name: (name not in FIRST, name))
     if metrics:
         return [name for name in known if name in metrics], [name for name in known if name not in metrics]
-    size = sum(run.size for run in chosen) // max(1, len(known) + len(AXES))  # bytes of text a metric, as of points
+    size = sum(run.size for run in chosen) // max(1, len(known) + len(AXES))  # bytes of text per metric
     most = max(4, BUDGET // max(size, 1))
     return known[:most], known[most:]
 
 
 def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
-    """Name runs of the same name by their numbers as well."""
+    """Append the run's number to each name that several runs share."""
     names = [run.name for run in chosen]
     for entry, run in zip(data["runs"], chosen, strict=True):
         entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
@@ -132,7 +132,7 @@ def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a page has of a run: how often its log was rewritten, the log's size, and its last step."""
+    """What a page knows of a run: the number of rewrites and the size of its log, and the last step."""
 
     rewrites: int
     size: int
@@ -140,7 +140,7 @@ class _Known:
 
 
 def _state(chosen: Sequence[HubRun], folders: Sequence[RunFolder], before: Mapping[int, _Known]) -> str:
-    """What a page has of each run, as text; of a run that has not grown, the same last step as before."""
+    """Encode what a page knows of each run; a run without new points keeps its last step from `before`."""
     parts = []
     for run, folder in zip(chosen, folders, strict=True):
         steps = [next(reversed(column)) for column in folder.columns.values() if column]
@@ -150,7 +150,7 @@ def _state(chosen: Sequence[HubRun], folders: Sequence[RunFolder], before: Mappi
 
 
 def _known(state: str) -> dict[int, _Known]:
-    """Read a state that a page has sent, by the numbers of the runs; empty if it is malformed."""
+    """Decode the state that a page has sent, by run number; empty if the state is malformed."""
     try:
         parts = ([int(word) for word in part.split(":")] for part in state.split(",")[:MOST_RUNS])
         return {number: _Known(*rest) for number, *rest in parts}
@@ -159,10 +159,10 @@ def _known(state: str) -> dict[int, _Known]:
 
 
 def new_points(request: HttpRequest) -> HttpResponse:
-    """What has been logged since a page was read: 204 for nothing, 205 if the page has to be read anew."""
+    """Points logged since the page was loaded; answers 204 if there are none, 205 if the page must be reloaded."""
     project = access_of(request).project
     chosen, before = _chosen(project, request), _known(request.GET.get("have", ""))
-    rewrites = {run.number: run.rewrites for run in chosen}  # of a deleted run there is none
+    rewrites = {run.number: run.rewrites for run in chosen}  # deleted runs are not in `chosen`
     if rewrites != {number: known.rewrites for number, known in before.items()}:
         return HttpResponse(status=205)
     if all(before[run.number].size == run.size for run in chosen):
@@ -172,9 +172,9 @@ def new_points(request: HttpRequest) -> HttpResponse:
 
 
 def _grown(chosen: Sequence[HubRun], before: Mapping[int, _Known]) -> list[RunFolder]:
-    """The runs with the points that a page lacks, and with the first of their times, from which seconds count.
+    """Read the points that a page lacks, plus the first `time` of each run, which elapsed seconds are counted from.
 
-    A page may have some of these points, because segments are read whole: it leaves out those that it has.
+    Segments are read whole, so some points may already be on the page, which ignores them.
     """
     changed = [run for run in chosen if run.size > before[run.number].size]
     tails = (Q(run=run, offset__gte=before[run.number].size - SEGMENT) for run in changed)
@@ -190,7 +190,7 @@ def _grown(chosen: Sequence[HubRun], before: Mapping[int, _Known]) -> list[RunFo
 
 
 def _since(columns: dict[str, ArrayColumn], last: int) -> dict[str, ArrayColumn]:
-    """Columns from a step on; of the times the first one stays as well."""
+    """Drop all points before step `last`, except the first point of `time`."""
     shown = {name: column.steps >= last for name, column in columns.items()}
     if "time" in shown:
         shown["time"][:1] = True
@@ -234,7 +234,7 @@ def _back(changed: HubRun) -> HttpResponse:
 
 
 def report(request: HttpRequest) -> HttpResponseBase:
-    """The report of a run, which is a page of whoever pushed it: in a sandbox, under a policy of its own."""
+    """The report of a run, sandboxed and under its own policy because its HTML comes from whoever pushed the run."""
     stored_file = _file(run_of(request), "report.html")
     response = StreamingHttpResponse(
         chunks.stream(stored_file.run.project_id, stored_file.chunks), content_type="text/html"
@@ -245,7 +245,7 @@ def report(request: HttpRequest) -> HttpResponseBase:
 
 
 def file(request: HttpRequest, path: str) -> HttpResponseBase:
-    """A file of a run, always as an attachment."""
+    """A file of a run, always sent as an attachment."""
     shown = run_of(request)
     if path == LOG:
         return _attachment(logs.read(shown), path, shown.size)
@@ -269,7 +269,7 @@ def _attachment(data: Iterator[bytes], name: str, size: int | None = None) -> Ht
 
 
 def export(request: HttpRequest) -> HttpResponseBase:
-    """All files of a run as one ZIP file, which is made while it is sent."""
+    """All files of a run as one ZIP file, which is created while it is being sent."""
     shown = run_of(request)
     return _attachment(_zipped(shown), f"{shown.project.slug}-{shown.number}.zip")
 
@@ -288,7 +288,7 @@ def _zipped(shown: HubRun) -> Iterator[bytes]:
 
 
 class _Buffer(io.RawIOBase):
-    """A file that cannot be read or searched, whose bytes are taken as they are written."""
+    """A write-only file without seeking, whose bytes are collected with `take`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of a project's runs: columns of any setting or metric, filters and sorting, all of it in the address."""
+"""The table of a project's runs; its columns (any setting or metric), filters and order are stored in the URL."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shoestring_hub.server.access import AccessRule, access_of, route, text_of
 from shoestring_hub.server.models import GRACE, NAME, HubRun, Project, RunValue, Tag, ValueKey
 
 ROWS, MOST_ROWS = 100, 1000
-"""Runs on a page: by default, and at most."""
+"""Number of runs on a page: the default and the maximum."""
 COLUMNS = 20
 """Maximum number of columns that may be chosen."""
 CONDITIONS = 10
-"""Maximum number of conditions of a filter."""
+"""Maximum number of conditions in a filter."""
 USUAL = ("held_out_loss", "loss", "held_out_bits_per_byte", "tokens_per_second")
-"""Metrics that are shown while no columns are chosen, if the project has them."""
+"""Metrics that are shown if no columns are chosen, as far as the project has them."""
 OWN = ("number", "name", "status", "person", "updated")
 """Columns that every run has."""
 _CONDITION = re.compile(r"\s*(?P<name>\S+?)\s*(?P<sign><=|>=|!=|=|<|>|~)\s*(?P<value>.*?)\s*")
@@ -39,7 +39,7 @@ _LOOKUPS = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte", "=": "exact", "!=": 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition of a filter: a column, a comparison, and what the column is compared with."""
+    """A condition of a filter: a column, a comparison operator, and the value to compare with."""
 
     name: str
     sign: str
@@ -48,8 +48,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a project's runs, as the address says it. Names of columns are `metric.NAME`, `setting.NAME`, or
-    one of `OWN`."""
+    """Which runs of a project the table shows, and how, as encoded in the URL. Names of columns are `metric.NAME`,
+    `setting.NAME`, or one of `OWN`."""
 
     columns: tuple[str, ...] = ()
     sort: str = "updated"
@@ -57,13 +57,13 @@ class View:
     where: str = ""
     tag: str = ""
     which: str = "present"
-    """Which runs: `present`, `archived` or `deleted`."""
+    """Which runs are shown: `present`, `archived` or `deleted`."""
     page: int = 1
     rows: int = ROWS
 
 
 def view_of(query: QueryDict) -> View:
-    """Read an address; whatever is malformed takes its default."""
+    """Parse the query string of a URL; malformed values are replaced by their defaults."""
     sort = text_of(query, "sort", NAME)
     sort = sort if sort.removeprefix("-") in OWN or _split(sort.removeprefix("-")) else "-updated"
     which = query.get("which", "")
@@ -80,7 +80,7 @@ def view_of(query: QueryDict) -> View:
 
 
 def address_of(view: View) -> str:
-    """The query string that `view_of` reads as this view."""
+    """The query string from which `view_of` parses this view."""
     query = QueryDict(mutable=True)
     query.setlist("column", list(view.columns))
     usual = View()
@@ -103,14 +103,14 @@ def _whole(text: str | None, least: int, most: int, default: int) -> int:
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """The kind and the name of a setting or metric; None if it is neither."""
+    """The kind and the name of a column for a setting or metric; None for any other column."""
     kind, dot, rest = name.partition(".")
     known = dot and kind in (ValueKey.SETTING, ValueKey.METRIC) and rest and "\0" not in rest
     return (kind, rest) if known else None
 
 
 def conditions_of(where: str) -> tuple[list[Condition], list[str]]:
-    """The conditions of a filter, which are separated by commas, and the parts that are none."""
+    """Parse the conditions of a filter, which are separated by commas; also returns the parts that are malformed."""
     conditions, wrong = [], []
     for part in filter(str.strip, where.split(",")[:CONDITIONS]):
         match = _CONDITION.fullmatch(part)
@@ -125,7 +125,7 @@ def conditions_of(where: str) -> tuple[list[Condition], list[str]]:
 
 
 def select(project: Project, view: View) -> QuerySet[HubRun]:
-    """The runs of a view, in its order, on all pages."""
+    """The runs of a view on all of its pages, in the view's order."""
     runs = HubRun.objects.filter(project=project)
     if view.which == "deleted":
         runs = runs.filter(deleted__gt=timezone.now() - GRACE)
@@ -170,7 +170,7 @@ def _number(text: str) -> float | None:
 
 
 def _in_order(runs: QuerySet[HubRun], project: Project, view: View) -> QuerySet[HubRun]:
-    """Sort by a column; runs without a value come last, numbers before other texts."""
+    """Sort by a column; rows with numbers come before rows with other text."""
     turn = F.desc if view.descending else F.asc
     if column := _split(view.sort):
         key = ValueKey.objects.filter(project=project, kind=column[0], name=column[1]).first()
@@ -191,11 +191,11 @@ class TableRow:
     run: HubRun
     tags: Sequence[str]
     cells: Sequence[tuple[str, bool]]
-    """Text of each column, and whether it is a number."""
+    """For each column, the text of the cell and whether it is a number."""
 
 
 def rows_of(project: Project, runs: Sequence[HubRun], columns: Sequence[str]) -> list[TableRow]:
-    """The rows of some runs: two queries, whatever the number of runs and columns."""
+    """Build the table rows of some runs; the number of queries does not grow with the runs or columns."""
     keys = {
         key.pk: f"{key.kind}.{key.name}"
         for key in ValueKey.objects.filter(project=project, name__in=[name.partition(".")[2] for name in columns])
@@ -252,7 +252,7 @@ def runs(request: HttpRequest) -> HttpResponse:
 
 
 def _head(view: View, name: str) -> dict[str, Any]:
-    """The head of a column: a link that sorts by it, first the lowest, then the highest first."""
+    """The header of a column, a link that sorts by the column: ascending at first, descending when followed again."""
     sorted_by = view.sort == name
     order = ("descending" if view.descending else "ascending") if sorted_by else "none"
     turned = replace(view, sort=name, descending=sorted_by and not view.descending, page=1)
@@ -260,7 +260,7 @@ def _head(view: View, name: str) -> dict[str, Any]:
 
 
 def runs_as_csv(request: HttpRequest) -> HttpResponse:
-    """The table as a file, with the columns, the filter and the order of the address."""
+    """The table as a CSV file, with the columns, filter and order in the URL."""
     access, view = access_of(request), view_of(request.GET)
     project, text = access.project, io.StringIO()
     chosen = list(select(project, replace(view, which="present")).select_related("person")[:100_000])
@@ -276,7 +276,7 @@ def runs_as_csv(request: HttpRequest) -> HttpResponse:
 
 
 def _cell(text: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
+    """Prefix text that a spreadsheet would take for a formula with an apostrophe."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t") else text
 
 
