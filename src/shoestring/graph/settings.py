@@ -25,7 +25,7 @@ class Compile(Feature):
         attachments.compile_with(self.backend)
 
     def explain(self, attachments: Attachments) -> str:
-        if type(attachments.model).__module__.startswith("torch.nn."):  # torch.compile skips code of torch.nn itself
+        if type(attachments.model).__module__.startswith("torch.nn."):  # torch.compile skips torch.nn's own code
             kind = type(attachments.model).__name__
             return f"nothing: torch does not compile a top-level nn.{kind}; wrap it in a module"
         return f"by {self.backend}; the first steps compile"

@@ -31,7 +31,7 @@ from shoestring.storage.whole import write_atomic
 
 log = logging.getLogger("shoestring")
 
-# Without contraction, which compilers apply to one loop and not to another: see fused.h.
+# Contraction to fused multiply-add is off, because compilers apply it to some loops and not to others; see fused.h.
 FLAGS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-Wall", "-Werror")
 SECONDS = 300.0
 """Time limit of a compilation in seconds."""
@@ -43,7 +43,7 @@ class CompileError(ShoestringError):
 
 @dataclass(frozen=True)
 class _Language:
-    """How source files of one language are compiled: the names of compilers to try, and their options."""
+    """How to compile source files of one language: the compilers to try, their options, and options for linking."""
 
     name: str
     compilers: tuple[str, ...]
@@ -53,7 +53,7 @@ class _Language:
 
 def _language(suffix: str) -> _Language:
     if suffix == ".c":
-        # OpenMP is not linked: its symbols are resolved in torch's copy when the library is opened.
+        # OpenMP is not linked: opening the library resolves its OpenMP symbols in torch's copy of the runtime.
         return _Language("C", ("cc", "gcc", "clang"), ("-std=c11", *FLAGS, "-fno-math-errno", "-fopenmp"), ("-lm",))
     package = Path(torch.__file__).parent
     headers = [f"-I{package / 'include'}", f"-I{sysconfig.get_path('include')}"]
@@ -83,21 +83,21 @@ def load(name: str) -> ctypes.CDLL:
             if not path.is_file():
                 _compile(compiler, language, source, path)
         return _open(path, compiler, language, source)
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # for example, the disk is full
         raise CompileError(f"`{source.name}` cannot be compiled: {error}") from error
 
 
 @cache
 def _lock(name: str) -> threading.Lock:
-    """Held while a library is compiled, so that whoever needs it meanwhile waits instead of compiling it again."""
+    """The lock that is held while a library is compiled, so that other threads wait instead of compiling it too."""
     return threading.Lock()
 
 
 def compile_ahead(*names: str) -> None:
-    """Begin to compile libraries that are not in the cache, all at once, while the caller goes on."""
+    """Start compiling all libraries that are not in the cache, each in a background thread."""
 
     def attempt(name: str) -> None:
-        with suppress(CompileError):  # whoever needs the library says what is wrong
+        with suppress(CompileError):  # the caller that needs the library reports the error
             load(name)
 
     for name in names:
@@ -111,7 +111,7 @@ def names() -> list[str]:
 
 
 def is_built(name: str) -> bool:
-    """Whether a library is in the cache, so that `load` need not compile it."""
+    """Whether a library is in the cache, so that `load` does not have to compile it."""
     try:
         source, language, compiler = _found(name)
         return _path(source, language, compiler).is_file()
@@ -123,7 +123,7 @@ def folder() -> Path:
     """The folder of compiled libraries; only this user can write to it, because its libraries are executed."""
     home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
     with suppress(OSError, ShoestringError):
-        if home.is_absolute():  # a relative path would start at the current folder, which may belong to another user
+        if home.is_absolute():  # a relative path would depend on the current folder, which others may own
             return private_folder(home / ".cache", "shoestring", "native")
     return private_folder(Path(tempfile.gettempdir()), f"shoestring-native-{os.geteuid()}")
 
@@ -133,8 +133,8 @@ def function(name: str, arguments: Sequence[Any], otherwise: str, file: str = ""
 
     Args:
         arguments: ctypes types of the function's arguments.
-        otherwise: what happens without the function; the beginning of the warning if it cannot be compiled.
-        file: name of the function's source file without suffix; empty if it is that of the function.
+        otherwise: text of the warning if the function cannot be compiled; it says what happens without the function.
+        file: name of the source file that contains the function, without suffix; defaults to `name`.
 
     Returns:
         The function; None, after a warning, if it cannot be compiled.
@@ -154,13 +154,13 @@ def source_of(name: str) -> Path:
 
 
 def compiler_of(name: str) -> str | None:
-    """The path of the compiler of a library; None if there is none on this machine."""
+    """The path of a compiler for a library; None if this machine has none."""
     compilers = _language(source_of(name).suffix).compilers
     return next((path for name in compilers if (path := shutil.which(name))), None)
 
 
 def _found(name: str) -> tuple[Path, _Language, str]:
-    """The source of a library, its language, and the path of a compiler."""
+    """The source file of a library, its language, and the path of a compiler."""
     source, compiler = source_of(name), compiler_of(name)
     language = _language(source.suffix)
     if compiler is None:
@@ -175,7 +175,7 @@ def _path(source: Path, language: _Language, compiler: str) -> Path:
 
 
 def _key(source: Path, compiler: str, language: _Language) -> str:
-    """Hash everything that a library depends on, including the processor, since machines may share a home folder."""
+    """Hash all inputs of a library, including the processor, because several machines may share a home folder."""
     status = Path(compiler).resolve().stat()
     processor = ""
     with suppress(OSError):
@@ -197,7 +197,7 @@ def _key(source: Path, compiler: str, language: _Language) -> str:
 
 
 def _compile(compiler: str, language: _Language, source: Path, path: Path, *more: str) -> None:
-    """Compile the file `source` and link it to the library `path`; `more` are options of the linker."""
+    """Compile the file `source` and link it to the library `path`; `more` are further linker options."""
     with tempfile.TemporaryDirectory() as folder:
         unlinked, built = Path(folder, "object.o"), Path(folder, "library.so")
         steps = (
@@ -217,11 +217,11 @@ def _compile(compiler: str, language: _Language, source: Path, path: Path, *more
 
 
 def _open(path: Path, compiler: str, language: _Language, source: Path) -> ctypes.CDLL:
-    """Load a library and resolve all its symbols now, so that a missing one fails here and not in a later call."""
+    """Load a library and resolve all its symbols now, so that a missing symbol fails here and not in a later call."""
     now = os.RTLD_NOW
     try:
         return ctypes.CDLL(str(path), mode=now)
-    except OSError:  # torch's OpenMP symbols are not visible in this process: link the compiler's OpenMP library
+    except OSError:  # torch's OpenMP symbols are not visible in this process; link the compiler's OpenMP
         own = path.with_stem(f"{path.stem}-openmp")
         if not own.is_file():
             _compile(compiler, language, source, own, "-fopenmp")

@@ -1,4 +1,4 @@
-"""Mixed precision: operations of the forward pass for which 16 bits suffice are computed in a 16-bit type."""
+"""Mixed precision: computes operations of the forward pass in a 16-bit type where 16 bits are accurate enough."""
 
 from shoestring.precision.settings import Autocast
 

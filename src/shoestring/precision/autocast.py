@@ -45,7 +45,7 @@ def cast(attachments: Attachments, dtype: str) -> None:
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype == to else tensor, output)
 
-    attachments.patch(attachments.module, cast_forward)  # for users' own loops, which call the model directly
+    attachments.patch(attachments.module, cast_forward)  # needed in users' own loops, which call the model directly
     attachments.surround(partial(torch.autocast, device, dtype=to))
     if dtype == "fp16":
         attachments.scale_with(torch.amp.GradScaler(device))

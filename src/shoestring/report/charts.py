@@ -48,9 +48,9 @@ def _chart(position: int, chart: dict[str, Any], runs: Sequence[dict[str, Any]])
 
 
 def _key(chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> list[Markup]:
-    """The legend of a feature's chart: a colour for each line. All other charts share the legend in the controls."""
+    """The legend of a feature's chart: label and colour of each line. Other charts share one legend in the controls."""
     tones = {line["label"]: line["tone"] for line in chart["lines"] if not line["kind"] and line["label"]}
-    if len(runs) > 1:  # colours distinguish runs; in each run, all lines but the first are dotted
+    if len(runs) > 1:  # colours then distinguish runs, so labels have no colour
         return [tag("span", f" {', '.join(tones)}", class_="of")] if tones else []
     swatches = {
         label: tag("span", class_=f"swatch tone{tone % 8}", aria_hidden="true") for label, tone in tones.items()
@@ -66,13 +66,14 @@ def _values(chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Markup:
         title = ", ".join(filter(None, (run["name"] if len(runs) > 1 else "", line["label"]))) or chart["title"]
         columns.append((title, dict(zip((run["step"][at] for at in line["at"]), line["value"], strict=True))))
     every = sorted({step for _, values in columns for step in values})
-    # only steps at which the sparsest curve has a value: evaluations are rare, and rows without them say little
+    # Use only steps at which the curve with the fewest values has one: evaluations are rare, and most other rows would
+    # show no value for them.
     steps = min((list(values) for _, values in columns if len(values) > 2), key=len, default=every)
     chosen = sorted({every[0], *steps[:: max(1, -(-len(steps) // _ROWS))], every[-1]})
     rows = []
     for step in chosen:
         cells = [values.get(step, "–") for _, values in columns]
-        numbers = map(number, cells)  # None for cells that are no finite numbers
+        numbers = map(number, cells)  # None for cells that are not numbers
         shown = [
             str(cell) if figure is None else figures.plain(figure) for cell, figure in zip(cells, numbers, strict=True)
         ]

@@ -19,7 +19,7 @@ _ABSENT = "–"
 
 
 def compare(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
-    """Compare the runs in two or more `folders`; `out` is the page to write.
+    """Compare the runs in two or more `folders`, and write the comparison page to `out`.
 
     Returns:
         A summary for the terminal (final figures, settings and versions that differ), and the page's path.
@@ -82,7 +82,7 @@ def _page(runs: Sequence[RunFolder], names: Sequence[str], parts: Sequence[Marku
 
 
 def _differences(documents: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Rows of the keys whose values differ, in order of first appearance: key, then the value in each document."""
+    """Table rows for the keys whose values differ: the key, then its value in each document, in order of appearance."""
     keys = dict.fromkeys(key for document in documents for key in document)
     rows = [[key, *(document.get(key, _ABSENT) for document in documents)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -105,7 +105,7 @@ def _format(label: str, results: Mapping[str, float], first: Mapping[str, float]
 
 
 def _change(first: float | None, value: float, is_share: bool) -> str:
-    """The change from the first run as text: in percent, for shares in percentage points, or "equal"."""
+    """Text for the change from the first run: in percent, for shares in percentage points, or "equal"."""
     if first == value:
         return "equal"
     if first is None or not math.isfinite(first) or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: as a bar on a terminal, otherwise as lines, with the same figures."""
+"""Shows the progress of a run: as a bar on a terminal, elsewhere as lines; both have the same figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Column
 
 from shoestring import figures
 
-_FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (  # metric and how it is shown, most important first
+_FACTS: tuple[tuple[str, Callable[[float], str]], ...] = (  # metrics and their formats, most important first
     ("loss", lambda value: f"loss {value:.3f}"),
     ("bits_per_byte", lambda value: f"bpb {value:.2f}"),
     ("held_out_loss", lambda value: f"held-out loss {value:.3f}"),
@@ -62,7 +62,7 @@ class Console:
         self._bar = _Bar(self._stream) if on_terminal else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the metrics of a step; steps count from 1, and keys are those of metrics.jsonl."""
+        """Show the metrics of a step; steps count from 1, and the keys are the same as in metrics.jsonl."""
         now, total = self._clock(), self._total()
         first = self._begun is None
         self._begun = self._begun or (step, now)
@@ -72,7 +72,7 @@ class Console:
         evaluated = any(key in values for key in _EVALUATION)
         due = step % self._every == 0 and now - self._printed >= self._pause
         if self._bar:
-            # the time left comes first, because a narrow terminal cuts off the end
+            # The remaining time comes first, because a narrow terminal cuts off the end.
             self._bar.show(step, total, " | ".join(left + facts), line if evaluated else "")
         elif first or evaluated or 0 < total <= step or due:
             self._print(line, now)
@@ -80,7 +80,7 @@ class Console:
             self._held_back = line
 
     def close(self) -> None:
-        """Print the last step if its line was held back, and stop the bar; the bar's last state stays on the screen."""
+        """Print the last step if its line was held back, or stop the bar, whose last state stays on the screen."""
         if self._bar:
             self._bar.close()
         elif self._held_back:
@@ -91,7 +91,7 @@ class Console:
         self._printed, self._held_back = now, ""
 
     def _left(self, step: int, now: float) -> list[str]:
-        """The remaining time at the mean pace since this process's first step, evaluations and checkpoints included."""
+        """Estimate the remaining time from the mean time per step since this process began, evaluations included."""
         begun_step, begun = self._begun or (step, now)
         total = self._total()
         if step <= begun_step or step >= total:
@@ -100,7 +100,7 @@ class Console:
 
 
 class _Bar:
-    """A progress bar that fills the width left by the figures; evaluations are printed as lines above the bar."""
+    """A progress bar beside the figures of the newest step; evaluations are printed as lines above the bar."""
 
     def __init__(self, stream: TextIO) -> None:
         columns = (

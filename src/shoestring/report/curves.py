@@ -11,8 +11,8 @@ import numpy as np
 from shoestring.report import digest
 from shoestring.report.reading import RunFolder, arrays, tables, values_at
 
-LARGE, SMALL = 2000, 600  # maximum number of points of a curve in a large and in a small chart
-MEANS = 500  # number of stretches whose means replace a thinned curve's extremes for smoothing
+LARGE, SMALL = 2000, 600  # maximum points per curve in a large and in a small chart
+MEANS = 500  # number of intervals of a thinned curve whose means are used when the page smooths it
 
 _MAIN = {
     "bits": ("Bits per byte", "bits_per_byte", "held_out_bits_per_byte"),
@@ -32,26 +32,27 @@ _KNOWN = {  # metric: title, unit, format
     "exposed_seconds": ("Exposed communication", "seconds a step", "plain"),
     "residual": ("Residual", "2-norm", "plain"),
 }
-_EXACT = frozenset({"lr"})  # never smoothed: a schedule is not noisy, so smoothing would only distort it
+_EXACT = frozenset({"lr"})  # never smoothed: a schedule has no noise, and smoothing would distort it
 
 
 def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """The data that the page's script draws: {"runs", "large": charts, "small": charts, "tokens": bool, as an x axis}.
+    """The data that the page's script draws: {"runs", "large": charts, "small": charts, "tokens": bool}.
 
-    A run is {"name", "step", "seconds", "tokens"}; the last three are lists of equal length, with an entry for each
-    step at which a curve of the run has a point. A chart is {"key", "title", "unit", "format", "smooth", "marks",
-    "lines"}. A line is {"run", "kind", "label", "tone", "logged", "at", "value"}, where `at` has indices into the lists
-    of the line's run, and `tone` is the line's colour if there is only one run. A value that is not finite is given by
-    its name as text. A thinned line also has {"means": {"at", "value"}}.
+    The bool says whether every run has token counts, so that they can be the x axis. A run is {"name", "step",
+    "seconds", "tokens"}; the last three are lists of equal length, with an entry for each step at which a curve of the
+    run has a point. A chart is {"key", "title", "unit", "format", "smooth", "marks", "lines"}. A line is {"run",
+    "kind", "label", "tone", "logged", "at", "value"}, where `at` holds indices into the lists of the line's run, and
+    `tone` is the line's colour if there is only one run. Infinities and NaN are written as text. A thinned line also
+    has {"means": {"at", "value"}}.
     """
     large = [_large(key, runs) for key in _MAIN]
-    # the page opens with the first chart, so the chart with most logged values comes first
+    # The page opens with the first chart, so the chart with the most logged values comes first.
     large.sort(key=lambda chart: sum(line["logged"] for line in chart["lines"]), reverse=True)
     added = {
         str(row.get("title")): row
         for run in runs
         for row in tables(run.summary, "report_items")
-        if row.get("as") == "curve" and isinstance(row.get("metrics"), dict)  # skips damaged rows
+        if row.get("as") == "curve" and isinstance(row.get("metrics"), dict)  # skip damaged rows
     }
     drawn = {metric for _, *metrics in _MAIN.values() for metric in metrics} | {"time", "tokens"}
     drawn |= {metric for row in added.values() for metric in row["metrics"]}
@@ -73,8 +74,8 @@ def payload(runs: Sequence[RunFolder]) -> dict[str, Any]:
 def thin(values: Sequence[float] | np.ndarray, limit: int) -> list[int]:
     """Indices of at most `limit` values that keep the curve's shape.
 
-    The values are cut into equal stretches. The lowest, the highest and the first non-finite value of each stretch are
-    kept, as well as the first and the last of all values. Every drawn point is a logged value, not an average.
+    The values are divided into equal intervals. The result includes the lowest, the highest and the first non-finite
+    value of each interval, and the first and last of all values. Every drawn point is a logged value, not an average.
     """
     if len(values) <= limit:
         return list(range(len(values)))
@@ -86,18 +87,18 @@ def thin(values: Sequence[float] | np.ndarray, limit: int) -> list[int]:
     chosen = [np.array([0, len(array) - 1])]
     for wanted in (finite & (array == lowest[labels]), finite & (array == highest[labels]), ~finite):
         places = np.flatnonzero(wanted)
-        chosen.append(places[np.unique(labels[places], return_index=True)[1]])  # the first of each stretch
+        chosen.append(places[np.unique(labels[places], return_index=True)[1]])  # the first one in each interval
     return np.unique(np.concatenate(chosen)).tolist()
 
 
 def _stretches(length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each of `number` equal stretches starts, of at most `length`, and the stretch of each index."""
+    """Divide `length` indices into at most `number` equal intervals: their first indices, and each index's interval."""
     starts = np.arange(min(number, length)) * length // min(number, length)
     return starts, np.repeat(np.arange(len(starts)), np.diff(np.append(starts, length)))
 
 
 def _means(steps: Sequence[int] | np.ndarray, values: np.ndarray) -> dict[str, list[Any]]:
-    """The mean of the finite values of each stretch, at the step in the stretch's middle."""
+    """The mean of the finite values in each interval, placed at the middle step of the interval."""
     places = np.flatnonzero(np.isfinite(values))
     _, labels = _stretches(len(values), MEANS)
     _, first, counts = np.unique(labels[places], return_index=True, return_counts=True)
@@ -122,7 +123,7 @@ def _large(key: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _small(metric: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """The chart of one metric; for unknown metrics, the name has title and unit: `copied_mb` is "Copied", MB."""
+    """The chart of one metric; the name of an unknown metric yields title and unit: `copied_mb` is "Copied" in MB."""
     name, _, last = metric.rpartition("_")
     words = (name if last in _UNITS and name else metric).replace("_", " ")
     own = (words[:1].upper() + words[1:], _UNITS.get(last, "") if name else "", "plain")
@@ -146,9 +147,9 @@ def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, 
 def _line(
     run: RunFolder, position: int, metric: str, limit: int, *, kind: str = "", label: str = "", tone: int = 0
 ) -> list[dict[str, Any]]:
-    """A list of one line, the curve of a metric (with means if it is thinned); empty if the run lacks the metric.
+    """The curve of a metric as a list with one line, with means if it is thinned; empty if the run lacks the metric.
 
-    `at` has steps here, which `_axes` later converts to indices.
+    Here `at` holds steps; `_axes` later converts them to indices.
     """
     steps, values = arrays(run.columns.get(metric, {}))
     if not len(values):
@@ -164,7 +165,7 @@ def _line(
 
 
 def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The x values of a run at all steps where its lines have points; converts `at` of the lines to indices."""
+    """The x values of a run at all steps where its lines have points; also converts `at` in the lines to indices."""
     parts = [part for line in lines for part in (line, line.get("means")) if part]
     steps = sorted({step for part in parts for step in part["at"]})
     index = {step: position for position, step in enumerate(steps)}
@@ -182,5 +183,5 @@ def _axes(run: RunFolder, name: str, lines: Sequence[dict[str, Any]]) -> dict[st
 
 
 def _as_json(value: float) -> float | str:
-    """Round to six significant digits, more than a screen shows; infinities and NaN become text, as JSON lacks them."""
+    """Round to six significant digits, more than a screen shows; infinities and NaN, which JSON lacks, become text."""
     return float(f"{value:.6g}") if math.isfinite(value) else {math.inf: "∞", -math.inf: "-∞"}.get(value, "NaN")

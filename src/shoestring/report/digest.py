@@ -15,13 +15,13 @@ UNFINISHED = "unfinished"
 
 
 def name(run: RunFolder) -> str:
-    """The run's name in the run file; if it has none, the folder's name."""
+    """The run's name in the run file, or else the name of its folder."""
     title = run.summary.get("name") or table(run.settings, "run").get("name") or started(run).get("name")
     return str(title) if title else run.path.resolve().name
 
 
 def status(run: RunFolder) -> str:
-    """How the run ended: finished, stopped or failed, from its history or else its summary; `UNFINISHED` if unknown."""
+    """How the run ended, by its history or else its summary: finished, stopped or failed; `UNFINISHED` if unknown."""
     if history_file.cause(run.history):
         return "failed"
     if history_file.lost(run.history):
@@ -49,7 +49,7 @@ def last_step(run: RunFolder) -> int:
 
 
 def seconds(run: RunFolder) -> float | None:
-    """Wall-clock seconds since the newest start: from the summary, else between that start's first and last metrics."""
+    """Wall-clock seconds since the newest start, by the summary or else by the times of this start's metrics."""
     if (total := _finite(run.summary.get("seconds"))) is not None:
         return total
     since = _finite(started(run).get("time")) or -math.inf
@@ -63,7 +63,7 @@ def counted(run: RunFolder) -> str:
 
 
 def results(run: RunFolder) -> dict[str, float]:
-    """Final figures by their readable names, most important first; unknown figures are left out."""
+    """Final figures by readable name, most important first; unknown figures are left out."""
     bits, unit = table(run.summary, "bits_per_byte"), counted(run)
     newest = seconds(run)
     memory = [_finite(rank.get("memory_gib")) for rank in tables(run.summary, "ranks")]
@@ -108,7 +108,7 @@ def verdict(run: RunFolder) -> str:
 
 
 def tokens_at(run: RunFolder, steps: Sequence[int]) -> list[float | None]:
-    """Tokens trained on up to each step: as logged, or else estimated in proportion from the summary's total."""
+    """Number of training tokens up to each step: as logged, or else estimated from the total in the summary."""
     if "tokens" in run.columns:
         return [value if math.isfinite(value) else None for value in values_at(run.columns["tokens"], steps).tolist()]
     tokens, total = _finite(run.summary.get("tokens")), _finite(run.summary.get("steps"))
@@ -130,7 +130,7 @@ def _get(document: dict[str, Any], key: str, default: float | None) -> float | N
 
 
 def _last(run: RunFolder, key: str) -> float | None:
-    """The last value of a metric, even if it is NaN, so that a diverged run is recognized."""
+    """The last value of a metric, which may be NaN, so that a diverged run is recognized."""
     return next(reversed(run.columns.get(key, {}).values()), None)
 
 

@@ -1,4 +1,4 @@
-"""A page as one HTML file with style, script and data; its content security policy forbids loading anything else."""
+"""Builds a page as one HTML file with style, script and data; its content security policy forbids loading any more."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class PageFrame:
     style: str
     script: str
     footer: str = ""
-    """Sentences at the foot of every page, after the sentences about the page's origin."""
+    """Sentences at the foot of every page, after the sentences that say how the page was made."""
 
 
 def document(title: str, head: Markup, body: Markup, data: Any, frame: PageFrame) -> str:
-    """Build the whole page; its policy allows the inline style and script by their hashes, pictures in
-    the page itself, and nothing else."""
+    """Build the whole page; its policy allows the inline style and script by their hashes and embedded pictures,
+    and forbids everything else."""
     sources = f"script-src {_hash(frame.script)}; style-src {_hash(frame.style)}"
     return Template(packaged("shoestring.report", "page.html")).substitute(
         title=join([title]),

@@ -1,4 +1,4 @@
-"""Scales, axes and marks of SVG charts that need no script, for the pages of tune, profile and memory."""
+"""Scales, axes and marks of SVG charts that work without scripts, for the pages of tune, profile and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scale:
         if span <= 0:
             return [self.low]
         step = 10.0 ** math.floor(math.log10(span / 4))
-        # among 1, 2, 5 and 10 times a power of ten, the step with the number of ticks closest to five
+        # Of the steps 1, 2, 5 and 10 times a power of ten, take the one that gives closest to five ticks.
         step *= min((1, 2, 5, 10), key=lambda factor: abs(span / (factor * step) - 5))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [at * step for at in range(first, last + 1)]
@@ -59,7 +59,7 @@ def scales(across: Sequence[float], up: Sequence[float]) -> tuple[Scale, Scale]:
 
 
 def axes(x: Scale, y: Scale, below: str) -> list[Markup]:
-    """Grid lines, tick labels, and the name of the horizontal axis."""
+    """Grid lines and tick labels of both axes, and the name of the horizontal axis."""
     drawn = []
     for value in y.ticks():
         drawn.append(line(_LEFT, y(value), WIDTH - _RIGHT, y(value), "rule"))
@@ -86,7 +86,7 @@ def path(points: Sequence[tuple[float, float]], kind: str, title: str = "") -> M
 
 
 def stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points of a step line, which keeps each value until the next point."""
+    """The points of a step curve, which holds each value until the next point."""
     corners = list(points[:1])
     for (_, before), (x, y) in pairwise(points):
         corners += [(x, before), (x, y)]
@@ -102,7 +102,7 @@ def text(x: float, y: float, words: str, anchor: str = "middle", kind: str = "qu
 
 
 def picture(parts: Sequence[Markup], label: str, height: int = HEIGHT) -> Markup:
-    """The chart as one SVG, with its name for screen readers."""
+    """Combine the parts of a chart into one SVG element, with `label` as its name for screen readers."""
     return tag(
         "div",
         tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label),
@@ -121,7 +121,7 @@ def levels(lines: Mapping[str, Sequence[tuple[int, int, float]]], label: str) ->
 
     Args:
         lines: maps the CSS class of each line to its ranges in order: (first step, step after the last, value). The
-            largest value of all lines is near the top of the chart, and 0 is at the bottom.
+            vertical axis runs from 0 to slightly above the largest value.
     """
     stretches = [stretch for line in lines.values() for stretch in line]
     first, last = min(begin for begin, _, _ in stretches), max(end for _, end, _ in stretches)

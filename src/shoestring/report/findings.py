@@ -1,6 +1,6 @@
-"""Tables and pictures that evaluations of a run return, in the run's folder: written, dropped after a resume, and read.
+"""Stores tables and pictures that evaluations return in the run's folder, drops later ones on a resume, and reads them.
 
-`evaluations.jsonl` has a row for each of them; a picture is a PNG file in `pictures/`, whose name begins with its step.
+`evaluations.jsonl` has one row per table or picture; a picture is a PNG file in `pictures/` named by step and name.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shoestring.storage.whole import write_atomic
 
 FILE, FOLDER = "evaluations.jsonl", "pictures"
 MOST_ITEMS = 32
-"""Maximum number of tables and pictures of an evaluation; further ones are left out."""
+"""Maximum number of tables and pictures from one evaluation; any more are left out."""
 MOST_ROWS = 1000
-"""Maximum number of rows of a table; further ones are left out, and the note says so."""
+"""Maximum number of rows in a table; any more are left out, and the table's note reports this."""
 MOST_PIXELS = 2048
-"""Maximum height and width of a picture; of a larger one, every second, third … row and column is kept."""
+"""Maximum height and width of a picture; a larger picture is reduced to every second, third … row and column."""
 MOST_FILES = 1000
 """Maximum number of pictures in a run folder; the oldest are deleted."""
 MOST_BYTES = 16 << 20
-"""Maximum size of all pictures in a page; the files of further ones are named instead."""
+"""Maximum total size of the pictures in a page, in bytes; pictures beyond it are reported as not shown."""
 _LONGEST = 8 << 20
-"""Maximum length of a row in bytes."""
+"""Maximum length of a row of the file in bytes."""
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _NAME = re.compile(r"\d{8}-[\w.-]{1,80}\.png", re.ASCII)
 
@@ -44,8 +44,8 @@ _NAME = re.compile(r"\d{8}-[\w.-]{1,80}\.png", re.ASCII)
 class Picture:
     """A picture that an evaluation returns.
 
-    `pixels` is an array, a tensor or a Pillow image of the shape (H, W), (H, W, 3) or (3, H, W), or with 1 in place of
-    3: whole numbers from 0 to 255, or real numbers from 0 to 1. Values outside of the range are clipped; NaN is 0.
+    `pixels` is an array, a tensor or a Pillow image of shape (H, W), (H, W, 1), (H, W, 3), (1, H, W) or (3, H, W). It
+    holds integers from 0 to 255 or real numbers from 0 to 1. Values outside of the range are clipped; NaN becomes 0.
     """
 
     pixels: Any
@@ -58,7 +58,7 @@ class Picture:
             ConfigError: the pixels have another shape or type.
         """
         pixels = self.pixels
-        if hasattr(pixels, "detach"):  # a tensor, whose types of 16 bits numpy may not have
+        if hasattr(pixels, "detach"):  # a tensor; numpy lacks some of torch's 16-bit types
             pixels = pixels.detach().cpu()
             pixels = pixels.float() if pixels.is_floating_point() else pixels
         array = np.asarray(pixels)
@@ -87,7 +87,7 @@ Finding = Table | Picture
 def png(pixels: np.ndarray) -> bytes:
     """A PNG file (ISO/IEC 15948) of uint8 pixels, (H, W) or (H, W, 3)."""
     height, width = pixels.shape[:2]
-    rows = np.zeros((height, 1 + pixels[0].size), np.uint8)  # each row begins with its filter, 0 for none
+    rows = np.zeros((height, 1 + pixels[0].size), np.uint8)  # each row begins with its filter type, 0 for no filter
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if pixels.ndim == 3 else 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
@@ -107,7 +107,7 @@ class Findings:
         """Do nothing: metrics have a sink of their own."""
 
     def show(self, step: int, findings: Mapping[str, Finding]) -> None:
-        """Write the tables and pictures of an evaluation after `step`; pictures before the rows that name them."""
+        """Write the tables and pictures of an evaluation after `step`; pictures come before the rows that name them."""
         self._rows = self._rows or JsonLines(self.folder / FILE)
         rows = [{"step": step, "name": name} | self._stored(step, name, item) for name, item in findings.items()]
         for row in rows:
@@ -128,7 +128,7 @@ class Findings:
         return {"picture": file, "caption": item.caption}
 
     def truncate_after(self, step: int) -> None:
-        """Remove what evaluations after later steps than `step` have written."""
+        """Remove the rows and pictures of evaluations after a later step than `step`."""
         if self._rows is not None:
             self._rows.truncate_after(step)
         for path in (self.folder / FOLDER).glob("*.png"):
@@ -142,7 +142,7 @@ class Findings:
 
 
 def _cell(cell: object) -> str | float:
-    """A cell as a number or text; numbers of torch and numpy become Python's."""
+    """Convert a cell to a number or text; numbers of torch and numpy become Python floats."""
     if isinstance(cell, str):
         return cell
     try:
@@ -152,17 +152,17 @@ def _cell(cell: object) -> str | float:
 
 
 def _file_name(name: str) -> str:
-    """A name for a file; names that would be changed get a part of their hash, so that no two become equal."""
+    """Make a file name; a name that has to be changed gets part of its hash, so that different names stay different."""
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
 
 
 def read(folder: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The newest table or picture of each name in a run folder, which somebody else may have written; a row of a
-    picture gets the entry `source`, a data URL, unless the page would become too large.
+    """Yield the newest table or picture of each name from a run folder, which may be untrusted; the row of a
+    picture gets the entry `source`, a data URL, which is empty if the page would become too large.
 
     Args:
-        problems: gets a line for each row or file that cannot be read.
+        problems: list to which a line is added for each row or file that cannot be read.
     """
     newest: dict[str, dict[str, Any]] = {}
     path, skipped = folder / FILE, 0
@@ -190,7 +190,7 @@ def read(folder: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None if the line holds no row."""
+    """Parse a line to a row; None if the line is not a valid row."""
     try:
         row = foreign.parse_json(line.decode("utf-8", "replace"))
     except ValueError:
@@ -200,7 +200,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _source(folder: Path, file: str, room: int, problems: list[str]) -> str:
-    """The data URL of a picture; empty if it is no PNG file of this folder or larger than `room`."""
+    """The data URL of a picture; empty if the file is not a PNG in this run's folder or is larger than `room`."""
     if not _NAME.fullmatch(file):
         problems.append(f"{FILE} names a file that is no picture of this run")
         return ""

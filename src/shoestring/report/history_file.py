@@ -1,9 +1,9 @@
-"""history.jsonl of a run folder: records every start of the run's ranks, and how it ended.
+"""Reads and writes history.jsonl of a run folder, which records every start of the run's ranks and how it ended.
 
-Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, `resumed` if it continues a
-checkpoint, then `finished` or `stopped` (by a signal), or `failed` with the error. A killed process writes nothing: the
-next start finds a `started` without an end, and adds `lost`, in which "ended" is the time of the killed process's last
-metric.
+Every event is one line {"event", "time" (unix seconds), "host", "rank", "step"}: `started`, then `resumed` if the run
+continues from a checkpoint, then `finished`, `stopped` (by a signal), or `failed` with the error. A killed process
+writes no event. The next start therefore adds `lost` after a `started` event without an end; its entry "ended" is the
+time of the killed process's last metric.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shoestring.storage import foreign
 
 FILE = "history.jsonl"
 _LINE = 1 << 20
-"""Maximum bytes of an event; its longest part is an error's text."""
+"""Maximum length of an event in bytes; the text of an error is the longest part."""
 
 
 def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
     """Append one event in a single write, so that the lines of several ranks do not mix."""
     row = {"event": event, "time": time.time(), "host": socket.gethostname(), "rank": rank, "step": step} | more
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # does not wait for a pipe or follow a link
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # does not block on a pipe or follow a link
     descriptor = os.open(Path(folder) / FILE, flags, 0o644)  # own file: it is written here
     try:
         os.write(descriptor, b"\n" * _cut_short(Path(folder) / FILE) + json.dumps(row).encode() + b"\n")
@@ -40,14 +40,14 @@ def add(folder: Path, event: str, *, rank: int, step: int, **more: Any) -> None:
 def read(folder: Path) -> list[dict[str, Any]]:
     """Read all events that can be parsed, oldest first."""
     path = Path(folder) / FILE
-    with suppress(OSError):  # there is no file
+    with suppress(OSError):  # the file does not exist
         foreign.check_within(path, Path(folder))
         return parse(foreign.read_lines(path, _LINE))
     return []
 
 
 def parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The events in lines of a history; lines that are not events are left out, and a line too long ends the list."""
+    """Parse the lines of a history to events; other lines are skipped, and a line that is too long ends the list."""
     events = []
     with suppress(OSError, ValueError):
         for line in lines:
@@ -59,7 +59,7 @@ def parse(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def lost(events: Sequence[dict[str, Any]]) -> bool:
-    """Whether the newest start has no end event."""
+    """Whether the newest start has no event that ends it."""
     return bool(events) and events[-1]["event"] in ("started", "resumed")
 
 
@@ -70,7 +70,7 @@ def newest(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spent_before(events: Sequence[dict[str, Any]]) -> float:
-    """Total run time, in seconds, of all starts before the newest, each until its end (if lost, its last metric)."""
+    """Total run time, in seconds, of all starts before the newest; a lost start ends at its last metric."""
     seconds, began = 0.0, math.nan
     for event in events[: len(events) - len(newest(events))]:
         if event["event"] == "started":
@@ -87,13 +87,13 @@ def _moment(event: dict[str, Any], key: str) -> float:
 
 
 def cause(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The event that best explains why the newest start failed: a rank's own error rather than the loss of a peer."""
+    """The event that best explains why the newest start failed; a rank's own error is preferred to a peer's loss."""
     ends = [event for event in newest(events) if event["event"] in ("failed", "lost")]
     return min(ends, key=lambda event: event.get("error") == "PeerError", default=None)
 
 
 def _cut_short(path: Path) -> bool:
-    """Whether the last line lacks its line break, because a machine went down while it was written."""
+    """Whether the last line lacks its line break, because the machine crashed while the line was written."""
     with foreign.open_file(path) as file:
         if not file.seek(0, os.SEEK_END):
             return False

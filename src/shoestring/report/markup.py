@@ -1,4 +1,4 @@
-"""Builds HTML in which text from files cannot become markup: every plain string is escaped."""
+"""Builds HTML, escaping every plain string so that text from files cannot become markup."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Markup(str):
 
 
 def tag(name: str, *children: str, **attributes: str | int | float | bool) -> Markup:
-    """`<name attributes>children</name>`; `class_` becomes the attribute `class`, and `aria_label` `aria-label`."""
+    """`<name attributes>children</name>`; `class_` becomes the attribute `class`, `aria_label` becomes `aria-label`."""
     parts = []
     for key, value in attributes.items():
         if value is not False:
@@ -35,11 +35,11 @@ def table(
     """A table that scrolls on its own on a narrow screen.
 
     Args:
-        caption: what the table contains; also used as the name of its scrolling region.
+        caption: what the table contains; also the accessible name of the region in which the table scrolls.
         head: column titles.
         rows: rows of cells; the first cell of a row is the row's header.
-        figures: index of the first column of numbers; it and later columns are right-aligned; 0 for none.
-        stacked: on a narrow screen, show each row as a block of cells below each other.
+        figures: index of the first column of numbers; this and later columns are right-aligned; 0 if there are none.
+        stacked: on a narrow screen, show each row as a block with its cells below each other.
     """
 
     def cell(index: int, child: str) -> Markup:
@@ -59,6 +59,6 @@ def table(
 
 
 def embedded(value: object) -> Markup:
-    """JSON that is safe inside a script element: without `<`, which could end the element or open a comment."""
+    """JSON that is safe inside a script element: `<`, which could end the element or open a comment, is escaped."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))

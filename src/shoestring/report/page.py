@@ -1,4 +1,4 @@
-"""The report page of a run folder: markup, style, script and data in a single file that loads nothing."""
+"""Writes the report page of a run folder: markup, style, script and data in one file that loads no others."""
 
 from __future__ import annotations
 

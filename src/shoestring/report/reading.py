@@ -20,12 +20,12 @@ from shoestring.storage import foreign
 
 Columns = dict[str, dict[int, float]]
 
-# Keys of a summary that describe the run itself and not its end: they still hold if the run was resumed and failed.
+# Keys of a summary that describe the run rather than how it ended; they stay valid if the run resumes and then fails.
 _STANDING = ("name", "total_steps", "parameters", "features", "baselines")
 
 
 class _ArrayValues(ValuesView[float]):
-    """The values of an `ArrayColumn`, without a look-up for each."""
+    """Iterates over the values of an `ArrayColumn` without looking up each step."""
 
     def __init__(self, column: ArrayColumn) -> None:
         super().__init__(column)
@@ -39,7 +39,7 @@ class _ArrayValues(ValuesView[float]):
 
 
 class ArrayColumn(Mapping[int, float]):
-    """A metric as two arrays of equal length: its steps, ascending and without repetition, and their values."""
+    """A metric as two arrays of equal length: the steps, ascending and unique, and the values at these steps."""
 
     def __init__(self, steps: np.ndarray, values: np.ndarray) -> None:
         self.steps, self.array = steps, values
@@ -68,14 +68,14 @@ Column = dict[int, float] | ArrayColumn
 
 
 def arrays(column: Mapping[int, float]) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
-    """The steps and the values of a metric. Steps are an array only where they are known to fit into 64 bits."""
+    """The steps and the values of a metric. Steps are an array only if all of them are known to fit into 64 bits."""
     if isinstance(column, ArrayColumn):
         return column.steps, column.array
     return list(column), np.fromiter(column.values(), np.float64, len(column))
 
 
 def values_at(column: Mapping[int, float], steps: Sequence[int]) -> np.ndarray:
-    """The values of a metric at some steps; NaN where it has none."""
+    """The values of a metric at some steps; NaN at steps without a value."""
     if not isinstance(column, ArrayColumn) or not len(column):
         return np.array([column.get(step, np.nan) for step in steps], np.float64)
     wanted = np.array(steps, np.int64)
@@ -87,8 +87,7 @@ def values_at(column: Mapping[int, float], steps: Sequence[int]) -> np.ndarray:
 class RunFolder:
     """The content of a run folder.
 
-    `columns[key][step]` is a metric's value; steps ascend, and for a step that was written twice, the last value is
-    kept.
+    `columns[key][step]` is the value of a metric. Steps ascend; if a step was written twice, its last value counts.
     """
 
     path: Path
@@ -132,7 +131,7 @@ def read(folder: Path) -> RunFolder:
 
 
 def standing(summary: dict[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What of a summary holds after the events of the history: all of it, unless the run has started again since."""
+    """The part of a summary that is still valid: all of it, unless the history shows a start after the last end."""
     if not events or events[-1]["event"] in ("finished", "stopped"):
         return summary
     return {key: summary[key] for key in _STANDING if key in summary}
@@ -180,7 +179,7 @@ def _document(path: Path, problems: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        if path.suffix == ".jsonl":  # a trace, whose first line has the totals
+        if path.suffix == ".jsonl":  # a trace file, whose first line holds the totals
             foreign.check_within(path, path.parent)
             value = foreign.parse_json(next(foreign.read_lines(path), b""))
         elif path.suffix == ".toml":
@@ -209,7 +208,7 @@ def _columns(path: Path, problems: list[str]) -> Columns:
         problems.append(f"{path.name} could not be read: {error}")
     if skipped:
         problems.append(f"metrics.jsonl: {skipped} unreadable line{'s' * (skipped > 1)} left out")
-    # a resumed run may write steps again, so steps may not ascend; sorting sorted values takes linear time
+    # A resumed run may write steps again, so steps may be out of order; sorting takes linear time if they are in order.
     return {key: dict(sorted(column.items())) for key, column in sorted(columns.items())}
 
 

@@ -16,14 +16,14 @@ from shoestring.report.sinks import newest_step
 
 log = logging.getLogger("shoestring")
 
-_FRAMES = 12  # number of a traceback's innermost calls that are stored in the history
+_FRAMES = 12  # number of innermost calls of a traceback that are stored
 
 
 class Recorder:
-    """A context around all work of a process for a run; after the run has begun, it records and reports failures.
+    """A context around everything that a process does for a run; once the run has begun, it records any failure.
 
-    It must be the outermost context: contexts inside it turn failures into messages, so the history has the message
-    that the user sees.
+    It must be the outermost context: contexts inside it convert exceptions to clear errors, so the history gets the
+    message that the user sees.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Recorder:
         self._step: Callable[[], int] = lambda: 0
 
     def begin(self, folder: Path, rank: int, step: Callable[[], int], **facts: Any) -> None:
-        """Record `started` in the history of `folder`, and before it `lost` if the previous start has no end.
+        """Record `started` in the history of `folder`; if the previous start has no end, record `lost` first.
 
         Args:
             step: returns the last completed step.
-            facts: facts of the run (name, ranks, parameters), for a report that is written before there are results.
+            facts: facts of the run (name, ranks, parameters), for a report that is written before the first summary.
         """
         self._folder, self._rank, self._step = folder, rank, step
         if rank > 0:
@@ -49,7 +49,7 @@ class Recorder:
         history_file.add(folder, "started", rank=0, step=step(), **facts)
 
     def resumed(self) -> None:
-        """Record that this start continues from a checkpoint of the current step."""
+        """Record that this start resumes from the checkpoint of the current step."""
         if self._folder is not None and self._rank == 0:
             history_file.add(self._folder, "resumed", rank=0, step=self._step())
 
@@ -58,11 +58,11 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         folder = self._folder
-        if error is None or folder is None or not (folder / "run.toml").is_file():  # ended before its first step
+        if error is None or folder is None or not (folder / "run.toml").is_file():  # the run had not begun
             return
         with suppress(OSError):  # a full disk may have caused the failure
             history_file.add(folder, "failed", rank=self._rank, step=self._step(), **_describe(error))
-        if self._rank == 0 or not isinstance(error, NonFiniteError):  # raised by all ranks
+        if self._rank == 0 or not isinstance(error, NonFiniteError):  # all ranks raise a NonFiniteError
             _report(folder)
 
 

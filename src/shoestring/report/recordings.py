@@ -1,4 +1,4 @@
-"""Base classes, for settings and recorder, of features that record some steps of a run to a file and a page."""
+"""Base classes of features that record some steps of a run to a file and a page: for their settings and recorders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RecordsSteps(Feature):
 
 
 class Recording(Protocol):
-    """The recorded data of one or several ranks, which ranks exchange as bytes."""
+    """Recorded data of one or several ranks; it is exchanged between ranks as bytes."""
 
     def content(self) -> bytes:
         """The content of the recording's file."""
@@ -73,7 +73,7 @@ class StepRecorder(ABC, Generic[R]):
     name: ClassVar[str]
     """Name of the file and of the page, without extension."""
     form: ClassVar[Format]
-    """File format of the recording, used to read it from bytes."""
+    """File format for reading the recording from bytes."""
 
     def __init__(self, attachments: Attachments, settings: RecordsSteps) -> None:
         self.attachments, self.settings = attachments, settings
@@ -105,7 +105,7 @@ class StepRecorder(ABC, Generic[R]):
         """Write the page of a recording; returns the page's path."""
 
     def attach(self, *, at_once: bool = False) -> None:
-        """Register the recorder; it starts at the first selected step, or at once to include what is built earlier."""
+        """Register the recorder; `at_once` starts it now, so that it also records what is built before the steps."""
         if at_once:
             self.begin()
         self.attachments.at(Phase.FORWARD, self.before_step)
@@ -123,7 +123,7 @@ class StepRecorder(ABC, Generic[R]):
             self.recording = True
 
     def before_step(self) -> None:
-        """Start before the first selected step; finish before the step after the last one, to include data loading."""
+        """Start at the first selected step; finish at the step after the last one, to include its data loading."""
         if self.steps_begun >= self.settings.after and not (self.recording or self.refused or self.finished):
             self.begin()
         elif self.settings.steps and self.steps_begun >= self.settings.after + self.settings.steps:
@@ -131,7 +131,7 @@ class StepRecorder(ABC, Generic[R]):
         self.steps_begun += 1
 
     def after_step(self) -> None:
-        """Finish after the run's last step, or when the training loop ends earlier and runs this phase once more."""
+        """Finish when training is done; a loop that ends early runs this phase once more."""
         if self.attachments.done:
             self.finish()
 
@@ -154,13 +154,13 @@ class StepRecorder(ABC, Generic[R]):
         self.attachments.trace.aside += time.perf_counter() - began
 
     def abandon(self) -> None:
-        """Write this rank's recording without waiting for other ranks, if training ended during the selected steps."""
+        """Write this rank's recording without waiting for other ranks, if training ends while steps are recorded."""
         if self.recording:
             rank = f"-{self.attachments.world.rank}" if self.attachments.world.size > 1 else ""
             self._write(self._stop(), f"{self.name}{rank}")
 
     def _stop(self) -> R:
-        self.recording, self.refused = False, True  # `refused` prevents another recording
+        self.recording, self.refused = False, True  # `refused` prevents a second recording
         return self.stop()
 
     def _write(self, recording: R, name: str) -> None:

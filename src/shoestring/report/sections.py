@@ -1,4 +1,4 @@
-"""The sections of the report page: functions from a run folder to markup, which is empty without content."""
+"""The sections of the report page: each function turns a run folder into markup, or returns empty markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 from shoestring.report.reading import RunFolder, flat, number, table, tables
 
-_SHOWN_RANKS = 8  # with more ranks, the table of spans shows minimum and maximum time instead of the time of each rank
+_SHOWN_RANKS = 8  # with more ranks, the table of spans shows only their minimum and maximum times
 
 
 def heading(run: RunFolder) -> Markup:
@@ -91,7 +91,7 @@ def starts(run: RunFolder) -> Markup:
 
 
 def _moment(seconds: object) -> str:
-    """A point in time in the local time zone, without fractions of a second."""
+    """Format a time in the local time zone, without fractions of a second."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(number(seconds)))
     except (OverflowError, ValueError, OSError):
@@ -116,7 +116,7 @@ def headline(run: RunFolder) -> Markup:
 
 
 def _bars(run: RunFolder, results: dict[str, float]) -> Markup:
-    """A bar chart of bits per byte, with the run's own figures and its baselines in ascending order."""
+    """A bar chart of bits per byte: the run's own figures and its baselines, in ascending order."""
     ours = {"ours": ("this run, held out", "held-out"), "training": ("this run, training", "training")}
     own = [(label, results.get(f"{part} bits per byte"), kind) for kind, (label, part) in ours.items()]
     known = [(label, value, kind) for label, value, kind in own if value is not None and math.isfinite(value)]
@@ -146,7 +146,7 @@ def bar(share: float, kind: str = "share") -> Markup:
 
 
 def share_bar(share: float, longest: float) -> Markup:
-    """A table cell with a share in percent and a bar, scaled so that the share `longest` fills the cell."""
+    """A table cell with a share in percent and a bar; the share `longest` would fill the whole cell."""
     return tag("div", bar(share / (longest or 1)), tag("span", figures.percent(share), class_="figure"), class_="share")
 
 
@@ -210,7 +210,7 @@ def _rank(trace: dict[str, Any]) -> str:
 def _span(
     name: str, kind: str, by_rank: dict[int, dict[str, Any]], ranks: int, all_ranks: bool, length: float
 ) -> list[str]:
-    """The cells of one span: means over ranks, then the time on each rank, or minimum and maximum time."""
+    """The cells of one span: means over the ranks, then the time on each rank, or the minimum and maximum time."""
     spent = [number(by_rank.get(rank, {}).get("seconds")) or 0.0 for rank in range(ranks)]
     mean = sum(spent) / ranks
     share = mean / length if length > 0 else 0.0
@@ -236,7 +236,7 @@ def reductions(run: RunFolder) -> Markup:
 
 
 def reduction(row: dict[str, Any]) -> str:
-    """One feature's reduction as a sentence; figures whose `unit` starts with "bytes" are shown as sizes."""
+    """Describe one feature's reduction in a sentence; values whose `unit` starts with "bytes" are shown as sizes."""
     unit, feature = str(row.get("unit", "")), str(row.get("feature", "a feature"))
     used, without = number(row.get("used")), number(row.get("without"))
     cost = f"; costs: {row['cost']}" if row.get("cost") else ""
@@ -295,7 +295,7 @@ def _list(value: object) -> list[Any]:
 
 
 def features(run: RunFolder) -> Markup:
-    """The table of features: seams, reason and settings of each."""
+    """The table of features: name, seams, reason and settings of each feature."""
     rows = []
     for row in tables(run.summary, "features"):
         settings = ", ".join(f"{key} = {value}" for key, value in flat(table(row, "settings")).items())
@@ -312,7 +312,7 @@ def features(run: RunFolder) -> Markup:
 
 
 def ranks(run: RunFolder) -> Markup:
-    """The table of ranks: host, device, data type, threads, speed and memory of each."""
+    """The table of ranks: host, device, data type, threads, speed and memory of each rank."""
     keys = ("rank", "host", "device", "dtype", "threads", "tokens_per_second", "memory_gib")
     rows = [[_cell(row.get(key)) for key in keys] for row in tables(run.summary, "ranks")]
     speed = f"{digest.counted(run).capitalize()}s per second"
@@ -369,7 +369,7 @@ def _mean(totals: Iterable[dict[str, Any]], key: str, ranks: int) -> float:
 
 
 def _cell(value: object, head: str | None = "") -> str:
-    """A table cell as text; the last word of the column's title determines the unit of a number."""
+    """Format a table cell; the last word of the column's title determines the unit of a number."""
     figure = number(value)
     if value is None or figure is None:
         return "–" if value is None else str(value)

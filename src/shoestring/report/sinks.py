@@ -1,8 +1,8 @@
 """The interface of metric sinks (`Sink`), and the JSON lines sink of every run; `trackers.py` has all other sinks.
 
 A sink whose data outlives the process may also have a method `truncate_after(step)`: a resumed run calls this method so
-that repeated steps do not appear twice. A sink may have a method `show(step, findings)`, which gets the tables and
-pictures of an evaluation by name (`findings.py`).
+that repeated steps do not appear twice. A sink may also have a method `show(step, findings)`, which receives the tables
+and pictures of an evaluation by name (see `findings.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
-_END = 1 << 16  # bytes to read at the end of a JSON lines file; enough for its last complete row
+_END = 1 << 16  # bytes to read from the end of a JSON lines file, enough for its last row
 
 
 class Sink(Protocol):
@@ -31,7 +31,7 @@ class Sink(Protocol):
 class JsonLines:
     """Appends one line of JSON per step to `path` and flushes it: step, time (unix seconds) and the values.
 
-    If a crash cut the last line short, a line break is added first, so that the next row has its own line.
+    If a crash has truncated the last line, a line break is added first, so that the next row starts a new line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,12 +43,12 @@ class JsonLines:
         self.append({"step": step, "time": time.time()} | {key: float(value) for key, value in values.items()})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row of JSON types that has an entry `step`."""
+        """Append a row, which must consist of JSON types and have an entry `step`."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Atomically remove all rows of later steps than `step`, and all lines that are not rows."""
+        """Atomically remove all rows of steps later than `step`, and all lines that are not rows."""
         self._file.close()
         try:
             with self.path.open(encoding="utf-8", errors="replace") as old:  # own file: `_open` looked at it
@@ -62,7 +62,7 @@ class JsonLines:
 
     def _open(self) -> Any:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.is_symlink() or self.path.exists():  # the run folder may belong to someone else
+        if self.path.is_symlink() or self.path.exists():  # the run folder may belong to someone else, so check the file
             foreign.open_file(self.path, self.path.parent).close()
         file = self.path.open("a+b")  # own file: looked at above
         if file.seek(0, os.SEEK_END) > 0:
@@ -74,7 +74,7 @@ class JsonLines:
 
 
 def newest_step(path: Path) -> int:
-    """The step of the last row of a JSON lines file; 0 if there is none. Reads only the end of the file."""
+    """The step of the last row of a JSON lines file, of which only the end is read; 0 if there is no row."""
     try:
         with foreign.open_file(path) as file:
             file.seek(-min(_END, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -96,7 +96,7 @@ def seconds_since(path: Path, step: int) -> float:
 
 
 def evaluations_of(path: Path, step: int) -> int:
-    """Number of evaluation rows of `step` in a JSON lines file: these rows have no training loss."""
+    """Number of evaluation rows of `step` in a JSON lines file; such a row has no training loss."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return sum("loss" not in json.loads(line) for line in file if _step(line) == step)

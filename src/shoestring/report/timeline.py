@@ -12,7 +12,7 @@ from shoestring.core.trace import Kind, Span, Total, Trace
 from shoestring.storage import foreign
 
 FORMAT = 1
-KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # facts of the run in a trace's header
+KNOWN = ("ranks", "parameters", "gradient_bytes", "steps", "training_seconds")  # run facts in a trace's header
 
 
 def dumps(trace: Trace) -> str:
@@ -33,7 +33,7 @@ def dumps(trace: Trace) -> str:
 
 
 def read(path: Path) -> Trace:
-    """Read a trace from a file with the output of `dumps`.
+    """Read a trace from a file that `dumps` has produced.
 
     Raises:
         ConfigError: the file is not a trace of this format.

@@ -75,7 +75,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases under wandb's own settings: WANDB_MODE=offline keeps everything in `folder/wandb`.
+    """Logs to Weights & Biases with wandb's own settings; WANDB_MODE=offline stores everything in `folder/wandb`.
 
     A resumed run continues the same run in wandb. Charts use the logged `step` as their axis, because wandb's internal
     step cannot go back to the checkpoint that the run resumed from.
@@ -99,7 +99,7 @@ class Wandb:
         self._run.log({"step": step} | dict(values))
 
     def show(self, step: int, findings: Mapping[str, Finding]) -> None:
-        """Log pictures and tables in wandb's own forms."""
+        """Log pictures and tables as wandb images and tables."""
         import wandb
 
         shown = {
@@ -129,7 +129,7 @@ class Trackio:
         self._run.log(dict(values), step=step)
 
     def show(self, step: int, findings: Mapping[str, Finding]) -> None:
-        """Log pictures and tables in trackio's own forms."""
+        """Log pictures and tables as trackio images and tables."""
         import trackio
         from pandas import DataFrame
 
@@ -165,7 +165,7 @@ class MLflow:
         self._id = remember(folder, "mlflow", create_run)
         known = self._client.get_run(self._id).data.params
         new = [Param(key, value[:500]) for key, value in flat(dict(settings)).items() if key not in known]
-        for start in range(0, len(new), 100):  # the limit of values per request
+        for start in range(0, len(new), 100):  # at most 100 parameters fit into one request
             self._client.log_batch(self._id, params=new[start : start + 100])
         self._client.update_run(self._id, status="RUNNING")
 
@@ -180,7 +180,7 @@ class MLflow:
 
 
 def _open_hub(folder: Path, name: str, settings: Mapping[str, Any]) -> Sink:
-    """Open the sink of the hub, which is a package of its own: this one knows only its name."""
+    """Open the hub's sink, which is in a separate package that only this function imports."""
     with _import_or_hint("hub"):
         module = import_module("shoestring_hub.client.sink")
     return module.HubSink(folder, name, settings)
@@ -210,7 +210,7 @@ def check(names: tuple[str, ...]) -> None:
 
 
 class Tracker:
-    """Wraps a sink so that its failures do not end the run: the first failure is logged, and no more metrics are sent.
+    """Wraps a sink so that its failures do not end the run: the first failure is logged and stops the sink.
 
     Args:
         name: the sink's name in `run.sinks`, for messages.
@@ -243,7 +243,7 @@ class Tracker:
             self._guarded(step, lambda: sink.write(step, values))
 
     def _guarded(self, step: int, work: Callable[[], object]) -> None:
-        """Do something with the sink; if that fails, log a warning and stop using the sink."""
+        """Call `work`, which uses the sink; if it fails, log a warning and stop using the sink."""
         try:
             work()
         except Exception as error:
@@ -274,7 +274,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _import_or_hint(extra: str) -> Iterator[None]:
-    """Turn a failed import in this context into an error that names the extra to install."""
+    """Context that turns a failed import into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -290,10 +290,10 @@ def _markdown(table: Table) -> str:
 
 
 def remember(folder: Path, tracker: str, new: Callable[[], str]) -> str:
-    """The run's id in a tracker; stored in `folder` at the first start, so that a resumed run continues it."""
+    """The run's id in a tracker; created at the first start and stored in `folder`, so that a resumed run reuses it."""
     path = Path(folder) / "trackers.json"
     known: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # there is no file yet, or it is damaged
+    with suppress(OSError, ValueError):  # the file does not exist or is damaged
         known = foreign.read_json_object(path, within=path.parent)
     if tracker not in known:
         known[tracker] = new()
