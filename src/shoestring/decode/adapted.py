@@ -1,7 +1,7 @@
-"""Generation with several low-rank adapters (LoRA) over one model: each row of the cache may have its own.
+"""Generation with several low-rank adapters (LoRA) over one model: each row of the cache may have its own adapter.
 
-The word `Adapter` in this package names the wrapper of a model, in `decode.adapter`; adapters in the sense of LoRA are
-`LoadedAdapter`s.
+In this package, an `Adapter` (see `decode.adapter`) wraps a model for generation, and a `LoadedAdapter` holds the
+low-rank weights of LoRA.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shoestring.models.adapters_by_row import AdaptableLayer, AdaptedPass, Loade
 from shoestring.models.cache import CachePlace, KVCache
 
 PASSES = 4
-"""Number of batches, by the adapters of their rows, for which the stacked or tabulated factors are kept."""
+"""Number of combinations of adapters in a batch whose stacked or tabulated factors are cached."""
 ROWS, TOKENS = 3, 2
-"""Rows, and tokens of each, of the pass that finds out which layers can be adapted."""
+"""Numbers of rows and of tokens per row in the pass that detects which layers can be adapted."""
 
 
 class AdaptedRows(Adapter):
-    """A model in which each row of a cache is read with the adapter that was assigned to it, or with none.
+    """A model that reads each row of a cache with the low-rank adapter that was assigned to the row, if any.
 
-    Models that read each text in a pass of its own do so here too; all others read rows with unlike adapters in one
-    pass.
+    A model that reads each text in a separate pass still does so; any other model reads rows with different adapters
+    in one pass.
 
     Raises:
         ConfigError: passes are captured or compiled, or no layer of the model can be adapted by row.
@@ -37,16 +37,16 @@ class AdaptedRows(Adapter):
     def __init__(self, inner: Adapter) -> None:
         if inner.captured:
             raise ConfigError(
-                "passes that are captured or compiled cannot have another adapter for each text",
+                "captured or compiled passes cannot use a different adapter for each text",
                 hint="give --passes plain",
             )
         super().__init__(inner.model, inner.context)
         self.inner, self.skips, self.pieces, self.shares = inner, inner.skips, inner.pieces, inner.shares
         self.apart = isinstance(inner, OwnCached) or (isinstance(inner, Whole) and inner.apart)
-        """Whether each row is read in a pass of its own."""
+        """Whether each row is read in a separate pass."""
         self.layers = self._find_layers()
         """The layers that may have adapters, by name."""
-        # The adapters of a batch change only when texts begin or end.
+        # The adapters of a batch change only when texts begin or end, so few combinations need to be cached.
         self._pass = lru_cache(PASSES)(lambda adapters: AdaptedPass(self.layers, adapters))
 
     def _find_layers(self) -> dict[str, AdaptableLayer]:
@@ -54,8 +54,8 @@ class AdaptedRows(Adapter):
         layers = adaptable_layers(self.model, lambda tokens: self.inner.read(tokens, cache), cache.rows, TOKENS)
         if not layers:
             raise ConfigError(
-                f"no layer of {type(self.model).__name__} can have another adapter for each text",
-                hint="merge an adapter into the model, and serve that",
+                f"no layer of {type(self.model).__name__} can use a different adapter for each text",
+                hint="merge an adapter into the model, and serve the merged model",
             )
         return layers
 
@@ -71,13 +71,13 @@ class AdaptedRows(Adapter):
         """Load the adapter in a folder; may run in any thread, also during a pass.
 
         Raises:
-            CheckpointError: the folder holds no adapter, or one that this model cannot take; see `load_adapter`.
+            CheckpointError: the folder holds no adapter, or one that does not fit this model; see `load_adapter`.
         """
         return load_adapter(folder, self.model, self.layers)
 
     def forget(self) -> None:
-        """Drop what is kept of earlier batches, so that the memory of adapters that were removed is freed; may run in
-        any thread, also during a pass."""
+        """Drop the cached factors of earlier batches, so that the memory of removed adapters is freed; may run in any
+        thread, also during a pass."""
         self._pass.cache_clear()
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ Wanted = Literal["all", "last"]
 
 
 UNLIMITED = 1 << 15
-"""Context length, in tokens, of a model whose configuration states none, unless the caller gives one."""
+"""Context length, in tokens, if neither the caller nor the model's configuration states one."""
 
 
 class Adapter(ABC):
@@ -41,9 +41,9 @@ class Adapter(ABC):
     """Whether a text may be read in several passes of any length. If not, a prompt is read in one pass, and no prefix
     that was cached for another text is reused."""
     shares = True
-    """Whether a pass over several texts takes less time than a pass over each of them."""
+    """Whether a pass over several texts takes less time than a separate pass over each text."""
     native_layers: DecoderLayers | None = None
-    """Runs the layers of passes over few tokens by native code; None for models of another form."""
+    """Native code for the layers in passes over few tokens; None if it does not support the model's layers."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
@@ -58,10 +58,10 @@ class Adapter(ABC):
         """Create a cache for `rows` sequences of at most `length` tokens."""
 
     def assign(self, cache: KVCache, row: int, adapter: LoadedAdapter | None) -> None:
-        """Set the low-rank adapter that a row of a cache is read with from now on; None for the model alone.
+        """Assign a low-rank adapter to a row of a cache, for all later passes; None assigns the model without adapter.
 
         Raises:
-            ConfigError: the adapter belongs to another model, or passes of this model take no adapters.
+            ConfigError: the adapter belongs to another model, or this model cannot use adapters.
         """
         if adapter is not None:
             raise ConfigError("this model was not prepared for adapters", hint="wrap it in `AdaptedRows`")
@@ -85,7 +85,7 @@ class Adapter(ABC):
 
         Args:
             tokens: (B, T), int64.
-            rows: rows of the cache to continue; default all.
+            rows: rows of the cache to continue; defaults to all rows.
             counts: number of real tokens of each row, which are followed by padding; by default there is no padding.
             wanted: `all` returns the logits of every position, `last` only those of each row's last real token.
 
@@ -97,7 +97,7 @@ class Adapter(ABC):
         """
         length = tokens.shape[1]
         place = cache.place(length, self.device, rows=rows, counts=counts)
-        # The rows' last tokens lie among these final positions.
+        # The last real tokens of all rows are among the final `last` positions.
         last = None if wanted == "all" else length + 1 - min(count for count in counts or [length] if count)
         if self.native_layers is not None and self.native_layers.fits(tokens, cache):
             stream = self.native_layers.run(tokens, cache, place)
@@ -117,14 +117,14 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
     """Create the adapter of a model.
 
     The model may be the package's own `GPT`, a model of transformers, or any other module that maps tokens (B, T) to
-    logits (B, T, V). A module of the last kind cannot use a cache: it reads its whole text again for each token, which
-    is slow. How a model of transformers uses a cache is found out by trying; see `shoestring.models.behaviour`.
+    logits (B, T, V). Such another module cannot use a cache: it reads its whole text again for each token, which is
+    slow. Test passes show how a model of transformers uses a cache; see `shoestring.models.behaviour`.
 
     Args:
-        context: largest number of tokens that the model sees; default the model's own.
+        context: largest number of tokens that the model sees; defaults to the model's own.
 
     Raises:
-        ConfigError: the context is not known, or larger than the model's.
+        ConfigError: the context length is not known, or larger than the model supports.
     """
     context = _context(model, context)
     if isinstance(model, GPT):
@@ -171,7 +171,7 @@ class Pretrained(Adapter):
 
 
 class Remembered(KVCache):
-    """A cache of the tokens themselves, for models that read the whole text in each pass."""
+    """A cache that holds only the tokens, for models that read the whole text in each pass."""
 
     def __init__(self, rows: int, length: int) -> None:
         super().__init__(rows, length)
@@ -198,7 +198,7 @@ class OwnCaches(Remembered):
 
 
 class OwnCached(Adapter):
-    """Adapter of a model of transformers that reads each text into a cache object of its own, one text in each pass."""
+    """Adapter of a model of transformers that needs a separate cache object, and so a separate pass, for each text."""
 
     skips = False
     shares = False
@@ -242,10 +242,10 @@ class OwnCached(Adapter):
 
 
 def side_by_side(results: Sequence[Tensor | None], count: int) -> Tensor:
-    """The logits of several rows in one tensor (B, T, V), padded on the right.
+    """Combine the logits of several rows into one tensor (B, T, V), padded on the right.
 
     Args:
-        results: logits (1, t, V) of each row, t at most T; None for a row without any.
+        results: logits (1, t, V) of each row, t at most T; None for a row that read no tokens.
         count: T.
     """
     first = next(result for result in results if result is not None)
@@ -261,10 +261,10 @@ class Whole(Adapter):
     whole text in each pass.
 
     Args:
-        apart: whether each row is read by a pass of its own, because rows of one pass are not independent.
+        apart: whether each row is read in a separate pass, because rows in the same pass would influence each other.
     """
 
-    pieces = False  # each part of a prompt would take a pass over all parts before it
+    pieces = False  # a pass over a later part would read all earlier parts again
 
     def __init__(self, model: nn.Module, context: int, *, apart: bool = False) -> None:
         super().__init__(model, context)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """The logits (T, V) that the next tokens of a text are drawn from, before the repetition penalty.
+    """Apply a request's biases, penalties and constraint to logits (T, V); the repetition penalty is applied later.
 
     Args:
-        drafted: T - 1 tokens that follow the text. Each position is changed only for the tokens before it.
+        drafted: T - 1 tokens that follow the text. The changes at a position depend only on the tokens before it.
         logits: the model's logits after the text and after each drafted token; they are not modified.
 
     Raises:
@@ -40,7 +40,7 @@ def changed(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
 def _less_for_generated(
     logits: Tensor, text: Sequence[int], drafted: Sequence[int], presence: float, frequency: float
 ) -> Tensor:
-    """Subtract from the logits of each token that was generated before: `presence`, and `frequency` for each time."""
+    """Lower the logits of tokens that were generated before: by `presence` once, and by `frequency` per occurrence."""
     counts = Counter(token for token in text if token < logits.shape[1])
     penalty = torch.zeros_like(logits)
     columns = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)

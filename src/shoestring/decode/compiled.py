@@ -30,9 +30,9 @@ def choose_passes(model: nn.Module, context: int | None, passes: Passes, *, patc
     settings).
 
     Args:
-        context: largest number of tokens that the model sees; default the model's own.
-        patched: whether layers will be patched between passes, to skip sublayers or to add adapters, which captured
-            passes cannot do.
+        context: largest number of tokens that the model sees; defaults to the model's own.
+        patched: whether layers will be patched between passes, to skip sublayers or to add adapters, which is not
+            possible with captured passes.
 
     Raises:
         ConfigError: forward passes cannot be captured or compiled for this model or on this device.
@@ -97,7 +97,7 @@ class Compiled(OwnModel):
         positions = torch.tensor(cache.lengths[:rows])[:, None] + torch.arange(padded)
         padded_tokens = torch.zeros(rows, padded, dtype=torch.int64)
         padded_tokens[place.rows, :count] = tokens.cpu()
-        # Padding tokens, and rows that are not part of this pass, write only to positions behind the valid tokens of a
+        # Padding tokens, and rows that are not part of this pass, write only to positions after the valid tokens of a
         # row.
         step.place.positions.copy_(positions.clamp_(max=cache.length), non_blocking=True)
         step.tokens.copy_(padded_tokens, non_blocking=True)
@@ -107,7 +107,7 @@ class Compiled(OwnModel):
     def _prepare(self, cache: KVCache, rows: int, count: int, end: int) -> _Pass:
         """Compile or capture a pass over `count` tokens of `rows` rows that attends to `end` positions."""
         tokens = torch.zeros(rows, count, dtype=torch.int64, device=self.device)
-        # During its preparation, the pass writes only to the one cache position that is never attended to.
+        # During this preparation, the pass writes only to the last cache position, which is never attended to.
         place = CachePlace(slice(0, rows), torch.full_like(tokens, cache.length), end, aligned=False)
         config: Any = torch._dynamo.config
 

@@ -1,7 +1,7 @@
-"""Constraints on the text that a request generates: which tokens may follow, by the grammar that llguidance compiles.
+"""Constraints on generated text: a grammar, compiled by llguidance, determines which tokens may follow.
 
 llguidance (https://github.com/guidance-ai/llguidance, MIT) reads the tokenizer once, and computes for each state of a
-grammar the set of tokens that some accepted text continues with.
+grammar which tokens may continue the text toward a text that the grammar accepts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shoestring.core.errors import ConfigError, ShoestringError
 from shoestring.decode.settings import FLEXIBLE_SPACE, AnswerFormat
 
 CACHED = 64
-"""Number of compiled grammars that are kept."""
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")  # the thread starts with the first mask
+"""Maximum number of compiled grammars in the cache."""
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="shoestring-masks")  # starts its thread at the first mask
 
 
 class ConstraintError(ShoestringError):
@@ -43,23 +43,23 @@ class Constraint:
         self._begun: tuple[Any, Future[Tensor]] | None = None
 
     def begin(self, text: Sequence[int], drafted: Sequence[int], width: int) -> None:
-        """Begin to compute what `allowed` will be asked for, in a thread beside the model's pass."""
+        """Start computing the masks for a coming call of `allowed`, in a thread that runs beside the model's pass."""
         if self._begun is not None:
-            self._begun[1].exception()  # waits for masks that nobody has asked for
+            self._begun[1].exception()  # wait for earlier masks that were not used
         asked = list(text), list(drafted), width
         self._begun = asked, _THREAD.submit(self._allowed, *asked)
 
     def allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
-        """The tokens that may follow the text, and the text with each of the drafted tokens, as booleans (T, `width`).
+        """Which tokens may follow the text, and the text with 1, 2, … of the drafted tokens: booleans (T, `width`).
 
-        All tokens are allowed after a drafted token that ends the text or that may not stand in its place: what follows
-        it is not kept.
+        After a drafted token that ends the text or that is not allowed, all tokens are allowed, because any further
+        drafted tokens are discarded.
 
         Args:
-            text: the tokens generated so far; it must begin with the tokens of the last call's text.
+            text: the tokens generated so far; it must begin with the text of the last call.
 
         Raises:
-            ConstraintError: no token may follow, or a limit is exceeded.
+            ConstraintError: no token is allowed, or the parser exceeds a limit.
         """
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -82,7 +82,7 @@ class Constraint:
                 masks.append(self._mask(width))
         finally:
             if tried and not self._matcher.rollback(tried):
-                raise ConstraintError(f"the constraint cannot go back: {self._matcher.get_error()}")
+                raise ConstraintError(f"the constraint cannot be rolled back: {self._matcher.get_error()}")
         free = [np.ones(width, dtype=bool)] * (len(drafted) + 1 - len(masks))
         return torch.from_numpy(np.stack(masks + free))
 
@@ -106,21 +106,21 @@ class Constraint:
 
 
 class Grammar:
-    """A compiled format, of which each text gets a constraint of its own."""
+    """A compiled answer format, which makes a separate constraint for each text."""
 
     def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
         self._matcher, self._ends = matcher, ends
 
     def start(self) -> Constraint:
-        """The constraint of a text that is about to begin."""
+        """Make the constraint for a new text."""
         return Constraint(self._matcher.deep_copy(), self._ends)
 
 
 class Grammars:
-    """Compiles the formats of answers for one tokenizer, and keeps the newest; safe to use from several threads.
+    """Compiles answer formats for one tokenizer, and caches the newest grammars; safe to use from several threads.
 
     Args:
-        engine: the JSON of the tokenizer, as the library `tokenizers` writes it.
+        engine: JSON of the tokenizer, in the format of the library `tokenizers`.
         vocabulary: number of tokens of the tokenizer; a model may have more or fewer.
         ends: tokens that end a text; a constraint allows them where the format is complete.
 
@@ -132,17 +132,17 @@ class Grammars:
         try:
             import llguidance
         except ImportError as error:
-            raise ConfigError("formats of answers need llguidance", hint="pip install shoestring[serve]") from error
+            raise ConfigError("answer formats need llguidance", hint="pip install shoestring[serve]") from error
         self._ends = frozenset(token for token in ends if token < vocabulary)
         if not self._ends:
-            raise ConfigError("the model has no token that ends a text, so no answer of a format would end")
+            raise ConfigError("the model has no token that ends a text, so an answer with a format would not end")
         try:
             self._tokenizer = llguidance.LLTokenizer(engine, n_vocab=vocabulary, eos_token=sorted(self._ends))
         except ValueError as error:
             raise ConfigError(
-                f"formats of answers need a tokenizer of bytes or with byte fallback: {str(error)[:60]}"
+                f"answer formats need a byte-level tokenizer or one with byte fallback: {str(error)[:60]}"
             ) from error
-        # The default limits: some 20 ms for the expressions of a grammar, and some 15 ms for each of its steps.
+        # llguidance's default limits amount to about 20 ms for a grammar's expressions and 15 ms for each parser step.
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[AnswerFormat, Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class Grammars:
         grammar = Grammar(matcher, self._ends)
         try:
             grammar.start().allowed([], [], self._tokenizer.vocab_size)
-        except ConstraintError as error:  # such as a schema that refers to nothing but itself
+        except ConstraintError as error:  # for example, a schema that refers only to itself
             raise ConfigError("no text has the format") from error
         with self._lock:
             self._compiled[answer_format] = grammar
@@ -198,6 +198,6 @@ def grammar_of(answer_format: AnswerFormat) -> str:
 
 
 def _in_a_line(message: str) -> str:
-    """What an error says, without the lines that point into the source."""
+    """The message of an error in one line, without the lines that quote the source."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

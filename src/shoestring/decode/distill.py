@@ -24,9 +24,9 @@ class Distill(Feature):
     teacher: str = ""
     """Model that the drafter drafts for, with the same tokenizer: a run folder, a model folder or `hf:NAME`."""
     reference: str = ""
-    """Drafter that was already distilled on all tokens; it serves to select tokens. The loss then counts only the
-    tokens on which the trained drafter's divergence from the teacher most exceeds the reference's. Without a reference
-    every token counts; `shoestring distill` trains the reference first."""
+    """Drafter that was already distilled on all tokens, with which tokens are selected. The loss then counts only the
+    tokens on which the trained drafter's divergence from the teacher exceeds the reference's by the most. Without a
+    reference, every token counts; `shoestring distill` trains the reference first."""
     fraction: float = 0.4
     """Fraction of the tokens that are selected if there is a reference. A smaller fraction spends the drafter's
     capacity on fewer tokens; 1 selects all."""
@@ -38,19 +38,19 @@ class Distill(Feature):
     """Temperature of the teacher's and the drafter's distributions; above 1, the teacher's small probabilities count
     for more."""
     on_policy: float = 0.0
-    """Fraction of the steps that train on text that the drafter itself samples, with its present weights, as a
+    """Fraction of the steps that train on text sampled by the drafter itself, with its present weights, as a
     continuation of the first tokens of each sample (λ of generalized knowledge distillation, Agarwal et al., 2024). The
     teacher always reads such text, even if its outputs for the sample are cached. A larger fraction trains more on the
     kind of text that the drafter will draft; a step that samples takes several times as long."""
     prompt_fraction: float = 0.25
-    """Fraction of a sample's tokens that the drafter is given as a prompt in a step in which it samples the rest. The
-    prompt of a chat, which does not count in the loss, is always given whole."""
+    """Fraction of a sample's tokens that form the prompt in a step that samples; the drafter samples the rest. The
+    whole prompt of a chat, which does not count in the loss, is always part of this prompt."""
     cache_folder: str = ""
     """Folder that stores the teacher's outputs for each sample, so that later epochs and runs need not run the teacher.
     A relative path lies in the run folder; an absolute path can be shared by several runs. By default nothing is
     stored."""
     top_k: int = 32
-    """Number of likeliest tokens that the cache keeps of each distribution, with their probabilities; each takes 4
+    """Number of likeliest tokens of each distribution that are cached with their probabilities; each takes 4
     bytes (6 if the vocabulary is larger than 65,536)."""
     drawn: int = 64
     """Number of further tokens that are drawn at random from each distribution and cached; each takes 2 bytes (4 if the
@@ -59,7 +59,7 @@ class Distill(Feature):
 
     @property
     def seams(self) -> tuple[Seam, ...]:  # pyrefly: ignore[bad-override]
-        """STEP is needed for the selection of tokens, whose threshold is updated at each step."""
+        """The seam STEP is needed only for selecting tokens, because each step updates the threshold."""
         return (Seam.MODEL, Seam.LOSS, Seam.STEP) if self.reference else (Seam.MODEL, Seam.LOSS)
 
     @property

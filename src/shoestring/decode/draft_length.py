@@ -16,7 +16,7 @@ from statistics import median
 FORGETTING = 0.98
 """Factor by which the counts of accepted and rejected tokens decay in each round, so that old rounds lose weight."""
 HOPE, WEIGHT = 0.8, 4.0
-"""Prior acceptance rate of a drafter, and the number of observed tokens that this prior weighs as much as. The prior is
+"""Prior acceptance rate of a drafter, and the weight of this prior as a number of observed tokens. The prior is
 optimistic, so that a new drafter is tried, and weak, so that a bad drafter is soon given up."""
 FLAT = 0.02
 """Assumed cost of each further token in a pass, as a fraction of a pass over one token, until longer passes are
@@ -26,7 +26,7 @@ GAIN = 1.02
 PROBING = 0.01
 """Largest share of the time that is spent on trying drafts again while plain decoding is faster."""
 KEPT = 9
-"""Number of newest measurements that are kept of a cost; their median is the estimate."""
+"""Number of newest measurements of a cost whose median is the estimate."""
 AGE, NEAR = 50, 1.5
 """Number of rounds after which a pass without drafts is measured again, if the speed-up of drafts is below `NEAR`."""
 
@@ -51,7 +51,7 @@ class Acceptance:
     def expected(self, longest: int) -> list[float]:
         """Expected number of tokens of a round, for each draft length from 0 to `longest`.
 
-        The acceptance rate at each position is estimated with the rate at the position before it as the prior.
+        The estimate for the previous position is the prior for the acceptance rate at each position.
         """
         tokens, together = [1.0], 1.0
         rate = (sum(self.stayed) + WEIGHT * HOPE) / (sum(self.tried) + WEIGHT)
@@ -93,7 +93,7 @@ class PassCost:
             if high not in self.seconds:
                 slope = more
             elif low == 1:
-                # A pass over two tokens costs about as much as the next longer one that was measured, because products
+                # A pass over two tokens costs about as much as the next longer pass that was measured, because products
                 # with one row and with several rows run in different kernels.
                 slope = more
                 start = max(start, self.seconds[high] - more * (high - 1))
@@ -113,8 +113,8 @@ class DraftLength:
     longest: int
     fixed: int = 0
     acceptance: dict[int, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
-    """Acceptance, by the grade that the drafter gives a draft in advance; a grade below 0 means that there is no draft
-    to offer."""
+    """Acceptance by grade, which the drafter assigns to a draft in advance; a grade below 0 means that the drafter has
+    no draft to offer."""
     costs: dict[int, PassCost] = field(default_factory=lambda: defaultdict(PassCost))
     """Cost of passes by the number of rows."""
     drafting: dict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT)))

@@ -90,12 +90,12 @@ class Distillation:
                 freeze_teacher(self.attachments, self._label(role), source)
 
     def begin_sampling(self) -> None:
-        """In a fraction `on_policy` of the steps, let the model train on text that the model has sampled."""
+        """Replace text by samples from the model itself in a fraction `on_policy` of the steps."""
         if self.settings.on_policy:
             self.own = OnPolicy(self.attachments, self.settings)
 
     def follow(self) -> None:
-        """Update the threshold of the selection after the backward pass of each step."""
+        """Register the update of the selection threshold, after the backward pass of each step."""
         attachments = self.attachments
         alike = all(
             axis in attachments.replicas for axis in attachments.data_axes if attachments.world.axes.get(axis, 1) > 1
@@ -167,8 +167,8 @@ class Distillation:
         return teacher, self._cached("reference", keys, divergence)["divergence"]
 
     def _cached(self, role: str, keys: list[bytes], compute: Any) -> dict[str, Tensor]:
-        """Read the tensors of some samples from the cache, onto the job's device; or call `compute`, and cache its
-        result.
+        """Read the tensors of some samples from the cache to the job's device, or compute and cache the tensors of the
+        whole batch.
 
         If any sample is missing, the whole batch is computed, so that its arithmetic does not depend on the cache.
         """

@@ -1,4 +1,4 @@
-"""Draws tokens from logits, by the sampling settings of each request and the random numbers of each position."""
+"""Draws tokens from logits, with each request's sampling settings and the random numbers of each position."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from shoestring.decode.waiting import WRITTEN, Waiting
 from shoestring.decode.window import common, window_start
 
 WORTH_COPYING = 16
-"""Keys and values are copied from another row only if its text shares at least this many more leading tokens with the
-prompt than the text in the free slot does."""
+"""Number of prompt tokens that copying keys and values from another row must save at least, compared with reusing the
+contents of the free slot."""
 
 
 class Engine:
@@ -47,12 +47,12 @@ class Engine:
         Args:
             model: the model that generates; its weights are not changed.
             slots: number of texts that are generated at the same time.
-            context: largest number of tokens that the model sees; default the model's own.
+            context: largest number of tokens that the model sees; defaults to the model's own.
             room: number of tokens per text that the cache can hold, if smaller than the context.
-            chunk: largest number of tokens of prompts, padding included, that are read in one pass; other texts are
-                decoded between such passes. A model that needs its whole prompt in one pass ignores this.
-            pass_seconds: time that a pass over prompts should take at most; the number of tokens in a pass adapts to
-                it. By default there is no limit.
+            chunk: largest number of prompt tokens, padding included, in one pass; other texts are decoded between such
+                passes. It has no effect if the model must read its whole prompt in one pass.
+            pass_seconds: longest time that a pass over prompts should take; the number of tokens in a pass adapts to
+                this limit. By default there is no limit.
             drafter: proposes tokens, which the model verifies; by default none.
             speculation: settings of the length and verification of drafts; their field `draft` is ignored.
 
@@ -72,11 +72,11 @@ class Engine:
         self.counts = Counts()
         self.passes = RowPasses(self.model, self.cache, drafter, self.counts)
         self.seated: list[Row | None] = [None] * slots
-        self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: tokens of an ended text, still cached
-        # By slot: which texts may reuse what is in the cache; see `Request.cached_for`.
+        self.held: list[list[int]] = [[] for _ in range(slots)]  # by slot: still cached tokens of an ended text
+        # By slot: which requests may reuse its keys and values; see `Request.cached_for`.
         self.namespaces: list[tuple[str, int | None]] = [("", None)] * slots
         self.waiting = Waiting()
-        self._turn = 0  # number of rows that have been given a slot
+        self._turn = 0  # number of rows that have received a slot so far
         self._skipped = 0  # see `PassPlan.skipped`
         self._reads_next = True  # whether the next pass reads a prompt, if there are both prompts and texts to decode
         self._training = [module for module in self.model.model.modules() if module.training]
@@ -99,7 +99,7 @@ class Engine:
             self._end(row, "cancelled")
 
     def close(self) -> None:
-        """Put the modules that were in training mode at the start back into training mode."""
+        """Restore training mode in the modules that were in training mode when the engine was created."""
         for module in self._training:
             module.training = True
 
@@ -110,7 +110,7 @@ class Engine:
 
     def step(self) -> list[Row]:
         """Run one forward pass, over chunks of prompts or over all rows that are decoding; the two kinds of pass
-        alternate. They are not joined, because each decoding row would be padded to the length of a chunk.
+        alternate. One pass never does both, because each decoding row would be padded to the length of a chunk.
 
         Returns:
             The rows that got tokens or ended.
@@ -136,7 +136,7 @@ class Engine:
         return len(row.history) - row.begin - self.cache.lengths[row.slot]
 
     def _run(self, rows: list[Row], compute: Pass) -> None:
-        """Run a pass over some rows; those whose own pass raises an error fail."""
+        """Run a pass over some rows; a row fails if its own pass raises an error."""
         for row, error in self.passes.run(rows, compute):
             self._fail(row, error)
 
@@ -163,10 +163,10 @@ class Engine:
         ]
 
     def _read_chunks(self, rows: list[Row], counts: list[int]) -> Finish:
-        """Compute a pass over the next tokens of prompts, as many as `counts` says for each row."""
+        """Compute a pass that reads the next tokens of prompts; `counts` holds the number of tokens of each row."""
         starts = [row.begin + self.cache.lengths[row.slot] for row in rows]
         chunks = [row.history[start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
-        scored = rows[0].request.prompt_logprobs  # such a row is alone in its pass
+        scored = rows[0].request.prompt_logprobs  # a row whose prompt is scored is alone in its pass
         logits = self.passes.forward(rows, chunks, "all" if scored else "last")
         entries: list[TokenLogprob] = []
         if scored:
@@ -177,7 +177,7 @@ class Engine:
         last = [logits[index][-1:] for index in read]
         chosen = choose(ended, drafts, last, self.speculation.verification) if ended else None
         if self.budget.seconds is not None and chosen is None:
-            logits[0][0, 0].item()  # waits for the pass, whose time is measured
+            logits[0][0, 0].item()  # wait for the end of the pass, to measure its time
 
         def finish() -> None:
             self.counts.chunks += 1
@@ -201,7 +201,7 @@ class Engine:
 
         def finish() -> None:
             self.counts.passes += 1
-            self.counts.read += sum(not len(row) for row in rows)  # final prompt tokens whose predecessors were cached
+            self.counts.read += sum(not len(row) for row in rows)  # last prompt tokens whose predecessors were cached
             self._extend(rows, drafts, chosen)
             if self.speculator is not None:
                 self.speculator.learn(drafts, chosen.verified)
@@ -209,21 +209,21 @@ class Engine:
         return finish
 
     def _begin_masks(self, rows: list[Row], drafts: Sequence[DraftTokens]) -> None:
-        """Let constraints compute their masks beside the next pass."""
+        """Let constraints start computing their masks, in parallel with the next pass."""
         for row, draft in zip(rows, drafts, strict=True):
             if row.request.constraint is not None and self.model.vocabulary is not None:
                 row.request.constraint.begin(row.text, draft.tokens, self.model.vocabulary)
 
     def _room(self, row: Row) -> int:
-        """Largest number of tokens worth drafting for a row; each pass adds one token more than the number of drafted
-        tokens that it accepts."""
+        """Largest number of tokens worth drafting for a row; each pass also adds one token after the accepted drafted
+        tokens."""
         if row.begins:
             return 0
         return min(row.request.max_new - len(row), self.window - self.cache.lengths[row.slot]) - 1
 
     def _extend(self, rows: list[Row], drafts: list[DraftTokens], chosen: Chosen) -> None:
         """Append the chosen tokens to each row."""
-        finite = chosen.finite  # flags of all rows' positions, row after row
+        finite = chosen.finite  # one flag for each position, row after row
         for row, draft, own, result in zip(rows, drafts, chosen.logits, chosen.verified, strict=True):
             fine, finite = finite[: len(draft.tokens) + 1], finite[len(draft.tokens) + 1 :]
             row.drafted, row.accepted, row.fresh, row.begins = draft.tokens, result.accepted, [], False
@@ -271,7 +271,7 @@ class Engine:
         """Give free slots to waiting rows.
 
         Returns:
-            Rows that failed, because the context has no room for their prompts.
+            Rows that failed, for example because their prompts do not fit into the context.
         """
         refused: list[Row] = []
         while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
@@ -283,8 +283,8 @@ class Engine:
         return refused
 
     def _suits(self, row: Row) -> bool:
-        """Whether a waiting row may get a slot now. Long prompts are not read sooner if more of them are read at the
-        same time, but then short ones find no slot."""
+        """Whether a waiting row may get a slot now. The number of long prompts in slots is limited: reading more of
+        them at the same time would finish none of them sooner, but would leave no slot for short prompts."""
         most = LONG * self.budget.tokens
         reading = sum(self._unread(other) > most for other in self._active())
         return len(row.history) <= most or reading < max(1, len(self.seated) // 2)
@@ -302,7 +302,7 @@ class Engine:
         own = [name == row.request.cached_for and self.model.pieces for name in self.namespaces]
         shared = {slot: common(seen, self._holds(slot)) if own[slot] else 0 for slot in range(len(self.seated))}
         free = [slot for slot, seated in enumerate(self.seated) if seated is None]
-        # Among slots whose prefixes are equally long, the slot that loses the least cached text is taken.
+        # Among slots with equally long prefixes, take the slot that loses the least cached text.
         slot = max(free, key=lambda slot: (shared[slot], -len(self.held[slot]), -slot))
         best = max(shared, key=lambda slot: shared[slot])
         self.model.assign(self.cache, slot, row.request.adapter)
@@ -357,7 +357,7 @@ def generate(
         max_new: largest number of tokens to yield.
         sampling: sampling settings; by default a temperature of 1 without filters.
         stop: tokens that end the text, and are not yielded.
-        context: largest number of tokens that the model sees; default the model's own.
+        context: largest number of tokens that the model sees; defaults to the model's own.
         drafter: proposes tokens, which the model verifies; it must have been created for one slot.
         speculation: settings of the length and verification of drafts.
 
@@ -381,7 +381,7 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
     """Yield the tokens of one request, each as soon as it is final; closes the engine at the end.
 
     Raises:
-        Exception: the request failed: a `ShoestringError`, or whatever a pass of the model raised.
+        Exception: the request failed, with a `ShoestringError` or any exception raised by a pass of the model.
     """
     try:
         row = engine.submit(request)

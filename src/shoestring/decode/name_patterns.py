@@ -1,7 +1,8 @@
-"""Complements of regular expressions, through finite automata; free of torch.
+"""Computes complements of regular expressions with finite automata; does not import torch.
 
-Patterns are searched for in a name, as JSON Schema demands. They are read as llguidance reads them: `\\d` and `\\w` are
-of ASCII, `.` is any character but a line feed, and `$` matches at the end only.
+As JSON Schema demands, a pattern matches a name if it is found anywhere in the name. Patterns are interpreted as by
+llguidance: `\\d` and `\\w` match only ASCII characters, `.` matches any character except a line feed, and `$` matches
+only at the end.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from shoestring.core.errors import ConfigError
 from shoestring.decode.schema_sets import count, refused
 
 Ranges = tuple[tuple[int, int], ...]
-"""A set of characters: the first and the last code point of each of its ranges, in order."""
+"""A set of characters as sorted ranges; a range is the pair of its first and last code points."""
 _LAST = 0x10FFFF
 _STATES = 64
-"""Largest number of states of the automaton of what is left."""
+"""Largest number of states of a deterministic automaton."""
 _PARTS = 1000
-"""Largest number of parts of patterns, those that repeat counted each time."""
+"""Largest number of parts in all patterns; a repeated part counts once for each repetition."""
 _DEPTH = 20
-"""Largest number of groups in each other."""
+"""Largest nesting depth of groups in a pattern."""
 _CHARACTERS = 20_000
-"""Largest number of characters of a complement."""
+"""Largest length of the expression of a complement, in characters."""
 _LENGTH = 128
-"""Largest number of characters of a name that is left out."""
+"""Largest length, in characters, of a name that `other_names` excludes."""
 
 
 def complement_of(patterns: Iterable[str]) -> str | None:
-    """A regular expression of all names in which none of some patterns is found; None if there is no such name.
+    """A regular expression for the names that match none of the patterns; None if every name matches one of them.
 
-    Steps are counted, see `bounded`.
+    The work is limited by `bounded`.
 
     Raises:
-        ConfigError: a pattern has syntax that is not known here, or the complement would be too long.
+        ConfigError: a pattern has syntax that is not supported here, or the complement would be too long.
     """
     automaton = _Automaton()
     for pattern in patterns:
@@ -46,7 +47,7 @@ def complement_of(patterns: Iterable[str]) -> str | None:
 
 
 def disjoint_patterns(patterns: Iterable[str]) -> bool:
-    """Whether it is certain that at most one of some patterns is found in each name; steps are counted, too."""
+    """Whether it is certain that every name matches at most one of the patterns; the work is limited by `bounded`."""
     automaton, matches = _Automaton(), set[int]()
     try:
         for pattern in patterns:
@@ -58,12 +59,12 @@ def disjoint_patterns(patterns: Iterable[str]) -> bool:
 
 
 def exactly(name: str) -> str:
-    """A regular expression of one name."""
+    """A regular expression that matches only this name."""
     return f"^{''.join(map(_one, name))}$"
 
 
 def other_names(names: Iterable[str]) -> str:
-    """A regular expression of all names but some.
+    """A regular expression that matches all names except these.
 
     Raises:
         ConfigError: a name has more than `_LENGTH` characters.
@@ -80,7 +81,7 @@ def other_names(names: Iterable[str]) -> str:
 
 
 def _other_than(tree: Mapping[str, Any]) -> str:
-    """The expression of what is not in a tree, whose key "" ends a name."""
+    """The expression for all texts outside of a tree of characters, in which the key "" marks the end of a name."""
     following = {character: after for character, after in tree.items() if character}
     other = _class(_others_of(_ranges((ord(character), ord(character)) for character in following)))
     branches = [f"{other}[\\s\\S]*"]
@@ -92,7 +93,7 @@ def _other_than(tree: Mapping[str, Any]) -> str:
 
 
 def _ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """The union of ranges."""
+    """Merge ranges of code points into a sorted set of ranges that do not touch."""
     joined = list[tuple[int, int]]()
     for first, last in sorted(pairs):
         if joined and first <= joined[-1][1] + 1:
@@ -108,7 +109,7 @@ def _others_of(ranges: Ranges) -> Ranges:
 
 
 _SINGLE = re.compile(r"\[[^\]]*\]|\\x..|[^\\]", re.DOTALL)
-"""Expressions of one character, as `_class` writes them."""
+"""Matches expressions for a single character, as written by `_class`."""
 _ANY: Ranges = ((0, _LAST),)
 _DIGIT = _ranges([(48, 57)])
 _WORD = _ranges([(48, 57), (65, 90), (95, 95), (97, 122)])
@@ -123,7 +124,7 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
 def _class(ranges: Ranges) -> str:
-    """The expression of one character of a set."""
+    """The expression for any one character of a set."""
     if ranges == _ANY:
         return "[\\s\\S]"
     negated = ranges[-1][1] == _LAST
@@ -137,7 +138,7 @@ def _class(ranges: Ranges) -> str:
 
 
 def _one(character: str) -> str:
-    """The expression of one character."""
+    """The expression for this character."""
     return _class(((ord(character), ord(character)),))
 
 
@@ -150,7 +151,7 @@ def _character(code: int) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of an expression: a set of characters, an anchor, a sequence, a choice or a repetition."""
+    """A part of a parsed expression: a set of characters, an anchor, a sequence, a choice or a repetition."""
 
     kind: str
     """One of "set", "^", "$", "sequence", "choice" and "repeat"."""
@@ -161,7 +162,7 @@ class _Part:
 
 
 class _Reader:
-    """Reads the syntax that Python, ECMAScript and llguidance have in common."""
+    """Parses the regular expression syntax that Python, ECMAScript and llguidance have in common."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern, self.place, self.depth = pattern, 0, 0
@@ -179,7 +180,7 @@ class _Reader:
         return self.pattern[self.place : self.place + 1]
 
     def _take(self, expression: str) -> re.Match[str] | None:
-        """Read what an expression matches."""
+        """Match an expression at the current place, and move the place behind the match; None if it does not match."""
         if (match := re.compile(expression, re.DOTALL).match(self.pattern, self.place)) is not None:
             self.place = match.end()
         return match
@@ -225,7 +226,7 @@ class _Reader:
         return _Part("set", ranges=self._one(r"[^\\*+?{(\[]"))
 
     def _bracket(self) -> Ranges:
-        """The set in brackets, the first of which is read."""
+        """Parse a set of characters in brackets, after its opening bracket."""
         negated, known = self._take(r"\^") is not None, list[tuple[int, int]]()
         while not self._take(r"\]"):
             if self._take(r"(?=&&|--|~~)"):
@@ -241,7 +242,7 @@ class _Reader:
         return _others_of(_ranges(known)) if negated else _ranges(known)
 
     def _one(self, plain: str) -> Ranges:
-        """The set of an escape, or of a character that `plain` allows."""
+        """Parse an escape sequence, or a character that `plain` matches; returns a set of characters."""
         if match := self._take(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})"):
             code = int(match[1] or match[2], 16)
         elif match := self._take(r"\\([dwsDWS])"):
@@ -258,7 +259,7 @@ class _Reader:
 
 
 def _times(match: re.Match[str]) -> tuple[int, int | None]:
-    """The least and the largest number of times of a repetition; None for any."""
+    """The minimum and the maximum number of repetitions; a maximum of None means that there is no limit."""
     if match[0] in "*+?":
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[match[0]]
     least = int(match[1])
@@ -272,21 +273,21 @@ _START, _FOUND = 0, 1
 
 @dataclass
 class _Automaton:
-    """An automaton that searches for patterns from its state `_START` on, in all ways at once."""
+    """A nondeterministic automaton that starts in the state `_START` and searches for several patterns at once."""
 
     edges: list[list[tuple[str | Ranges, int]]] = field(default_factory=lambda: [[], []])
-    """Of each state: a set of characters, an anchor, or "" for nothing, and the state that follows."""
+    """For each state, its transitions: a label (a set of characters, an anchor, or "" for none) and the next state."""
     size: int = 0
-    """Number of parts that were built."""
+    """Number of parts of patterns that were added."""
 
     def add(self, part: _Part, end: int) -> None:
-        """Search for a pattern, too, which is followed by the state `end`."""
+        """Add a pattern to search for; the automaton is in the state `end` after the pattern."""
         begin = self._state()
         self._edge(_START, "", begin)
         self._edge(self._built(part, begin), "", end)
 
     def add_lasting(self, part: _Part) -> int:
-        """Search for a pattern, too; returns a state that is kept once it is found."""
+        """Add a pattern to search for; returns a state that the automaton stays in once the pattern is found."""
         end = self._state()
         self.add(part, end)
         self._edge(end, _ANY, end)
@@ -300,7 +301,7 @@ class _Automaton:
         self.edges[begin].append((label, end))
 
     def _built(self, part: _Part, begin: int) -> int:
-        """Build a part from a state on; the state behind it."""
+        """Add a part of a pattern that starts in the state `begin`; returns the state after the part."""
         self.size += 1
         if self.size > _PARTS:
             raise _too_long()
@@ -334,10 +335,10 @@ class _Automaton:
         return end
 
     def reached(self, states: Iterable[int], anchor: str) -> frozenset[int]:
-        """The states that follow without a character.
+        """The states, and all further states that can be reached from them without reading a character.
 
         Args:
-            anchor: "^" at the beginning of a name, "$" at its end, "^$" in an empty one.
+            anchor: "^" at the beginning of a name, "$" at its end, "^$" in an empty name.
         """
         known, left = set(states), list(states)
         while left:
@@ -349,15 +350,15 @@ class _Automaton:
 
 
 Table = list[dict[int, list[tuple[int, int]]]]
-"""Of each state of a deterministic automaton: the ranges of characters that lead to each state."""
+"""For each state of a deterministic automaton, maps each next state to the ranges of code points that lead to it."""
 
 
 def _deterministic(automaton: _Automaton, stop: int | None = None) -> tuple[Table, list[frozenset[int]]]:
-    """The deterministic automaton, whose first state is 0, and the states of the other one in which a name may end in
-    each of its states.
+    """Make an automaton deterministic; its first state is 0. Also returns, for each of its states, the states of the
+    original automaton in which a name may end.
 
     Args:
-        stop: a state of the other automaton; what leads to it is left out.
+        stop: a state of the original automaton; transitions that lead to it are left out.
     """
     labels = {label for edges in automaton.edges for label, _ in edges if not isinstance(label, str)}
     bounds = sorted({0, _LAST + 1, *(bound for ranges in labels for low, high in ranges for bound in (low, high + 1))})
@@ -391,7 +392,7 @@ def _too_long() -> ConfigError:
 
 
 def _expression(table: Table, ends: set[int]) -> str | None:
-    """The regular expression of an automaton, whose states are removed one by one."""
+    """Convert an automaton to a regular expression by removing its states one by one; None if it matches nothing."""
     begin, end = -1, -2
     paths = {
         (state, after): _class(_ranges(pairs)) for state, moves in enumerate(table) for after, pairs in moves.items()
@@ -423,7 +424,7 @@ def _crossings(paths: dict[tuple[int, int], str], state: int) -> int:
 
 
 def _either(one: str, other: str) -> str:
-    """A choice, in a group of its own, of two expressions."""
+    """An expression, in its own group, that matches either of two expressions."""
     if not one or not other:
         return f"{_group(one or other)}?"
     return f"(?:{one}|{other})"

@@ -60,7 +60,7 @@ class OnPolicy:
         """Run the model on a batch, after replacing the batch's text if this step samples (see
         `core.job.Job.forward`)."""
         attachments, began = self.attachments, time.perf_counter()
-        if model is not attachments.model or not model.training:  # a teacher, or an evaluation
+        if model is not attachments.model or not model.training:  # a teacher's pass, or an evaluation
             return self._forward(model, batch)
         self._newest = None
         if uniform(0, Purpose.TEXT, attachments.progress.step) < self.settings.on_policy:
@@ -75,8 +75,7 @@ class OnPolicy:
         return self._newest[1] if self._newest is not None and self._newest[0] is batch else batch
 
     def written(self, batch: Batch) -> Batch:
-        """Copy a batch, with sampled tokens in place of the tokens that count in the loss, behind the prompt of each
-        sample."""
+        """Copy a batch; after the prompt of each sample, sampled tokens replace the tokens that count in the loss."""
         texts = texts_of(batch)
         width, least = texts.tokens.shape[1], max(1, round(self.settings.prompt_fraction * texts.tokens.shape[1]))
         keys = [int.from_bytes(digest[:7]) for digest in sample_keys(batch)]
@@ -136,7 +135,7 @@ def texts_of(batch: Batch) -> Texts:
 
 
 def _batch(like: Batch, texts: Texts) -> Batch:
-    """Build a batch of texts in the form of `like`."""
+    """Build a batch of texts with the structure of `like`."""
     entries, first, second = _entries(like)
     targets = torch.where(texts.counted, texts.tokens, IGNORED)
     if second == LABELS:

@@ -1,4 +1,4 @@
-"""Passes of a model over rows of the cache, which are repeated row by row when they fail."""
+"""Runs passes of a model over rows of the cache; a pass that fails is repeated for each row alone."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Counts:
     """Counters of speculation."""
 
     def reset(self) -> None:
-        """Count from the beginning."""
+        """Set all counters to zero."""
         vars(self).update(vars(Counts()) | {"drafts": self.drafts})
         vars(self.drafts).update(vars(DraftCounts()))
 
 
 class RowPasses:
-    """Runs passes over rows of one cache, in the order of their slots."""
+    """Runs passes over rows of one cache; the rows must be in the order of their slots."""
 
     def __init__(self, model: Adapter, cache: KVCache, drafter: Drafter | None, counts: Counts) -> None:
         self.model, self.cache, self.drafter, self.counts = model, cache, drafter, counts
@@ -60,7 +60,7 @@ class RowPasses:
         """Run a pass over some rows; if it raises an error, repeat it for each row alone.
 
         Yields:
-            The rows whose own passes raised an error, which have not changed, and the errors.
+            Each row whose own pass raised an error, with the error; such a row has not changed.
         """
         error = self._try(rows, compute)
         if error is None:
@@ -110,8 +110,8 @@ class RowPasses:
         return [logits[row.slot - first, : len(text)] for row, text in zip(rows, texts, strict=True)]
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Return the tokens, after a check against the vocabulary; on a GPU, an index out of range would end the
-        process."""
+        """Return the tokens if all are in the vocabulary. Other tokens are refused here, because on a GPU, an index out
+        of range would end the process."""
         if self.model.vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < self.model.vocabulary:
             raise ConfigError(
                 f"the text holds token {max(tokens, key=abs)}, but the model has {self.model.vocabulary} tokens",

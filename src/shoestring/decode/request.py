@@ -60,7 +60,7 @@ class Request:
     adapter: LoadedAdapter | None = None
     """Low-rank adapter that the text is generated with; None for the model alone."""
     client: str = ""
-    """Who asks. Slots are shared fairly among clients."""
+    """Client that sent the request; slots are shared fairly among clients."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -74,12 +74,12 @@ class Request:
 
     @property
     def cached_for(self) -> tuple[str, int | None]:
-        """Texts for which this is equal may share cached keys and values."""
+        """The namespace and the adapter; only texts for which both are equal may share cached keys and values."""
         return self.namespace, None if self.adapter is None else self.adapter.number
 
     @property
     def reads_only(self) -> bool:
-        """Whether the prompt is only scored, and no text generated."""
+        """Whether the prompt is only scored, so that no text is generated."""
         return self.max_new == 0 and self.prompt_logprobs and len(self.tokens) > 1
 
 
@@ -97,8 +97,8 @@ class Row:
     begin: int = 0
     """Index of the first token of `history` that is still in the context."""
     begins: bool = True
-    """Whether the next token is the first one after a prompt, or after the context was cut. No draft is made for it, so
-    that the text does not depend on the passes in which the tokens before it are read."""
+    """Whether the next token is the first one after a prompt, or after the context was cut. Nothing is drafted for this
+    position, so that the text does not depend on the passes in which the tokens before it are read."""
     fresh: list[int] = field(default_factory=list)
     """Tokens that the newest pass has added."""
     drafted: list[int] = field(default_factory=list)

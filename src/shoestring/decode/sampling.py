@@ -13,8 +13,8 @@ from shoestring.decode.settings import Sampling
 COLD = 2.0**-20
 """Temperature below which the largest logit is subtracted first, because dividing by the temperature might overflow."""
 COLDEST = 2.0**-126
-"""Lower bound of the temperature, the smallest normal number of float32; only the likeliest tokens are then
-possible."""
+"""Lower bound of the temperature, the smallest normal number of float32; at this temperature, only the likeliest tokens
+can be drawn."""
 NUCLEUS = 512
 """Number of likeliest tokens that top-p sorts first; most nuclei are smaller, and sorting a whole vocabulary is
 slow."""
@@ -23,9 +23,9 @@ slow."""
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distribution (…, V) to sample from: float64 for float64 logits, else float32; one-hot if sampling is greedy.
 
-    The repetition penalty is applied before, by `penalize`. Every filter keeps all tokens that are at least as likely
-    as a bound, so tokens that tie with the last one are kept too (top-p: Holtzman et al., 2020; min-p: Nguyen et al.,
-    2024).
+    The logits must already include the repetition penalty (see `penalize`). Every filter keeps all tokens that are at
+    least as likely as a bound, so tokens that tie with the last kept token stay too (top-p: Holtzman et al., 2020;
+    min-p: Nguyen et al., 2024).
     """
     logits = _precise(logits)
     if sampling.greedy:
@@ -43,7 +43,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
-    """Apply the repetition penalty to logits (T, V), for the tokens before each position (Keskar et al., 2019).
+    """Apply the repetition penalty for the tokens before each position to logits (T, V) (Keskar et al., 2019).
 
     Args:
         logits: logits after each of the last T of `tokens`. Each position is penalized only for the tokens up to it,
@@ -59,7 +59,7 @@ def penalize(logits: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:
     def lower(first: int, seen: Sequence[int]) -> None:
         """Penalize the tokens `seen` from position `first` on. Only their columns are touched, because a text holds far
         fewer tokens than the vocabulary."""
-        if max(seen) >= logits.shape[1]:  # tokens with an embedding but without a logit
+        if max(seen) >= logits.shape[1]:  # some tokens have an embedding but no logit
             seen = [token for token in seen if token < logits.shape[1]]
         columns = torch.tensor(seen, dtype=torch.int64, device=logits.device)
         before = logits[first:].index_select(1, columns)
@@ -77,7 +77,7 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _keep(chances: Tensor, bound: Tensor) -> Tensor:
-    """Rule out the tokens below a bound, and normalize the rest."""
+    """Remove the tokens that are less likely than a bound, and normalize the rest."""
     filtered = chances.masked_fill(chances < bound, 0.0)
     return filtered / filtered.sum(-1, keepdim=True)
 
@@ -93,7 +93,7 @@ def _nucleus(chances: Tensor, top_p: float, top_k: int) -> Tensor:
     """The probability (…, 1) of the least likely token of the nucleus, the smallest set of likeliest tokens whose
     probabilities add up to `top_p`."""
     V = chances.shape[-1]
-    for count in (min(top_k or NUCLEUS, V), V):  # all tokens only if the likeliest ones do not add up to top_p
+    for count in (min(top_k or NUCLEUS, V), V):  # sort all tokens only if the likeliest ones do not reach top_p
         ordered = _descending(chances) if count == V else chances.topk(count).values
         before = ordered.cumsum(-1) - ordered
         if count == V or bool((before[..., -1] + ordered[..., -1] >= top_p).all()):

@@ -1,5 +1,5 @@
-"""The schedule of prompts: which rows read how many tokens in the next pass, decided by a pure function, and the number
-of tokens in a pass that keeps it short."""
+"""Schedules the reading of prompts: a pure function decides which rows read how many tokens in the next pass, and a
+token budget keeps each pass short."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SMALLEST = 16
-"""Smallest limit on the tokens of a pass; fewer would not take less time, because a pass is bandwidth-bound then."""
+"""Smallest limit on the tokens of a pass; a pass of fewer tokens is bandwidth-bound and would not take less time."""
 TURNS = 3
-"""Largest number of prompt passes in a row that read less than they could of the row that has been reading for
-longest."""
+"""Largest number of consecutive prompt passes that read fewer tokens of the oldest row than the budget allows."""
 LONG = 8
 """A prompt is long if it needs more passes than this; at most half of the slots read long prompts at the same time."""
 
 
 class Unread(NamedTuple):
-    """What is left to read of one row's prompt."""
+    """The unread part of one row's prompt."""
 
     slot: int
     """Index of the row in the cache."""
@@ -27,29 +26,29 @@ class Unread(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """A pass over prompts."""
+    """A planned pass over prompts."""
 
     counts: dict[int, int]
     """Number of tokens that each slot reads."""
     skipped: int
-    """Number of passes in a row, this one included, that have not read as much as they could of the oldest row."""
+    """Number of consecutive passes, this one included, that read fewer tokens of the oldest row than they could."""
 
 
 def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> PassPlan:
     """Decide which rows are read in the next pass.
 
-    A pass over neighbouring slots costs as much as the slots between the first and the last one, times the largest
-    number of tokens of a row, because shorter rows are padded. This product is at most `budget`.
+    A pass covers all slots from the first to the last one that it reads, and pads all rows to the longest. Its cost is
+    the number of these slots times the largest number of tokens of a row, which is at most `budget`.
 
-    The row with the fewest tokens left goes first, and takes neighbours along if that ends more prompts in this pass,
-    or reads more tokens. After `TURNS` passes that have read less of the oldest row than they could, that row alone
-    gets a pass. So each row ends after a bounded number of passes, whatever comes after it: the oldest of N tokens
-    after at most (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
+    The row with the fewest unread tokens is read first. Neighbouring rows are read in the same pass if the pass then
+    completes more prompts, or completes as many and reads more tokens. After `TURNS` passes that read fewer tokens of
+    the oldest row than they could, a pass reads the oldest row alone. Every row therefore ends after a bounded number
+    of passes, whatever comes later: the oldest row, with N tokens, after at most (`TURNS` + 1) · ⌈N / `budget`⌉ passes.
 
     Args:
         unread: the rows with unread tokens, the oldest first.
         budget: largest number of tokens in the pass, padding included.
-        skipped: `PassPlan.skipped` of the pass before.
+        skipped: `PassPlan.skipped` of the previous pass.
     """
     counts = _counts(unread, budget, alone=skipped >= TURNS)
     whole = counts.get(unread[0].slot) == min(unread[0].tokens, budget)
@@ -62,7 +61,7 @@ def _counts(unread: Sequence[Unread], budget: int, *, alone: bool) -> dict[int, 
     Args:
         alone: whether the oldest row is read alone.
     """
-    first = unread[0] if alone else min(unread, key=lambda row: row.tokens)  # the oldest of equally short ones
+    first = unread[0] if alone else min(unread, key=lambda row: row.tokens)  # among equally short rows, the oldest
     if alone or first.alone:
         return {first.slot: min(first.tokens, budget)}
     left = {row.slot: row.tokens for row in unread if not row.alone}
@@ -70,7 +69,7 @@ def _counts(unread: Sequence[Unread], budget: int, *, alone: bool) -> dict[int, 
     above = [slot for slot in sorted(left) if slot > first.slot]
     best, low, high = {first.slot: min(first.tokens, budget)}, first.slot, first.slot
     while below or above:
-        # The pass grows to the nearer of the two neighbours.
+        # The pass is extended to the nearer of the two neighbouring rows.
         if not above or (below and low - below[-1] <= above[0] - high):
             low = below.pop()
         else:
@@ -85,7 +84,7 @@ def _counts(unread: Sequence[Unread], budget: int, *, alone: bool) -> dict[int, 
 
 
 def _worth(counts: dict[int, int], left: dict[int, int]) -> tuple[int, int]:
-    """Number of prompts that a pass ends, and number of tokens that it reads."""
+    """Number of prompts that a pass completes, and number of tokens that it reads."""
     return sum(count == left[slot] for slot, count in counts.items()), sum(counts.values())
 
 
@@ -93,8 +92,8 @@ class TokenBudget:
     """The number of tokens in a prompt pass, adapted so that a pass takes at most `seconds`.
 
     The budget is `SMALLEST` times a power of two, and at most `largest`. It is halved after a pass that took too long,
-    and doubled after one that took at most half of the time; after each halving, 8 times as many passes go by before
-    the next doubling, because on a processor the time of a pass may jump where another kernel takes over.
+    and doubled after passes that took at most half of `seconds`. Each halving multiplies the number of passes before
+    the next doubling by 8, because the time of a pass on a CPU may jump at the size at which another kernel is used.
 
     Args:
         largest: upper bound of the budget, in tokens.
@@ -107,8 +106,8 @@ class TokenBudget:
         self._pause, self._short = 1, 0
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Adapt the budget to the time of a pass over so many tokens, padding included."""
-        if self.seconds is None or 2 * tokens <= self.tokens:  # a small pass says little of a full one
+        """Adapt the budget to the time of a pass over `tokens` tokens, padding included."""
+        if self.seconds is None or 2 * tokens <= self.tokens:  # a small pass says little about a full one
             return
         if seconds > self.seconds:
             self._short = 0

@@ -1,8 +1,8 @@
-"""Rewrites JSON schemas into equivalent ones of the keywords that llguidance compiles; free of torch.
+"""Rewrites JSON schemas as equivalent schemas with only keywords that llguidance supports; does not import torch.
 
-A grammar has unions but no complements. So `not`, `oneOf`, conditions and dependencies become unions of schemas in
-which the negation is carried out, where each keyword under it has a negation. Schemas that cannot be rewritten are
-refused: leaving a keyword out would let through what the schema forbids.
+Grammars can express unions but not complements. Therefore `not`, `oneOf`, conditions and dependencies are rewritten as
+unions of schemas in which each negated keyword is replaced by its opposite, if it has one. Schemas that cannot be
+rewritten are refused, because a schema without one of its keywords would allow documents that the schema forbids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoestring.decode.schema_sets import COUNTS, SILENT, Keywords, Schema, boun
 from shoestring.decode.schema_steps import STEPS
 
 DIALECTS = ("json-schema.org", "spec.openapis.org")
-"""Hosts whose dialects of JSON Schema have the keywords that are known here."""
+"""Hosts that define the supported dialects of JSON Schema."""
 LONGEST = 1 << 20
 """Largest number of characters of a rewritten schema."""
 _ONE, _MANY = (
@@ -32,7 +32,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def rewritten(schema: Keywords) -> Keywords:
-    """An equivalent schema for llguidance; what it refers to is in its `$defs`.
+    """Rewrite a schema for llguidance; all schemas that the result refers to are in its `$defs`.
 
     Raises:
         ConfigError: a keyword cannot be rewritten, a reference leads out of the schema, or the schema allows nothing.
@@ -42,7 +42,7 @@ def rewritten(schema: Keywords) -> Keywords:
             rewriting = _Rewriting(schema)
             result = rewriting.schema(schema)
             definitions = rewriting.finish()
-    except (TypeError, AttributeError, ValueError) as error:  # a keyword's value is of another type than it must be
+    except (TypeError, AttributeError, ValueError) as error:  # the value of a keyword has a wrong type
         raise ConfigError("it is not a valid schema") from error
     if result is False:
         raise ConfigError("no text has the format")
@@ -54,11 +54,11 @@ def written(schema: Keywords) -> str:
     """The JSON of the equivalent schema; see `rewritten` and `with_written_names`.
 
     Raises:
-        ConfigError: it has more than `LONGEST` characters, too.
+        ConfigError: the same as for `rewritten`, or the JSON has more than `LONGEST` characters.
     """
     pieces, left = [], LONGEST
     exact = with_written_names(rewritten(schema))
-    for piece in json.JSONEncoder().iterencode(exact):  # which may be exponentially longer
+    for piece in json.JSONEncoder().iterencode(exact):  # the JSON may be exponentially longer than the schema
         pieces.append(piece)
         left -= len(piece)
         if left < 0:
@@ -72,30 +72,30 @@ class _Rewriting:
         if urlsplit(dialect).hostname not in (None, *DIALECTS):
             raise refused(f"the dialect {dialect[:80]!r} is not known")
         self.old = bool(re.search(r"draft-0[3-7]", dialect))
-        """Whether keywords beside `$ref` have no effect, as up to draft 7."""
+        """Whether `$ref` disables all keywords beside it, as in draft 7 and earlier."""
         self.root = root
         self.resources: dict[str, Any] = {}
-        """The schemas that have URIs of their own, and those that have anchors, by their absolute URIs."""
+        """Schemas that have a URI or an anchor of their own, by absolute URI."""
         self.bases: dict[int, str] = {}
-        """The base URI of each schema, by its identity."""
+        """The base URI of each schema, by the `id()` of the schema."""
         self.dynamic: list[str] = []
-        """The dynamic anchors, once for each schema that has it."""
+        """Names of dynamic anchors; a name occurs once for each schema that defines it."""
         self.targets: list[Schema] = []
-        """The schemas that others refer to."""
+        """Schemas that other schemas refer to, in the order of their entries in `$defs`."""
         self._find(root, "")
 
     def finish(self) -> dict[str, Schema]:
-        """Rewrite the schemas that others refer to."""
+        """Rewrite the schemas that other schemas refer to; returns the entries of `$defs`."""
         definitions: dict[str, Schema] = {}
         while len(definitions) < len(self.targets):
             definitions[f"r{len(definitions)}"] = self.schema(self.targets[len(definitions)])
         return definitions
 
     def _find(self, value: Any, base: str, *, named: bool = False) -> None:
-        """Note the URIs of a schema and of those in it.
+        """Record the URIs and anchors of a schema and of all schemas inside it.
 
         Args:
-            named: whether `value` is no schema, but an object of them.
+            named: whether `value` is not a schema, but an object whose values are schemas.
         """
         if isinstance(value, dict) and not named:
             own = value.get("$id")
@@ -116,7 +116,7 @@ class _Rewriting:
                 self._find(part, base, named=not named and key in _NAMED)
 
     def _target(self, reference: Any, base: str) -> Schema:
-        """The schema that a reference leads to."""
+        """The schema that a reference points to."""
         if not isinstance(reference, str):
             raise refused("a reference is not a text")
         uri = _join(base, reference)
@@ -135,7 +135,7 @@ class _Rewriting:
         return target
 
     def _named(self, target: Schema) -> Schema:
-        """A reference to a schema."""
+        """Make a reference to a schema, whose rewritten form will be in `$defs`."""
         if isinstance(target, bool):
             return target
         for number, known in enumerate(self.targets):
@@ -145,7 +145,7 @@ class _Rewriting:
         return {"$ref": f"#/$defs/r{len(self.targets) - 1}"}
 
     def schema(self, schema: Schema) -> Schema:
-        """Rewrite a schema and those in it."""
+        """Rewrite a schema and all schemas inside it."""
         count()
         if isinstance(schema, bool):
             return schema
@@ -191,8 +191,8 @@ class _Rewriting:
         return own
 
     def _branches(self, own: Keywords) -> list[Keywords] | None:
-        """Schemas one of which each document has: what is evaluated depends on the condition that it fulfils. None if
-        there is no such condition, or no schema of what is not evaluated."""
+        """Divide a schema with an `unevaluated…` keyword into cases, one for each outcome of a condition, because the
+        outcome determines what is evaluated. None if the schema has no such keyword or no condition."""
         if not _unevaluating(own):
             return None
         rest = {key: value for key, value in own.items() if key not in ("if", "then", "else")}
@@ -215,7 +215,7 @@ class _Rewriting:
         return None
 
     def _unevaluated(self, own: Keywords, base: str) -> None:
-        """What no other keyword evaluates is what is additional, if the others evaluate the same in every document."""
+        """Replace `unevaluated…` keywords by keywords for additional properties and items, if no condition remains."""
         if (rest := own.pop("unevaluatedProperties", True)) is not True and "additionalProperties" not in own:
             names, patterns = dict(own.get("properties", {})), dict(own.get("patternProperties", {}))
             for part in self._unconditional(own, base, "unevaluatedProperties", []):
@@ -235,10 +235,11 @@ class _Rewriting:
                 own |= {"items": rest} | ({"prefixItems": prefix} if prefix else {})
 
     def _unconditional(self, own: Keywords, base: str, keyword: str, seen: list[Schema]) -> Iterator[Keywords]:
-        """The schemas beside a schema that hold in each document that it allows. What is under `not` evaluates nothing.
+        """Yield the schemas in `allOf` and behind references, which hold in every document that the schema allows. The
+        schema under `not` is not among them, because it evaluates nothing.
 
         Raises:
-            ConfigError: others evaluate a part of the documents, or refer to each other.
+            ConfigError: another schema holds only in some of the documents, or schemas refer to each other.
         """
         for key in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains"):
             if key in own:
@@ -253,7 +254,7 @@ class _Rewriting:
 
 
 def _join(base: str, reference: str) -> str:
-    """The absolute URI of a reference; `urljoin` does not know schemes such as urn."""
+    """Resolve a reference to an absolute URI; `urljoin` cannot add fragments to URIs of schemes such as urn."""
     return urldefrag(base).url + reference if reference.startswith("#") else urljoin(base, reference)
 
 

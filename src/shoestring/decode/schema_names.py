@@ -1,9 +1,9 @@
-"""Names of properties that a schema does not list, as regular expressions; free of torch.
+"""Writes the names of properties that a schema does not list as regular expressions; does not import torch.
 
-Where properties or patterns are listed, llguidance lets each other name be written with any escapes of JSON, and
-compares names as they are written: `"\\u0062"` passes for a name other than `b`. Names that fit a pattern are written
-in one way only, control characters aside. So what is additional becomes a pattern: of all names, from which llguidance
-takes those of properties, or of those that fit no other pattern.
+In a schema that lists properties or patterns, llguidance accepts all other names in any JSON spelling and compares the
+spellings: `"\\u0062"` passes for a name other than `b`. A name that matches a pattern has only one spelling, except for
+control characters. Additional properties are therefore described by a pattern: for all names, if llguidance then
+excludes the listed properties, or else for the names that match no other pattern.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "prefixItems")
 _NAMED = ("$defs", "patternProperties", "properties")
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f]")
-"""Characters that JSON writes as one of several escapes."""
+"""Control characters, each of which has several spellings in JSON."""
 
 
 def with_written_names(schema: Keywords) -> Keywords:
-    """Make the names of additional properties in a rewritten schema and those in it the names of patterns.
+    """Describe additional properties by patterns, in a rewritten schema and all schemas inside it.
 
     Raises:
-        ConfigError: the complement of a pattern is not known here, or a name has control characters beside patterns.
+        ConfigError: a pattern has no known complement, or a property beside patterns has control characters in it.
     """
     escaped = {name for name in _keys(schema, "properties") if _ESCAPED.search(name)}
     shared = sorted(set(_keys(schema, "patternProperties")))
@@ -37,7 +37,7 @@ def with_written_names(schema: Keywords) -> Keywords:
 
 
 def _inner(own: Keywords) -> Iterator[tuple[str, Any]]:
-    """The keywords whose values are schemas, lists of schemas or named schemas."""
+    """Yield the keywords whose values contain schemas: a schema, a list of schemas, or an object of schemas."""
     for keys, kind in ((_SCHEMAS, dict), (_LISTS, list), (_NAMED, dict)):
         for key in keys:
             if isinstance(own.get(key), kind):
@@ -45,7 +45,7 @@ def _inner(own: Keywords) -> Iterator[tuple[str, Any]]:
 
 
 def _keys(schema: Any, keyword: str) -> Iterator[str]:
-    """The names of all properties of a schema, or all patterns."""
+    """Yield all property names, or all patterns, in a schema and the schemas inside it; `keyword` says which."""
     if not isinstance(schema, dict):
         return
     for key, value in _inner(schema):
@@ -71,8 +71,8 @@ def _rewritten(schema: Any, escaped: Sequence[str], shared: Sequence[str]) -> An
 
 
 def _adjacent(own: Keywords) -> Keywords:
-    """Put patterns and what is additional beside the properties, because llguidance reads what stands on the two sides
-    of keywords such as `allOf` as schemas of their own."""
+    """Move patterns and additional properties next to the properties, because llguidance treats the keywords before and
+    after a keyword such as `allOf` as separate schemas."""
     if "patternProperties" not in own:
         return own
     together = ("properties", "patternProperties", "additionalProperties")
@@ -85,23 +85,24 @@ def _adjacent(own: Keywords) -> Keywords:
 
 
 def _patterns(own: Keywords, escaped: Sequence[str], shared: Sequence[str]) -> Keywords:
-    """Keywords in place of those that allow additional properties.
+    """The keywords that replace the patterns and additional properties of a schema; {} if nothing changes.
 
-    Objects that hold together get the same patterns where that is possible, because llguidance combines no others.
+    Schemas of objects that apply to the same document get the same patterns where possible, because llguidance cannot
+    combine different patterns.
 
     Args:
-        escaped: names of properties in the document that are written in several ways.
-        shared: patterns in the document, of which each name fits one at most.
+        escaped: names of properties, anywhere in the document, that have several spellings in JSON.
+        shared: patterns from anywhere in the document, if every name matches at most one of them.
     """
     names, patterns = own.get("properties") or {}, own.get("patternProperties") or {}
     rest = own.get("additionalProperties", True)
     if not isinstance(names, Mapping) or not isinstance(patterns, Mapping):
-        return {}  # llguidance refuses it
+        return {}  # llguidance refuses such a schema
     if patterns and not shared and any(name in names for name in escaped):
         raise refused("a name with control characters beside `patternProperties`")
     if rest is False or not (names or patterns):
         return {}
-    # The schema of a pattern holds for the properties that fit it, too.
+    # A pattern's schema also applies to listed properties that match it, so the new patterns must exclude these names.
     own_names = [] if rest in (True, {}) else list(names)
     further = [pattern for pattern in shared if pattern not in patterns]
     if own_names and not disjoint_patterns([*further, *map(exactly, own_names)]):

@@ -1,6 +1,6 @@
-"""Unions, intersections and complements of JSON schemas; free of torch.
+"""Unions, intersections and complements of JSON schemas; does not import torch.
 
-The schemas are rewritten ones (see `schema_forms`), so conditions and `oneOf` do not occur in them.
+All schemas must have been rewritten (see `schema_forms`), so they contain neither conditions nor `oneOf`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Keywords = dict[str, Any]
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 MOST = 20_000
-"""Largest number of schemas that are rewritten and negated for one, a fraction of a second."""
+"""Largest number of schemas that are rewritten or negated for one schema, which takes a fraction of a second."""
 MOST_LISTS = 400
-"""Largest number of lists without repetition that are written out: those of five values."""
+"""Largest number of lists of distinct values that are enumerated, enough for lists of five possible values."""
 COUNTS = (
     "minLength",
     "maxLength",
@@ -36,7 +36,7 @@ SILENT = frozenset({
     "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType",
     "contentSchema",
 })  # fmt: skip
-"""Keywords that allow every document."""
+"""Keywords that do not restrict the documents."""
 _OPPOSITES = {
     "minimum": "exclusiveMaximum",
     "exclusiveMinimum": "maximum",
@@ -50,7 +50,7 @@ _left: ContextVar[list[int]] = ContextVar("left")
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Context in which at most `MOST` schemas are counted."""
+    """Context in which `count` may be called at most `MOST` times."""
     token = _left.set([MOST])
     try:
         yield
@@ -59,10 +59,10 @@ def bounded() -> Iterator[None]:
 
 
 def count() -> None:
-    """Count a schema, because conditions in conditions can make exponentially many of one.
+    """Count one schema, because nested conditions can turn one schema into exponentially many.
 
     Raises:
-        ConfigError: there have been too many.
+        ConfigError: more than `MOST` schemas were counted.
     """
     left = _left.get()
     left[0] -= 1
@@ -89,10 +89,10 @@ def either(schemas: list[Schema]) -> Schema:
 
 
 def complement(schema: Schema) -> Schema:
-    """A schema of all documents that a rewritten schema does not allow.
+    """A schema that allows exactly the documents that a rewritten schema forbids.
 
     Raises:
-        ConfigError: a keyword has no negation.
+        ConfigError: a keyword cannot be negated.
     """
     count()
     if isinstance(schema, bool):
@@ -101,7 +101,7 @@ def complement(schema: Schema) -> Schema:
 
 
 def _fails(key: str, value: Any) -> Iterator[Schema]:
-    """Schemas one of which each document has that a keyword does not allow."""
+    """Yield schemas whose union allows exactly the documents that a keyword forbids."""
     if key in SILENT:
         return
     if key == "type":
@@ -137,7 +137,7 @@ def _fails(key: str, value: Any) -> Iterator[Schema]:
 
 
 def _unlike(values: list[Any]) -> Schema:
-    """A schema of all documents that are none of some values."""
+    """A schema that allows all documents except some values."""
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if any(isinstance(value, list | dict) for value in values):
@@ -150,7 +150,7 @@ def _unlike(values: list[Any]) -> Schema:
 
 
 def _other(text: str) -> str:
-    """A regular expression of all texts but one."""
+    """A regular expression that matches all texts except one."""
     pattern = "[\\s\\S]+"
     for character in reversed(text):
         one = re.escape(character)
@@ -159,7 +159,7 @@ def _other(text: str) -> str:
 
 
 def disjoint(one: Schema, other: Schema) -> bool:
-    """Whether it is certain that no document has both of two rewritten schemas."""
+    """Whether it is certain that no document is allowed by both of two rewritten schemas."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is False or other is False
     types = [_types(part) for part in (one, other)]
@@ -191,7 +191,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON; in Python True == 1."""
+    """Whether two values are equal as JSON, in which true and 1 differ; in Python, True == 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return one == other
@@ -201,7 +201,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """The documents that a rewritten schema allows, if they are few and neither lists nor objects; else None."""
+    """The documents that a rewritten schema allows, if they can be enumerated without lists and objects; else None."""
     if schema is False:
         return []
     if not isinstance(schema, dict) or set(schema) - {"type", "const", "enum"} - SILENT:
@@ -228,12 +228,12 @@ def _type(value: Any) -> str:
 
 
 def unique(prefix: list[list[Any] | None], rest: list[Any] | None, least: int, most: int | None) -> list[Any] | None:
-    """All lists without repetition.
+    """Enumerate all lists of distinct values.
 
     Args:
-        prefix: the possible values at the first places; None for too many.
-        rest: the possible values at other places.
-        least, most: number of values in a list; `most` may be None.
+        prefix: the possible values at each of the first places; None if they cannot be enumerated.
+        rest: the possible values at all later places; None if they cannot be enumerated.
+        least, most: smallest and largest length of a list; a `most` of None means that there is no limit.
 
     Returns:
         The lists; None if there are more than `MOST_LISTS`, or infinitely many.

@@ -1,8 +1,8 @@
-"""Steps that take keywords out of a JSON schema which llguidance does not compile; free of torch.
+"""Steps that remove keywords that llguidance does not support from a JSON schema; does not import torch.
 
-Each takes keywords out of a schema whose own schemas are rewritten (see `schema_forms`), and yields schemas that hold
-as well. `format` is an assertion if the format is one that llguidance knows, and otherwise an annotation, as the
-specification allows.
+Each step removes keywords from a schema whose inner schemas have been rewritten (see `schema_forms`), and yields the
+schemas that must hold in place of these keywords. A `format` that llguidance knows restricts the values; any other
+`format` is only an annotation, as the specification allows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS = frozenset({
 })  # fmt: skip
 """Formats that llguidance enforces."""
 _EVERY_NAME = re.compile(r"\^?(?:[\w.][*?])*", re.ASCII)
-"""Regular expressions that find the empty text at the beginning of every text."""
+"""Matches regular expressions that match every text, because they match the empty text at its beginning."""
 
 
 def _format(own: Keywords) -> Iterator[Schema]:
@@ -72,7 +72,7 @@ def _dependencies(own: Keywords) -> Iterator[Schema]:
 
 
 def _names(own: Keywords) -> Iterator[Schema]:
-    """A schema of names becomes a pattern."""
+    """Replace `propertyNames` by patterns."""
     names = own.pop("propertyNames", True)
     if names is False:
         yield {"maxProperties": 0}
@@ -100,14 +100,15 @@ def _names(own: Keywords) -> Iterator[Schema]:
 
 
 def _patterns(own: Keywords) -> Iterator[Schema]:
-    """llguidance takes patterns only if no name fits two of them. A pattern of all names becomes a schema of all
-    properties, and one that demands nothing goes, unless it keeps properties from being additional."""
+    """Remove patterns where possible, because llguidance accepts patterns only if no name matches two of them. A
+    pattern that matches every name becomes a schema of all properties. A pattern that allows every value is removed,
+    unless restrictions on additional properties would then apply to its properties."""
     patterns = own.get("patternProperties")
     if not isinstance(patterns, dict):
         return
     every = {pattern for pattern in patterns if _EVERY_NAME.fullmatch(pattern)}
     yield from ({"additionalProperties": patterns[pattern]} for pattern in every)
-    if every:  # then no property is additional
+    if every:  # every property then matches a pattern, so none is additional
         own.pop("additionalProperties", None)
     if own.get("additionalProperties", True) is True:
         every |= {pattern for pattern, part in patterns.items() if part is True}
@@ -117,15 +118,15 @@ def _patterns(own: Keywords) -> Iterator[Schema]:
 
 
 def _distinct(own: Keywords) -> Iterator[Schema]:
-    """Lists without repetition are written out, if there are few."""
+    """Replace `uniqueItems` by an enumeration of all lists, if there are few."""
     if own.get("uniqueItems") is not True:
         return
     prefix, rest = own.get("prefixItems", []), own.get("items", True)
-    if isinstance(rest, list):  # as up to draft 7
+    if isinstance(rest, list):  # the form of draft 7 and earlier
         prefix, rest = rest, own.get("additionalItems", True)
     lists = unique([values_of(part) for part in prefix], values_of(rest), own.get("minItems", 0), own.get("maxItems"))
     if lists is None:
-        return  # llguidance refuses it
+        return  # llguidance then refuses the schema
     for key in ("uniqueItems", "items", "additionalItems", "prefixItems", "minItems", "maxItems"):
         own.pop(key, None)
     yield either([{"type": [name for name in TYPES if name != "array"]}, {"enum": lists} if lists else False])

@@ -20,13 +20,13 @@ UNIT, SPAN, BINS = 1e-5, 1e3, 4096
 
 
 class RunningThreshold:
-    """The score that a given fraction of the tokens exceeds, estimated as a quantile of the scores of the newest steps.
+    """Estimates the score that a fraction of the tokens exceeds, as a quantile of the scores of the newest steps.
 
-    The quantile of a step's own tokens is known too late, after its first backward pass, and quantiles of micro-batches
-    would select as many of one rank's easy tokens as of another rank's hard ones. The threshold of a step is therefore
-    computed from the steps before it, and is the same for all micro-batches and ranks, however the batch is divided.
-    The histogram holds integer counts, so the order in which ranks are summed changes no bit. The price is that the
-    selected fraction differs a little from the requested one while scores change.
+    The quantile of a step's own tokens would be known too late, after the step's first backward pass. Quantiles of
+    single micro-batches would select as many easy tokens on one rank as hard tokens on another rank. The threshold of a
+    step is therefore computed from the steps before it, and is the same for all micro-batches and ranks, however the
+    batch is divided. The histogram holds integer counts, so the result does not depend on the order in which ranks are
+    summed. A disadvantage is that the selected fraction differs a little from `fraction` while scores change.
 
     In the first step all tokens are selected.
     """
@@ -50,7 +50,7 @@ class RunningThreshold:
         self.running.mul_(MEMORY).add_(self.seen)
         self.seen.zero_()
         if self.fraction < 1:
-            above = self.running.flip(0).cumsum(0)  # counts in a bin and above it, from the highest bin down
+            above = self.running.flip(0).cumsum(0)  # counts in each bin and all higher bins, highest bin first
             enough = (above >= self.fraction * above[-1]).to(torch.int64).argmax()
             self.threshold.copy_(_edge(BINS - 1 - enough))
 

@@ -101,19 +101,19 @@ class Sampling(SamplingRule):
 PENALTY = 2.0
 """Largest size of the penalties for presence and frequency, as in OpenAI's API."""
 BIAS = 100.0
-"""Largest size of the bias of a token, as in OpenAI's API; a bias of this size decides as good as always."""
+"""Largest size of the bias of a token, as in OpenAI's API; a bias of this size nearly always decides the choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitChanges:
-    """What is added to the model's logits before all steps of `SamplingRule`; it does not change log-probabilities.
+    """Changes to the model's logits before all steps of `SamplingRule`; reported log-probabilities do not include them.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     presence_penalty: float = 0.0
-    """Subtracted from the logits of each token that was generated before, but not of those of the prompt."""
+    """Subtracted from the logits of each token that was generated before; tokens of the prompt do not count."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of a token for each time that it was generated before."""
     bias: Mapping[int, float] = field(default_factory=dict)
@@ -129,8 +129,8 @@ class LogitChanges:
 
 FormatKind = Literal["json_schema", "regex", "choice", "grammar"]
 FLEXIBLE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Options of llguidance: between the tokens of JSON any white space may stand, but not without end, for a model at a
-high temperature may write nothing else."""
+"""Options of llguidance: between JSON tokens, white space of up to 64 characters is allowed. Without this limit, a
+model at a high temperature might write nothing but white space."""
 
 
 class AnswerFormat(NamedTuple):
@@ -138,17 +138,17 @@ class AnswerFormat(NamedTuple):
 
     kind: FormatKind
     """`json_schema`: a JSON document; `regex`: a text that a regular expression matches as a whole; `choice`: one of
-    several texts; `grammar`: a text of a grammar."""
+    several texts; `grammar`: a text that a grammar accepts."""
     source: str
-    """The schema as `schema_forms.written` has it, the regular expression, a JSON list of texts, or the grammar in
+    """The schema as returned by `schema_forms.written`, the regular expression, a JSON list of texts, or the grammar in
     llguidance's variant of Lark's syntax."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Optional settings of sampling; a setting that is None defaults to the value in the model's
-    generation_config.json. If that file names none of temperature, top_k, top_p and min_p, the defaults of the verb
-    apply; if it names some of these, the others have no effect (a temperature of 1, no filter).
+    generation_config.json. If that file names none of temperature, top_k, top_p and min_p, the defaults of the command
+    apply; if it names some of them, the others have no effect (a temperature of 1, no filter).
 
     Raises:
         ConfigError: a value is out of range.
@@ -180,8 +180,8 @@ class SamplingOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def over(self, model: Mapping[str, Any], otherwise: SamplingRule) -> SamplingDefaults:
-        """Combine these settings with the settings that the model names (`model`) and with the defaults of the verb
-        (`otherwise`) into a rule.
+        """Combine these settings, the model's own settings (`model`) and the command's defaults (`otherwise`) into a
+        rule.
 
         Settings of the model that are out of range are ignored, with a warning.
         """
@@ -281,7 +281,7 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
-    """Settings of writing with a trained model, which `generate` and `chat` share."""
+    """Settings of text generation with a trained model, which `generate` and `chat` share."""
 
     max_tokens: int = 256
     """Largest number of tokens to generate; an end-of-text token ends the text earlier."""
@@ -339,10 +339,10 @@ class Generation(TextSettings, TemplateOptions):
     """
 
     chat: bool = False
-    """Take the prompt as a question to the model, by its chat template, and write the answer alone."""
+    """Format the prompt as a question by the model's chat template, and write only the answer."""
     parse_special: bool = True
-    """Read text of the prompt that spells a special token, such as `<|im_start|>`, as that token; otherwise it is
-    ordinary characters. In a chat it always is."""
+    """Read text of the prompt that spells a special token, such as `<|im_start|>`, as that token; otherwise as ordinary
+    characters. In a chat, such text is always read as ordinary characters."""
 
     def __post_init__(self) -> None:
         TextSettings.__post_init__(self)
@@ -354,17 +354,17 @@ class Generation(TextSettings, TemplateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversing(TextSettings, TemplateOptions):
-    """A conversation with a trained model, by the model's chat template.
+    """A conversation with a trained model, formatted by the model's chat template.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     max_tokens: int = 0
-    """Largest number of tokens of an answer; 0: as many as the context has room for."""
+    """Largest number of tokens of an answer; 0 allows as many as the context has room for."""
     context: int = 0
-    """Largest number of tokens of the conversation that the model sees; 0 is the model's own, at most 8,192. Where
-    there is no more room, the oldest questions are left out with their answers."""
+    """Largest number of tokens of the conversation that the model sees; 0 is the model's own, at most 8,192. If the
+    conversation is longer, the oldest questions are left out with their answers."""
 
     def __post_init__(self) -> None:
         TextSettings.__post_init__(self)

@@ -27,7 +27,7 @@ NOTHING = DraftTokens([])
 
 
 class Verified(NamedTuple):
-    """The tokens that a pass adds to a text: the accepted ones of its draft, and one more."""
+    """The tokens that a pass adds to a text: the accepted tokens of its draft, and one more."""
 
     tokens: list[int]
     accepted: int
@@ -103,7 +103,7 @@ class Speculator:
         self._seconds = self._began = 0.0
 
     def draft(self, rows: Sequence[Row], rooms: Sequence[int]) -> list[DraftTokens]:
-        """Draft at most `rooms` tokens for each row."""
+        """Draft tokens for each row, at most as many as its entry in `rooms`."""
         began = seconds()
         self._grades = self.drafter.grades(rows)
         length = self.length.choose(self._grades, max(rooms))
@@ -129,7 +129,7 @@ class Speculator:
 def choose(
     rows: Sequence[Row], drafts: Sequence[DraftTokens], logits: Sequence[Tensor], verification: Verification
 ) -> Chosen:
-    """Run `verify`, and find out which logits are finite."""
+    """Run `verify`, and check which logits are finite."""
     # The maximum is NaN if any logit is NaN. A single logit of minus infinity is allowed: it rules a token out.
     finite = torch.cat([own.amax(-1).isfinite() for own in logits]).tolist()
     return Chosen(logits, finite, verify(rows, drafts, logits, verification))

@@ -1,4 +1,4 @@
-"""Measures run time without one-off work, such as compiling a pass."""
+"""Measures run time without one-off work, such as the compilation of a pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _left_out = 0.0
 
 
 def seconds() -> float:
-    """Like `time.perf_counter`, but leaves out the time spent inside of `once`."""
+    """Like `time.perf_counter`, but without the time spent in `once`."""
     return perf_counter() - _left_out
 
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Leave the time of the block out of `seconds`, so that one-off work does not count as the cost of a pass."""
+    """Context whose run time `seconds` leaves out, so that one-off work does not count as the cost of a pass."""
     global _left_out
     began = perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""The queue of rows that wait for a slot, fair between clients and between short and long prompts."""
+"""The queue of rows that wait for a slot; it is fair among clients, and between short and long prompts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ WRITTEN = 2
 
 
 class Waiting:
-    """Rows that wait for a slot.
+    """A queue of the rows that wait for a slot.
 
-    The next row is one of the client that has been served the least, by virtual token counters (Sheng et al., 2024,
-    "Fairness in Serving Large Language Models"): each client's counter grows with the tokens of its prompts and texts,
-    and a client that was away does not keep what it has not used. So two clients that both wait are served about the
-    same number of tokens, however many requests each of them sends.
+    The next row belongs to the client that has been served the least, as measured by virtual token counters (Sheng et
+    al., 2024, "Fairness in Serving Large Language Models"). Each client's counter grows with the tokens of its prompts
+    and texts. A client that returns after a pause does not get credit for the time of the pause. Two clients with
+    waiting rows are therefore served about the same number of tokens, however many requests each of them sends.
 
-    Of one client's rows, that with the least sum of two numbers is next: the client's counter when the row came, and
-    the length of its prompt. So short prompts overtake long ones, but a row is overtaken only by rows that come before
-    its client has been served as many tokens as its prompt has.
+    Among the rows of one client, the row with the smallest key is next. The key is the client's counter at the row's
+    arrival plus the length of the row's prompt. Short prompts therefore overtake long ones, but a row can be overtaken
+    only by rows that arrive before its client has been served as many tokens as the row's prompt has.
     """
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
-        """Virtual token counter of each client that waits or has been served more than those that wait."""
+        """Virtual token counters of the clients that wait, or that were served more than the waiting clients."""
         self._rows: dict[str, list[tuple[float, int, Row]]] = {}
-        self._level = 0.0  # least counter of the clients that waited when the last row was taken
+        self._level = 0.0  # smallest counter of the waiting clients when the last row was taken
         self._number = 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -48,7 +48,7 @@ class Waiting:
         heappush(self._rows.setdefault(client, []), (key, self._number, row))
 
     def take(self, suits: Callable[[Row], bool] = lambda _: True) -> Row | None:
-        """Remove and return the next row that suits; None if there is none."""
+        """Remove and return the next row for which `suits` is true; None if there is none."""
         self._level = min((self.served[client] for client in self._rows), default=self._level)
         for client in sorted(self._rows, key=self.served.__getitem__):
             rows, passed = self._rows[client], []
@@ -67,7 +67,7 @@ class Waiting:
         return None
 
     def remove(self, row: Row) -> None:
-        """Remove a row that waits."""
+        """Remove a waiting row."""
         client = row.request.client
         self._rows[client] = sorted(entry for entry in self._rows[client] if entry[2] is not row)
         self._forget(client)
@@ -77,7 +77,7 @@ class Waiting:
         self.served[client] = max(self._level, self.served.get(client, 0.0)) + tokens
 
     def _forget(self, client: str) -> None:
-        """Drop a client's empty queue, and the counters of clients that have no advantage to lose."""
+        """Drop the client's queue if it is empty, and counters too small to put their clients at a disadvantage."""
         if not self._rows[client]:
             del self._rows[client]
         level = min((self.served[other] for other in self._rows), default=self._level)

@@ -1,4 +1,4 @@
-"""The part of a text that is in the context, and the prefix that two texts share."""
+"""The part of a text that is in the context, and the common prefix of two texts."""
 
 from __future__ import annotations
 

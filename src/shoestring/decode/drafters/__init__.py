@@ -26,11 +26,11 @@ def open_drafter(
     """Create the drafter that the settings name, on the device of the model; None if nothing is to be drafted.
 
     Args:
-        model: the model that verifies.
-        tokenizer: tokenizer of the model that verifies; None if there is none to compare with the drafter's.
+        model: the model that verifies the drafts.
+        tokenizer: tokenizer of that model, which is compared with the drafter's; None to compare only vocabulary sizes.
         slots: number of texts that are generated at the same time.
         room: number of tokens per text that the drafter's cache can hold, if smaller than the drafter's context.
-        passes: how the forward passes of a smaller model that drafts run; see `Decoding.passes`.
+        passes: how to run the forward passes if the drafter is a smaller model; see `Decoding.passes`.
 
     Raises:
         ConfigError: the drafter is a model with another vocabulary.

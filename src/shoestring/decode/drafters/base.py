@@ -27,20 +27,20 @@ class Drafter(ABC):
     """Proposes tokens that may continue a text. The proposals influence only the speed of generation, never the
     distribution of the text.
 
-    A row's `history` holds verified tokens only, and grows in place. A drafter with state stores it by `row.slot`, and
-    must itself notice rejected tokens, a new row in the slot, and a new `row.begin`.
+    A row's `history` holds verified tokens only, and grows in place. A drafter with state stores this state by
+    `row.slot`, and must itself detect rejected tokens, a new row in the slot, and a changed `row.begin`.
     """
 
     def attach(self, model: Adapter, cache: KVCache) -> None:  # noqa: B027  # most drafters have no use for it
         """Connect the drafter with the model and the cache of an engine, which calls this once.
 
-        A drafter may write to the engine's cache behind the end of each text, because the next pass overwrites these
+        A drafter may write to the engine's cache after the end of each text, because the next pass overwrites these
         positions; but the drafter must restore the lengths of the rows.
         """
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
-        """The grade of each row's draft, before anything is drafted; a grade below 0 means that there is no draft to
-        offer.
+        """The grade of each row's draft, before anything is drafted; a grade below 0 means that the drafter has no
+        draft to offer.
 
         Grades are small integers. Acceptance is measured for each grade, so drafts of one grade should be accepted
         about equally often.
@@ -48,9 +48,9 @@ class Drafter(ABC):
         return [0] * len(rows)
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that restores the present state of the drafter, called before a failed round is repeated."""
+        """Return a function that restores the drafter's present state, for use before a failed round is repeated."""
         return lambda: None
 
     @abstractmethod
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """Draft at most `counts` tokens for each row."""
+        """Draft tokens for each row, at most as many as its entry in `counts`."""

@@ -1,8 +1,8 @@
 """Prompt lookup: finds an earlier occurrence of the text's newest tokens, and drafts the tokens that followed it there
 (Saxena, 2023).
 
-Prompt lookup needs no model, and is effective where a text repeats its prompt or itself: summaries, edits of code,
-answers with quotations.
+Prompt lookup needs no model. It is effective where a text repeats its prompt or itself, as in summaries, edits of code
+and answers with quotations.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PromptLookup(Drafter):
         return [self._find(row)[0] - 1 for row in rows]
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
-        """Draft the tokens that followed the earlier occurrence; if they reach the end of the text, they are repeated
-        from their start."""
+        """Draft the tokens that followed the earlier occurrence; if a draft reaches the end of the text, the same
+        tokens follow again."""
         drafts = []
         for row, count in zip(rows, counts, strict=True):
             length, place = self._find(row)

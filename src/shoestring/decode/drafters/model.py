@@ -1,4 +1,4 @@
-"""A smaller model as the drafter: it generates tokens one by one, and the large model verifies them in one pass."""
+"""A smaller model as the drafter: it generates tokens one by one, and the large model verifies several in one pass."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from shoestring.decode.request import Row
 
 CHUNK = 512
-"""Number of tokens of a prompt that are read in one pass."""
+"""Largest number of tokens of a prompt that are read in one pass."""
 SHORT = 8
-"""Largest number of unread tokens that are left to the pass that drafts the first token. That pass computes logits for
-every token it reads, so longer texts are read before it."""
+"""Largest number of unread tokens that the first drafting pass reads. This pass computes logits for every token that it
+reads, so longer unread texts are read in passes before it."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class _Held:
     drafted: list[int] = field(default_factory=list)
 
     def kept(self, history: list[int], begin: int) -> int:
-        """Number of leading tokens of `history[begin:]` that the cache row already holds. If the text is the same, only
-        the drafted tokens are compared."""
+        """Number of leading tokens of `history[begin:]` that the cache row already holds. If `history` is the same
+        list as before, only the drafted tokens are compared."""
         if begin == self.begin and history is self.history:
             return self.verified - begin + common(self.drafted, history[self.verified :])
         if begin == self.begin:
@@ -46,7 +46,7 @@ class _Held:
 class ModelDrafter(StepwiseDrafter):
     """Drafts with a smaller model that has its own cache, for all rows of a batch at once.
 
-    Rejected tokens are dropped from the cache, and new tokens are read in the pass that drafts the first token.
+    Rejected tokens are dropped from the cache, and the pass that drafts the first token reads new tokens.
     """
 
     def __init__(self, model: Adapter, slots: int, speculation: Speculation, room: int | None = None) -> None:
@@ -76,7 +76,7 @@ class ModelDrafter(StepwiseDrafter):
         return drafts
 
     def _unread(self, row: Row) -> list[int]:
-        """Drop rejected tokens from the cache, and read new ones; returns the last few, which are left unread."""
+        """Drop rejected tokens from the cache, and read new ones except for the last few, which are returned."""
         history, held = row.history, self.held[row.slot]
         begin = row.begin + window_start(len(history) - row.begin + self.margin, self.window)
         valid = min(held.kept(history, begin), len(history) - begin - 1)

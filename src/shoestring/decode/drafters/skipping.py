@@ -1,9 +1,9 @@
-"""A drafter that is the model itself without some of its sublayers, so that neither a second model nor a second cache
-is needed.
+"""A drafter that is the model itself without some of its sublayers, so that it needs neither a second model nor a
+second cache.
 
-Drafts are written into the model's own cache, behind the text. The pass that verifies a draft runs every sublayer at
-the same positions, and so overwrites everything that drafting wrote (Draft & Verify, Zhang et al., 2024). The drafter
-skips the sublayers that change the residual stream of the text least, relative to the bytes that they move.
+Drafts are written into the model's own cache, after the text. The pass that verifies a draft runs every sublayer at the
+same positions, and so overwrites everything that drafting wrote (Draft & Verify, Zhang et al., 2024). The drafter skips
+the sublayers that change the text's residual stream least, relative to the bytes that they move.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoestring.decode.engine import Row
 
 SHARE = 0.4
-"""Fraction of the bytes moved per token that a drafting pass avoids, unless the sublayers to skip are given."""
+"""Default fraction of the bytes moved per token that a drafting pass avoids by skipping sublayers."""
 LEAST, MOST = 32, 256
 """Smallest and largest number of tokens of a text from which the sublayers to skip are chosen."""
 
@@ -35,9 +35,9 @@ class SkippingDrafter(StepwiseDrafter):
     """Drafts with the verifying model itself, without some of its sublayers, for all rows of a batch at once.
 
     Args:
-        ratios: the sublayers to skip, each with its factor r (see `Ratios`); by default they are chosen by one pass
-            over the newest tokens of the first text that is long enough.
-        share: fraction of the bytes moved per token that drafting avoids; used only if `ratios` is not given.
+        ratios: the sublayers to skip, each with its factor r (see `Ratios`); by default one pass over the newest tokens
+            of the first text that is long enough determines them.
+        share: fraction of the bytes moved per token that drafting avoids; used only if `ratios` is None.
 
     Raises:
         ConfigError: raised by `attach` if the sublayers of the model are not known.
@@ -48,13 +48,13 @@ class SkippingDrafter(StepwiseDrafter):
         self.ratios, self.share = ratios, share
 
     def attach(self, model: Adapter, cache: KVCache) -> None:
-        """Use the model and the cache of the engine itself for drafting."""
+        """Connect the drafter with the engine's model and cache, which it uses for drafting as well."""
         check_skips(model)
         sublayers(model.model)
         self.model, self.cache = model, cache
 
     def grades(self, rows: Sequence[Row]) -> Sequence[int]:
-        """Grade 0 for every row; -1 until some text is long enough to choose the sublayers from."""
+        """The grades: 0 for every row, or -1 until some text is long enough to choose the sublayers from."""
         ready = self.ratios is not None or any(len(row.history) >= LEAST for row in rows)
         return [0 if ready else -1] * len(rows)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepwiseDrafter(Drafter):
-    """Samples drafts from a model with the request's sampling settings. If verification is invariant, the drafter uses
+    """Samples drafts from a model with the request's sampling settings. With invariant verification, the drafter uses
     the random numbers that plain decoding would use."""
 
     model: Adapter
@@ -32,7 +32,7 @@ class StepwiseDrafter(Drafter):
 
     @abstractmethod
     def _unread(self, row: Row) -> list[int]:
-        """The last tokens of a text, which are not in the cache yet and which the first drafting pass reads."""
+        """The last tokens of a text, which the cache does not hold yet; the first drafting pass reads them."""
 
     def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> list[DraftTokens]:
         """Draft with one pass per token of the longest draft; each pass covers the rows whose drafts are not

@@ -1,4 +1,4 @@
-"""A model as lm-evaluation-harness calls it: scores of continuations, scores of whole texts, and generation."""
+"""A model with the interface of lm-evaluation-harness: scores continuations and whole texts, and generates text."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from shoestring.decode.settings import Sampling
 log = logging.getLogger("shoestring")
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names under which tasks give the largest number of tokens to generate, the first that is present counts."""
+"""Names of a task's setting for the largest number of tokens to generate; the first name that is present counts."""
 LONGEST = 256
-"""Largest number of tokens to generate if a task does not give one, as in the harness's own models."""
+"""Largest number of tokens to generate if a task does not set one, as in the harness's own models."""
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class HarnessModel(LM):
-    """A model of any kind that shoestring opens, for `lm_eval.simple_evaluate(model=...)`.
+    """Any model that shoestring can open, with the interface that `lm_eval.simple_evaluate(model=...)` expects.
 
-    Texts are tokenised as by the harness's `hf` model: with the special tokens that the tokenizer puts before a text,
+    Texts are tokenised like in the harness's `hf` model: with the special tokens that the tokenizer puts before a text,
     unless the text begins with them. A text that is scored without a context follows the beginning-of-text token, or
-    else the end-of-text token; unlike in `hf`, the beginning-of-text token is not scored itself.
+    else the end-of-text token; unlike in `hf`, the beginning-of-text token itself is not scored.
 
     Args:
         model: the model, on its device; it must be in evaluation mode.
         ends: ids of tokens that end a generated text.
-        batch: number of texts in a forward pass; it changes no result.
-        context: largest number of tokens that the model sees; defaults to the model's own. Of longer texts, the oldest
-            tokens are left out.
+        batch: number of texts in a forward pass; it does not change the results.
+        context: largest number of tokens that the model sees; defaults to the model's own. Longer texts lose their
+            oldest tokens.
         progress: show progress bars on a terminal.
     """
 
@@ -75,7 +75,7 @@ class HarnessModel(LM):
     # -- what the harness calls ----------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether greedy decoding would write it."""
+        """The log-probability of each continuation after its context, and whether greedy decoding would generate it."""
         pairs = [self._pair(*request.args) for request in requests]
         results = [(logprob, greedy) for logprob, greedy in self._scores("continuations", pairs)]
         self._remember("loglikelihood", requests, results)
@@ -89,7 +89,7 @@ class HarnessModel(LM):
         return results
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """The continuation of each context, up to the first stop string, which is not part of it."""
+        """The continuation of each context, up to but not including the first stop string."""
         asked = [self._request(index, *request.args) for index, request in enumerate(requests)]
         room = min(max((len(ask.tokens) + ask.max_new for ask, _ in asked), default=1), self.adapter.context)
         engine = Engine(self.adapter, slots=min(self.batch, max(len(asked), 1)), room=room)
@@ -109,7 +109,7 @@ class HarnessModel(LM):
         return results
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, up to the start of the model's answer, or up to the end of its last message."""
+        """Render a conversation as text, up to the start of the model's answer, or to the end of the last message."""
         if self._template is None:
             if template_source(self.texts) is None:
                 raise ConfigError("the model has no chat template", hint="leave out --chat")
@@ -132,7 +132,7 @@ class HarnessModel(LM):
             return score(self.adapter, pairs, self.batch, bar.update)
 
     def _bar(self, what: str, total: int) -> tqdm[Any]:
-        return tqdm(total=total, desc=what, disable=None if self.progress else True)  # None: only on a terminal
+        return tqdm(total=total, desc=what, disable=None if self.progress else True)  # None: bar on terminals only
 
     def _remember(self, name: str, requests: Sequence[Instance], results: Sequence[Any]) -> None:
         """Store results in the harness's cache, if it has one."""
@@ -143,7 +143,7 @@ class HarnessModel(LM):
 
     @cached_property
     def _begin(self) -> list[int]:
-        """The token that a text without context follows."""
+        """The token that is put before a text without context."""
         named = special_token(companion_config(self.texts.companions, self.texts.origin), "bos_token")
         token = None if named is None else self.texts.engine.token_to_id(named)
         begin = [token] if token is not None else self.texts.prefix[:1] or list(self.texts.ends)
@@ -156,7 +156,7 @@ class HarnessModel(LM):
 
     @cached_property
     def _prefix(self) -> str:
-        """The special tokens that the tokenizer puts before a text, as text."""
+        """The special tokens that the tokenizer puts before a text, in text form."""
         return "".join(self.texts.engine.id_to_token(token) or "" for token in self.texts.prefix)
 
     def _encode(self, text: str, *, prefix: bool = True) -> list[int]:
@@ -165,16 +165,16 @@ class HarnessModel(LM):
         return [*added, *self.texts.encode_with_special(text)]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of a context and of the continuation, as they are in the whole text.
+        """Tokens of a context and tokens of its continuation, from the tokenization of the whole text.
 
-        White space at the end of the context counts as the beginning of the continuation, because tokens begin with
+        White space at the end of the context is moved to the beginning of the continuation, because tokens begin with
         white space rather than end with it.
         """
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
         if context:
             before, whole = self._encode(context), self._encode(context + continuation)
-            # If the two texts share a token at their border, nothing of the whole text may be left.
+            # If one token covers the border of the two texts, no tokens may be left for the continuation.
             return before, whole[len(before) :] or self._encode(continuation, prefix=False)
         tokens = self._encode(continuation, prefix=False)
         if tokens[:1] == self._begin:
@@ -184,7 +184,7 @@ class HarnessModel(LM):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> tuple[Request, Writing]:
-        """The engine's request for a text, and the decoder of its tokens."""
+        """Make the engine's request for a text, and the decoder of its tokens."""
         left = dict(settings)
         until = left.pop("until", None) or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
@@ -200,20 +200,21 @@ class HarnessModel(LM):
             )
             most = self.adapter.context // 2
         tokens = self._encode(context)[-(self.adapter.context - most) :] or self._begin
-        # Special tokens are not part of the text in which stop strings are looked for.
+        # A special token is not part of the decoded text in which stop strings are searched for, so it must be a stop
+        # token.
         special = {token for stop in stops if (token := self.texts.engine.token_to_id(stop)) in self.texts.special}
         request = Request(tokens=tokens, max_new=most, sampling=sampling, stop=self.ends | special)
         return request, Writing(self.texts.stream(tokens), stops)
 
     def _warn(self, message: str) -> None:
-        """Log a warning, once."""
+        """Log a warning, but only the first time."""
         if message not in self._warned:
             self._warned.add(message)
             log.warning("%s", message)
 
 
 def _newest_text(row: Row, writing: Writing) -> str:
-    """The text that the newest pass has added to a row; raises the error that ended the row, if one did."""
+    """The text that the newest pass has added to a row; raises the error that ended the row, if there is one."""
     if row.error is not None:
         raise row.error
     pieces = []
@@ -226,7 +227,7 @@ def _newest_text(row: Row, writing: Writing) -> str:
 
 
 def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
-    """Take the settings of sampling out of a task's settings; texts are greedy unless the task samples."""
+    """Remove the sampling settings from a task's settings, and parse them; texts are greedy unless the task samples."""
     samples, temperature = settings.pop("do_sample", None), settings.pop("temperature", None)
     chosen = {name: settings.pop(name) for name in _SAMPLING if name in settings}
     if samples is False or (samples is None and not temperature):

@@ -1,7 +1,8 @@
 """Log-probabilities of continuations, computed for many texts at once.
 
-Texts that share a context, such as the choices of a question, read it once: it is read into one row of the cache, which
-is then copied to the rows of the other continuations. Continuations that differ in their last token only share a row.
+Texts that share a context, such as the choices of a question, read the context once: it is read into one row of the
+cache, which is then copied to the rows of the other texts. Continuations that differ only in their last token share a
+row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tokens = tuple[int, ...]
 
 
 class Score(NamedTuple):
-    """How likely a continuation is after its context."""
+    """The likelihood of a continuation after its context."""
 
     logprob: float
     """Natural logarithm of the continuation's probability."""
@@ -30,7 +31,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class _TargetWindow:
-    """Tokens to score that fit into the model's context together with what precedes them."""
+    """Tokens to score, which fit into the model's context together with the tokens before them."""
 
     pair: int
     """Index of the pair that the tokens belong to."""
@@ -42,11 +43,11 @@ class _TargetWindow:
 
 @dataclass(frozen=True)
 class _Row:
-    """Tokens that are read for one or several windows, whose targets differ in the last token only."""
+    """Tokens to read for one or several windows, whose targets differ only in the last token."""
 
     context: Tokens
     targets: Tokens
-    """The targets without the last one."""
+    """The targets of the windows without the last one."""
     windows: list[_TargetWindow]
 
     @property
@@ -60,10 +61,10 @@ def score(
     batch: int,
     done: Callable[[int], object] = lambda _: None,
 ) -> list[Score]:
-    """Score the continuations of (context, continuation) pairs of tokens, in any order of lengths.
+    """Score the continuations of (context, continuation) pairs of tokens; the pairs may be in any order.
 
-    A context that is longer than the model's context loses its oldest tokens. A continuation that is longer is scored
-    in windows, each of which begins with as many earlier tokens as fit; every token is scored once.
+    If a context is longer than the model's context, its oldest tokens are left out. If a continuation is longer, it is
+    scored in windows, which begin with as many earlier tokens as fit; every token is scored once.
 
     Args:
         pairs: contexts have at least one token; an empty continuation has the log-probability 0.
@@ -79,7 +80,7 @@ def score(
     shares = adapter.pieces and not isinstance(adapter, Whole)
     for rows in _batches(windows, batch, shares=shares):
         for row, logits in zip(rows, _read(adapter, rows, shares=shares), strict=True):
-            # The log-probabilities are computed in at least float32, as softmax in a narrower type loses digits.
+            # The log-probabilities are computed in at least float32, because softmax in a narrower type loses digits.
             logits = logits if logits.dtype == torch.float64 else logits.float()
             total, best = logits.logsumexp(-1), logits.argmax(-1)
             for window in row.windows:
@@ -112,10 +113,10 @@ def _check(windows: Sequence[_TargetWindow], adapter: Adapter) -> None:
 
 
 def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:
-    """Arrange windows in batches of at most `size` rows, the longest first, so that memory runs out at once or never.
+    """Arrange windows in batches of at most `size` rows, longest first, so that memory can only run out in the first.
 
     Args:
-        shares: whether rows may share the reading of their context; the rows of one context then follow each other.
+        shares: whether rows with the same context may read it once; such rows are then next to each other.
     """
     rows: dict[tuple[Tokens, Tokens], _Row] = {}
     for window in windows:
@@ -139,10 +140,10 @@ def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tenso
     """Logits (T, V) after the last token of each row's context and after each of its targets.
 
     Args:
-        rows: with `shares`, the first rows have different contexts, and the others the context of one of the first.
+        rows: with `shares`, the first rows have distinct contexts, and each other row has one of these contexts.
     """
     cache = adapter.new_cache(len(rows), max(len(row.tokens) for row in rows))
-    # Logits are computed from the last token of the context on only: with a large vocabulary they take most memory.
+    # Logits are computed only from the last context token on, because with a large vocabulary they take most memory.
     heads = [row.context[:-1] if shares else () for row in rows]
     if any(heads):
         contexts = list(dict.fromkeys(row.context for row in rows))
@@ -160,6 +161,6 @@ def _read(adapter: Adapter, rows: Sequence[_Row], *, shares: bool) -> list[Tenso
 
 
 def _padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """Texts of unlike lengths as one tensor (B, T), int64."""
+    """Pad texts of different lengths to one tensor (B, T), int64."""
     length = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by name or file, loaded, run, and their metrics."""
+"""Finds tasks of lm-evaluation-harness by name or file, loads and runs them, and returns their metrics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shoestring.decode.harness.model import HarnessModel
 
 FEWSHOT_SEED = 1234
-"""Seed of the choice of examples in prompts, the harness's own default."""
+"""Seed for choosing the examples in prompts; the harness's own default."""
 
 
 class Tasks:
-    """Tasks that a user names, ready to be loaded.
+    """Tasks named by the user, which can be loaded and run.
 
     Args:
         names: names of tasks, groups or tags of the harness, or YAML files of tasks.
@@ -43,12 +43,12 @@ class Tasks:
                 hint="pip install shoestring[evaluate]",
             ) from error
         if not names or not all(names):
-            raise ConfigError(f"`{key}` names no task", hint="name one, such as arc_easy, or the YAML file of one")
+            raise ConfigError(f"`{key}` names no task", hint="name a task, such as arc_easy, or a task's YAML file")
         self.names, self.key = tuple(names), key
         for name in filter(is_task_file, names):
             if not Path(name).is_file():
                 raise ConfigError(f"`{key}`: there is no file `{name}`")
-        # The index of the harness's own tasks takes seconds, and files of tasks do not need it.
+        # Indexing the harness's own tasks takes seconds, and tasks from files do not need the index.
         self.manager = TaskManager(include_defaults=not all(map(is_task_file, names)))
         known = self.manager.all_tasks
         for name in names:
@@ -59,7 +59,7 @@ class Tasks:
         self._loaded: Any = None
 
     def load(self) -> Any:
-        """Read the tasks with their data, which may download them; returns what `lm_eval.evaluate` takes.
+        """Load the tasks with their data, which may be downloaded; returns the tasks as `lm_eval.evaluate` takes them.
 
         Raises:
             DataError: a task or its data cannot be read.
@@ -74,7 +74,7 @@ class Tasks:
         return self._loaded
 
     def results(self, model: HarnessModel, **options: Any) -> dict[str, Any]:
-        """Run the tasks with options of `lm_eval.simple_evaluate`, and return what it returns.
+        """Run the tasks with options of `lm_eval.simple_evaluate`, and return its results.
 
         Raises:
             DataError: a task or its data cannot be read, or the code of a task raises an error.
@@ -90,15 +90,15 @@ class Tasks:
         """Run the tasks, and return their metrics by name: `TASK/METRIC`, or `TASK/METRIC/FILTER` for a task that
         filters the model's answers.
 
-        Standard errors are not computed, because the harness draws them by starting processes.
+        Standard errors are not computed, because the harness starts processes to draw bootstrap samples for them.
 
         Args:
-            limit: number of documents of each task; by default all.
+            limit: number of documents of each task; defaults to all documents.
         """
         from lm_eval import evaluator
 
         loaded = self.load()
-        # The harness shows a progress bar for the prompts of each task.
+        # The output is discarded, because the harness shows a progress bar for the prompts of each task.
         with _failures(f"`{self.key}`: {', '.join(self.names)}"), _quiet(), redirect_stderr(io.StringIO()):
             results = evaluator.evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=False)
         return dict(metrics_of(results["results"]))
@@ -115,7 +115,7 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Turn errors of the harness and of its tasks, whose code may raise anything, into a DataError."""
+    """Turn errors of the harness and of its tasks into a DataError; the code of a task may raise any exception."""
     try:
         yield
     except ShoestringError:
@@ -127,8 +127,8 @@ def _failures(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Context in which the global generators that tasks may draw from, such as the order of their documents, have the
-    harness's default seeds, so that all ranks load the same."""
+    """Context in which the global random generators have the harness's default seeds, so that all ranks load the same
+    tasks: tasks may draw from them, for example the order of their documents."""
     python, arrays = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(1234)
@@ -141,7 +141,7 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what the harness logs of each evaluation, except warnings."""
+    """Context without the harness's log messages about each evaluation, except warnings."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.WARNING)

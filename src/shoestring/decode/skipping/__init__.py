@@ -2,6 +2,6 @@
 
 - `importance.py` measures how much each sublayer changes the residual stream, over sample text or during generation.
 - `cost.py` counts the bytes that each sublayer moves for one token at a given context length.
-- `choice.py` chooses the sublayers to skip: the least harmful ones that save the requested bytes.
+- `choice.py` chooses the sublayers to skip: the least harmful sublayers that save the requested bytes.
 - `baselines.py` holds published rules for the same choice.
 """

@@ -1,4 +1,4 @@
-"""Adapters of models that skip sublayers while they generate."""
+"""Adapters for models that skip sublayers during generation."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Skipping(Adapter):
 
 
 class OnlineSkipping(Adapter):
-    """A model that skips sublayers while it decodes, chosen by observing the text itself; prompts are read with every
+    """A model that skips sublayers in decoding, chosen by observing the text itself; prompts are read with every
     sublayer.
 
-    The first choice avoids `share` of the bytes moved per token. The choice relies on how much each sublayer changed
-    the residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers
-    are observed over the next `WATCHED` tokens; feed-forward sublayers whose harm per byte is no larger than the
-    largest among the skipped ones are then skipped too. An adapter serves one text: decoded tokens lack the keys and
-    values of skipped attention, so neither the choice nor the cache can be used for another text.
+    The first choice avoids `share` of the bytes moved per token. It relies on how much each sublayer changed the
+    residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers are
+    observed over the next `WATCHED` tokens. A second choice then adds the feed-forward sublayers whose harm per byte is
+    at most the largest harm per byte among the skipped sublayers. An adapter serves one text: decoded tokens lack the
+    keys and values of skipped attention, so neither the choice nor the cache can be used for another text.
 
     Args:
         share: fraction of the bytes moved per token that the first choice avoids.
         context: context length at which bytes are counted.
 
     Raises:
-        ConfigError: the share is out of range, or the sublayers of the model are not known.
+        ConfigError: the share is out of range, or the sublayers of the model are not supported.
     """
 
     def __init__(self, inner: Adapter, share: float, context: int) -> None:
@@ -79,7 +79,7 @@ class OnlineSkipping(Adapter):
                 return self.inner.logits(tokens, cache, place, last)
 
     def _choose(self) -> None:
-        """Make the first or the second choice, if it is due."""
+        """Make the first or the second choice, if enough tokens were observed."""
         if self._observer is None:
             return
         if self._first is None and self._seen >= LEARNT:

@@ -1,8 +1,8 @@
-"""Published rules that choose what to skip, as functions of the type `choice.Rule`; each avoids at least the requested
-bytes.
+"""Published rules for choosing what to skip, as functions of the type `choice.Rule`; each rule avoids at least the
+requested bytes.
 
-Rules that skip whole layers skip the fewest layers that meet the budget. As published, these rules do not rescale the
-residual stream in compensation (r = 1).
+Rules that skip whole layers skip the fewest layers that meet the budget. As in the publications, these rules do not
+rescale the residual stream to compensate for skipped sublayers (r = 1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def early_exit(statistics: Statistics, budget: float) -> Ratios:
 
 
 def skip_decode(statistics: Statistics, budget: float, progress: float = 0.5) -> Ratios:
-    """SkipDecode (Del Corro et al., 2023): skips layers from the second on, more of them the longer the text is.
+    """SkipDecode (Del Corro et al., 2023): skips layers from the second one on; the number grows with the text.
 
     The number of skipped layers rises linearly over the text, starting with one layer, so that the budget is met on
     average.
@@ -44,7 +44,7 @@ def skip_decode(statistics: Statistics, budget: float, progress: float = 0.5) ->
 
 
 def unified_skipping(statistics: Statistics, budget: float) -> Ratios:
-    """Unified layer skipping (Liu et al., 2024): skips layers at equal distances, the same ones for every token."""
+    """Unified layer skipping (Liu et al., 2024): skips layers at equal distances, the same layers for every token."""
     count = len(statistics.blocks)
     check_reachable(statistics, budget)
     for skipped in range(1, count):
@@ -93,19 +93,19 @@ def greedy_oracle(statistics: Statistics, budget: float) -> Ratios:
 
 
 def _layers(statistics: Statistics, budget: float, order: Iterable[int]) -> Ratios:
-    """Skip layers in the given order, with r = 1, until the budget is met."""
+    """Skip layers in this order, with r = 1, until the budget is met."""
     groups = ([candidate for candidate in statistics.candidates if candidate.layer == layer] for layer in order)
     return dict.fromkeys(_until(statistics, budget, groups), 1.0)
 
 
 def _without(statistics: Statistics, layers: Iterable[int]) -> Ratios:
-    """Skip all sublayers of the given layers, with r = 1."""
+    """Skip all sublayers of some layers, with r = 1."""
     left_out = set(layers)
     return {candidate.name: 1.0 for candidate in statistics.candidates if candidate.layer in left_out}
 
 
 def _until(statistics: Statistics, budget: float, groups: Iterable[list[SkipCandidate]]) -> Ratios:
-    """Skip groups of sublayers in the given order until the budget is met."""
+    """Skip groups of sublayers in this order until the budget is met."""
     check_reachable(statistics, budget)
     ratios: dict[str, float] = {}
     for group in groups:

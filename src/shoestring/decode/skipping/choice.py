@@ -18,11 +18,11 @@ GRID = 20_000
 """Resolution of the knapsack: the bytes to save are divided into at most this many units."""
 
 SURE = 2.0
-"""Number of standard errors by which a choice by measured losses must be better than a choice by similarity to replace
-it."""
+"""Number of standard errors by which the loss of a choice by measured losses must be lower, for this choice to replace
+a choice by similarity."""
 
 EXCHANGES, TRIED = 3, 8
-"""Largest number of exchanges in a choice, and number of candidates for each exchange whose loss is measured."""
+"""Largest number of exchanges in a choice, and number of candidate exchanges whose loss is measured each time."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SkipCandidate:
     ratio: float
     """Norm of the residual stream after the sublayer divided by the norm before it, ‖y‖ / ‖x‖."""
     harm: float
-    """Expected cost in quality of skipping the sublayer; the costs of sublayers that are skipped together add up."""
+    """Expected cost in quality of skipping the sublayer; the costs of several skipped sublayers add up."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Statistics:
     total: int
     """Bytes that the whole model moves for one token."""
     losses: Callable[[Ratios], Sequence[float]] | None = None
-    """Measures the mean loss of each sample text with some sublayers skipped; None if losses are not to be measured."""
+    """Measures the mean loss of each sample text with some sublayers skipped; None if losses must not be measured."""
 
 
 Rule = Callable[[Statistics, float], Ratios]
@@ -78,14 +78,14 @@ def least_harm(statistics: Statistics, budget: float) -> Ratios:
         return {}
     unit = max(math.gcd(*(candidate.bytes for candidate in candidates)), int(budget) // GRID, 1)
     need = math.ceil(budget / unit)
-    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # units saved -> least harm, and the chosen sublayers as bits
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # units saved: least harm, and bits of the chosen sublayers
     for index, candidate in enumerate(candidates):
         for saved, (harm, chosen) in list(best.items()):
-            reached = min(need, saved + candidate.bytes // unit)  # rounded down, so that the budget is met
+            reached = min(need, saved + candidate.bytes // unit)  # rounded down, so that the choice meets the budget
             state = (harm + candidate.harm, chosen | 1 << index)
             if reached > saved and (reached not in best or state[0] < best[reached][0]):
                 best[reached] = state
-    if need not in best:  # all sublayers together reach the budget only without the rounding
+    if need not in best:  # the rounding hides that all sublayers together meet the budget
         return {candidate.name: candidate.ratio for candidate in candidates}
     chosen = best[need][1]
     return {candidate.name: candidate.ratio for index, candidate in enumerate(candidates) if chosen >> index & 1}
@@ -105,14 +105,13 @@ def check_reachable(statistics: Statistics, budget: float) -> None:
 def least_loss(statistics: Statistics, budget: float) -> Ratios:
     """Choose sublayers like `least_harm`, but by losses measured on sample text if the statistics can measure them.
 
-    The first choice takes as the harm of a sublayer the loss that skipping it alone adds. The second choice takes the
-    change of the loss when the sublayer is added to, or removed from, the first choice; this accounts for sublayers
-    that can stand in for each other. The losses of the first and the second choice are noisy on little text, and
-    therefore averaged with the harm that similarity suggests. A choice by losses is taken only if its loss is lower
-    than the loss of the choice by similarity, by more than SURE standard errors of the difference. Each choice uses r =
-    ‖y‖ / ‖x‖ or r = 1, whichever gives the lower loss. Finally, single sublayers are exchanged for others as long as an
-    exchange lowers the loss by more than the same margin. The whole search takes 2 to 5 passes over the text for each
-    sublayer, and a few more.
+    The first choice uses, as the harm of a sublayer, the loss that skipping only this sublayer adds. The second choice
+    uses the change of the loss when the sublayer is added to, or removed from, the first choice, because some sublayers
+    can stand in for each other. Losses measured on little text are noisy, so both choices average them with the harm
+    that similarity suggests. A choice by losses replaces the choice by similarity only if its loss is lower by more
+    than SURE standard errors of the difference. Each choice uses r = ‖y‖ / ‖x‖ or r = 1, whichever gives the lower
+    loss. Finally, single sublayers are exchanged for others as long as an exchange lowers the loss by more than the
+    same margin. The whole search takes 2 to 5 passes over the text for each sublayer, and a few more.
     """
     losses, similar = statistics.losses, least_harm(statistics, budget)
     if losses is None or not similar:
@@ -153,8 +152,8 @@ def in_order_of_similarity(statistics: Statistics, budget: float) -> Ratios:
 
 
 def _added(statistics: Statistics, choice: Ratios, loss: Callable[[Ratios], float]) -> dict[str, float]:
-    """The loss that skipping each sublayer adds: to the rest of the choice if the choice includes it, else to the whole
-    choice."""
+    """The loss that skipping each sublayer adds: relative to the rest of the choice if the sublayer is part of the
+    choice, else relative to the whole choice."""
     base = loss(choice)
     return {
         candidate.name: base - loss({name: ratio for name, ratio in choice.items() if name != candidate.name})
@@ -165,8 +164,8 @@ def _added(statistics: Statistics, choice: Ratios, loss: Callable[[Ratios], floa
 
 
 def _exchanged(statistics: Statistics, choice: Ratios, budget: float, loss: Callable[[Ratios], float]) -> Ratios | None:
-    """The best choice after exchanging one sublayer for another, or dropping one if the budget allows it; None if
-    neither is possible."""
+    """The best choice after exchanging one sublayer for another, or after dropping one if the budget allows this; None
+    if neither is possible."""
     added, saved = _added(statistics, choice, loss), saved_bytes(statistics, choice)
     skipped = [candidate for candidate in statistics.candidates if candidate.name in choice]
     others = [candidate for candidate in statistics.candidates if candidate.name not in choice]

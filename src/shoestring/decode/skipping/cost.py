@@ -1,7 +1,7 @@
 """Counts the bytes that a pass over one token moves: weights, and the keys and values of the context.
 
-Decoding a single text is bandwidth-bound, so its time is in proportion to these bytes. An attention sublayer moves more
-with a longer context, a feed-forward sublayer does not, so the choice between them depends on the context.
+Decoding a single text is bandwidth-bound, so its time is proportional to these bytes. With a longer context, an
+attention sublayer moves more bytes and a feed-forward sublayer does not, so the best choice depends on the context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cost:
     all."""
 
     def at(self, context: int) -> int:
-        """Bytes moved for one token that follows `context` earlier ones."""
+        """Bytes moved for one token that follows `context` earlier tokens."""
         return self.weights + self.position * (context if self.window is None else min(context, self.window))
 
 
@@ -43,17 +43,17 @@ class Costs:
     up."""
 
     def total(self, context: int) -> int:
-        """Bytes moved for one token that follows `context` earlier ones."""
+        """Bytes moved for one token that follows `context` earlier tokens."""
         return self.rest + sum(cost.at(context) for cost in self.sublayers.values())
 
 
 @torch.no_grad()
 def count_bytes(model: nn.Module | Adapter) -> Costs:
-    """Count the bytes that each sublayer of a model moves per token, in the data types of its weights. The model reads
-    one token for the count.
+    """Count the bytes that each sublayer of a model moves per token, in the data types of its weights. For the count,
+    the model reads one token.
 
     Raises:
-        ConfigError: the sublayers of the model are not known; see `shoestring.models.sublayers`.
+        ConfigError: the sublayers of the model are not supported; see `shoestring.models.sublayers`.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
     known, cache = sublayers(adapter.model), adapter.new_cache(1, 1)
@@ -78,8 +78,8 @@ def count_bytes(model: nn.Module | Adapter) -> Costs:
 
 
 def _others(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of a model, each listed once, without embedding tables that are only looked up. A table that is tied
-    to the output layer is listed, because each token reads all of it."""
+    """The weights of a model, each listed once, without embedding tables that are only looked up. An embedding table
+    that is also the output layer is listed, because each token reads all of it."""
     tied = isinstance(model, GPT) and model.head is None
     used = {
         id(parameter)

@@ -1,6 +1,6 @@
 """Measures how much each sublayer changes the residual stream from x to y: cos(x, y) and ‖y‖ / ‖x‖.
 
-A sublayer whose x and y point the same way can be skipped at little loss (He et al., AdaSkip, AAAI 2025).
+A sublayer with nearly parallel x and y can be skipped at little loss (He et al., AdaSkip, AAAI 2025).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoestring.models.sublayers import read, sublayers
 
 @dataclass(frozen=True)
 class Change:
-    """The change of the residual stream by a sublayer or a block, averaged over tokens."""
+    """The change that a sublayer or a block makes to the residual stream, averaged over tokens."""
 
     similarity: float
     """Mean of cos(x, y), where x and y are the residual stream before and after the sublayer or block."""
@@ -40,7 +40,7 @@ class Observer:
         self.model = model
         self.names = [name for name in sublayers(model) if name not in leave_out]
         self.real: Tensor | None = None
-        """Mask (B, T) of the tokens of a pass that are counted; None counts all."""
+        """Mask (B, T) of the tokens of a pass that count; None counts all tokens."""
         self.blocks = repeated(model)
         device = next(model.parameters()).device
         # Columns: the sums of cos(x, y), of x² and of y², and the number of tokens. Rows: one for each sublayer, then
@@ -67,8 +67,8 @@ class Observer:
         self._open = None
 
     def changes(self) -> Mapping[str, Change]:
-        """The change that each sublayer makes, by the sublayer's name; empty before the first token. The call waits for
-        the device once."""
+        """The change that each sublayer makes, by the sublayer's name; empty before the first token. The call
+        synchronizes with the device once."""
         return dict(zip(self.names, self._means(), strict=False))
 
     def block_changes(self) -> list[Change]:

@@ -1,4 +1,4 @@
-"""Plans of sublayers to skip: made from sample text, saved to files, applied to every pass or to decoding alone."""
+"""Plans of sublayers to skip, which are made from sample text and saved to files."""
 
 from __future__ import annotations
 
@@ -83,13 +83,14 @@ def make_plan(
 
     Args:
         batches: token ids (B, T), int64, on the model's device.
-        share: fraction of the bytes to save, from 0 to below 1. context: context length at which bytes are counted.
-        measure: choose by the loss on the text, in two or more passes over it for each sublayer; otherwise by the
-            change of the residual stream alone, in one pass.
+        share: fraction of the bytes to save, from 0 to below 1.
+        context: context length at which bytes are counted.
+        measure: choose by the loss on the text, which takes two or more passes over the text for each sublayer;
+            otherwise choose by the change of the residual stream alone, in one pass.
         rule: function that makes the choice.
 
     Raises:
-        ConfigError: the share is out of range, or the sublayers of the model are not known.
+        ConfigError: the share is out of range, or the sublayers of the model are not supported.
     """
     check_share(share)
     adapter = model if isinstance(model, Adapter) else adapt(model)
@@ -130,7 +131,7 @@ def check_skips(model: Adapter) -> None:
 
 
 def gather(observer: Observer, costs: Costs, context: int) -> Statistics:
-    """Turn the sums of an observer into the statistics from which rules choose."""
+    """Convert the sums of an observer to the statistics that rules take."""
     known, changes = sublayers(observer.model), observer.changes()
     candidates = [
         SkipCandidate(
