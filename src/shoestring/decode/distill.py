@@ -1,4 +1,4 @@
-"""Settings of the distillation of drafters; free of torch."""
+"""Settings of the distillation of drafters; does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of generation: sampling, drafting and verification; free of torch."""
+"""Settings of generation: sampling, drafting and verification; does not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The adapters that a server offers beside its model: loaded from folders, chosen by clients by name, and removed.
+"""Manages the adapters that a server offers beside its model: loading from folders, choice by name, and removal.
 
-A text keeps the adapter that it began with: removing or replacing an adapter changes only what later requests get.
+A text keeps the adapter that it began with: removing or replacing an adapter affects only later requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """An adapter under the name that clients send in the field `model`."""
+    """An adapter, and the name by which clients choose it in the field `model`."""
 
     name: str
     adapter: LoadedAdapter
@@ -48,8 +48,8 @@ class AdapterCatalog:
     """The adapters of a server, by name.
 
     Args:
-        model: the engine's model; only an `AdaptedRows` can have adapters.
-        base: source of the model, with which the adapters' own statements are compared.
+        model: the engine's model; only an `AdaptedRows` supports adapters.
+        base: source of the model, for a warning if an adapter was trained on another model.
     """
 
     def __init__(self, model: Adapter, served: Served, settings: Serving, base: str = "") -> None:
@@ -58,7 +58,7 @@ class AdapterCatalog:
         self._changing = asyncio.Lock()
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter of this name; None for the model alone, which is also what requests without a name get.
+        """Find an adapter by name; returns None if the name is missing or names the model, which is then used alone.
 
         Raises:
             RequestError: there is no model or adapter of this name.
@@ -76,15 +76,15 @@ class AdapterCatalog:
         return self.loaded[name].adapter
 
     def add(self, name: str, folder: Path) -> None:
-        """Load the adapter in a folder, and offer it under a name. Only for the time before the server starts.
+        """Load the adapter in a folder, and offer it under a name. Call this only before the server starts.
 
         Raises:
-            CheckpointError: the folder holds no adapter, or one that does not fit the model.
+            CheckpointError: the folder holds no adapter, or an adapter that does not fit the model.
         """
         self.loaded[name] = self._open(name, folder)
 
     def cards(self) -> list[dict[str, Any]]:
-        """The adapters in the form of OpenAI's list of models; `parent` is the model that they change."""
+        """The adapters in the form of OpenAI's list of models; `parent` is the served model."""
         return [
             {
                 "id": served.name,
@@ -99,7 +99,7 @@ class AdapterCatalog:
     # -- while the server runs -----------------------------------------------------------------------------------------
 
     async def load(self, content: Any) -> str:
-        """Carry out an administrator's request to load an adapter; returns a sentence that says so.
+        """Carry out an administrator's request to load an adapter; returns a confirmation.
 
         Raises:
             RequestError: a field is wrong, the folder is not permitted, or its adapter does not fit the model.
@@ -129,7 +129,7 @@ class AdapterCatalog:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, content: Any) -> str:
-        """Carry out an administrator's request to remove an adapter; returns a sentence that says so.
+        """Carry out an administrator's request to remove an adapter; returns a confirmation.
 
         Raises:
             RequestError: a field is wrong, or there is no such adapter.
@@ -150,10 +150,10 @@ class AdapterCatalog:
             self.model.forget()
 
     def _permitted(self, text: str) -> Path:
-        """The folder of an adapter that an administrator names, absolute or relative to the permitted folder.
+        """Resolve the path of an adapter's folder from a request; a relative path starts at the permitted folder.
 
         Raises:
-            RequestError: no adapters may be loaded, or the folder or a file in it lies elsewhere.
+            RequestError: no adapters may be loaded, or the folder or a file in it is outside of the permitted folder.
         """
         if self.settings.adapters_folder is None:
             raise RequestError(
@@ -189,7 +189,7 @@ class AdapterCatalog:
             return ServedAdapter(name, self.model.load(inner))
 
     def _check_tokenizer(self, folder: Path) -> None:
-        """Refuse an adapter with another vocabulary; warn of another chat template, because the model's is used."""
+        """Refuse an adapter with another vocabulary; warn about another chat template, which is not used."""
         path, own = folder / _TOKENIZER, self.served.tokenizer
         if not path.exists():
             return
@@ -204,7 +204,7 @@ class AdapterCatalog:
             log.warning("the chat template in `%s` is not used: chats are rendered with the model's", folder)
 
     def _is_base(self, name: str) -> bool:
-        """Whether an adapter's base is the served model, as far as the two names show."""
+        """Whether an adapter's base model is the served model, as far as their names show."""
         source = self.base.removeprefix(hf.PREFIX)
         same = Path(name).is_dir() and Path(source).is_dir() and Path(name).samefile(source)
         return same or name == source or Path(name).name == Path(source).name

@@ -1,4 +1,4 @@
-"""Parses the fields of a request that say which format its answer must have; free of torch."""
+"""Parses the fields of a request that say which format its answer must have; does not import torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def read_format(fields: RequestFields, name: str = "response_format") -> dict[st
     """Parse `response_format` of OpenAI's API and `structured_outputs` of vLLM's.
 
     Args:
-        name: the field or, for /v1/responses, the object of fields that holds the format.
+        name: the field that holds the format; for /v1/responses, the object that holds the field `format`.
 
     Returns:
-        The arguments `answer_format` and `format_field` of `Asked`; none if any text may be the answer.
+        The arguments `answer_format` and `format_field` of `Asked`; empty if the request sets no format.
 
     Raises:
         RequestError: a field is wrong or not supported, or there are two formats.
@@ -38,7 +38,7 @@ def read_format(fields: RequestFields, name: str = "response_format") -> dict[st
 
 
 def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None:
-    """Parse a format in OpenAI's form; in /v1/responses, the schema is not in an object of its own."""
+    """Parse a format in OpenAI's form; in /v1/responses, the schema is not in a separate object."""
     flat = name == "text"
     value = fields.get(name)
     if value is not None and flat:
@@ -51,7 +51,7 @@ def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None
         answer_format = AnswerFormat("json_schema", _OBJECT)
     elif kind == "json_schema":
         inner = content if flat else RequestFields(content.get("json_schema"), f"{where}.json_schema")
-        inner.text("name"), inner.text("description"), inner.flag("strict")  # it is always strict
+        inner.text("name"), inner.text("description"), inner.flag("strict")  # ignored: schemas are always enforced
         answer_format = _schema(inner, "schema", inner.get("schema"))
         inner.finish()
     elif kind != "text":
@@ -90,7 +90,7 @@ def _structured(fields: RequestFields) -> AnswerFormat | None:
 
 
 def _schema(fields: RequestFields, name: str, value: Any) -> AnswerFormat:
-    """Check and rewrite a schema. What is left to be found out is whether llguidance compiles it."""
+    """Check and rewrite a schema; whether llguidance can compile it is checked later."""
     if isinstance(value, str):
         if len(value) > SCHEMA:
             raise fields.wrong(name, f"has more than {SCHEMA} characters")

@@ -30,7 +30,7 @@ log = logging.getLogger("shoestring.serve")
 
 T = TypeVar("T")
 PARTING = 2.0
-"""Seconds in which the final error event of a stream must be sent."""
+"""Time limit, in seconds, for sending the final error event of a stream."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class _Text:
 
     writing: Writing
     calls: CallParser | None = None
-    """Finds calls of tools in the text; None if it has none."""
+    """Finds tool calls in the text; None if the text may contain no calls."""
     counted: int = 0
-    """Number of tokens, including the one that completes a stop string."""
+    """Number of generated tokens, including a token that completes a stop string."""
     reused: int = 0
     """Number of tokens of the prompt that were already in the cache."""
     begun: float = 0.0
@@ -56,11 +56,11 @@ class _Text:
 
     @property
     def over(self) -> bool:
-        """Whether the text has ended before the engine ended it."""
+        """Whether the text is complete although the engine may still be generating it."""
         return self.writing.stopped or (self.calls is not None and self.calls.finished)
 
     def split(self, text: str, *, last: bool = False) -> list[Content]:
-        """Split text into text and calls that can be sent now; the `last` text completes all others."""
+        """Split new text into text and calls that can be sent now; with `last`, no more text follows."""
         if self.calls is None or self.calls.finished:
             return [text] if text and self.calls is None else []
         parts = self.calls.add(text)
@@ -74,15 +74,15 @@ class Said:
     index: int
     """Index of the text in the answer."""
     content: Sequence[Content]
-    """Text, and calls of tools."""
+    """Text and tool calls."""
     logprobs: Json | None
     reason: str | None
     """Why the text ended; None before its last piece."""
     first: bool
     """Whether this is the first piece of the text."""
     draft: Json | None = None
-    """Drafted tokens of the piece, the number of accepted ones, and the number of characters that the accepted ones
-    make up; None unless the client has asked for them."""
+    """Drafted tokens of the piece, how many of them were accepted, and the number of characters of the accepted tokens;
+    None unless the client has asked for drafts."""
 
 
 class Answer:
@@ -92,8 +92,8 @@ class Answer:
         began: time at which the request arrived, by `time.monotonic`.
         namespace: cached keys and values of prompts are reused only by requests of the same namespace.
         adapter: low-rank adapter that the texts are generated with; None for the model alone.
-        client: who asks; slots are shared fairly among clients.
-        grammar: the compiled format of the texts; None for any text.
+        client: client that sent the request; slots are shared fairly among clients.
+        grammar: the compiled format of the texts; None allows any text.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Answer:
                     piece = self._take(news)
                 except RequestError:
                     raise
-                except Exception as error:  # such as tokens that the tokenizer cannot decode
+                except Exception as error:  # for example, the tokenizer cannot decode a token
                     log.exception("a text could not be written")
                     self.metrics.endings.add(reason="failed")
                     raise _failed(error) from error
@@ -177,7 +177,7 @@ class Answer:
 
     def _grow(self, text: _Text, news: News) -> tuple[list[Content], list[Shown], int]:
         """Add new tokens to a text, up to its end; returns what can be sent now, and the number of characters that
-        drafted tokens make up."""
+        come from drafted tokens."""
         content, shown, drafted = list[Content](), list[Shown](), 0
         entries: Sequence[TokenLogprob | None] = news.logprobs or [None] * len(news.tokens)
         for position, (token, entry) in enumerate(zip(news.tokens, entries, strict=True)):
@@ -219,7 +219,7 @@ class Answer:
         return usage(
             sum(len(prompt.tokens) for prompt in self.asked.prompts),
             sum(text.counted for text in self.texts),
-            # The first text of a prompt reads what was not cached before the request.
+            # Only the first text of a prompt counts: it reads the tokens that were not cached before the request.
             sum(text.reused for text in self.texts[:: self.asked.count]),
         )
 
@@ -277,7 +277,7 @@ class Stream(Response):
             return
         except RequestError as refusal:
             last = self.answer.form.failure(refusal)
-            # A client that reads nothing will not read the error either; the connection is then closed without it.
+            # A client that reads nothing will not read the error either; its connection is then closed anyway.
             async with asyncio.timeout(PARTING):
                 await send(_body(last))
         except Exception:
@@ -318,7 +318,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], seconds: f
 
 
 def _text(asked: Asked, served: Served, request: Request) -> _Text:
-    """Begin the text that a request of the engine makes."""
+    """Create the state of a text before its first token."""
     calls = None if asked.calling is None else FORMS[asked.calling.form](asked.calling)
     marks = () if calls is None else calls.marks()
     stream = served.tokenizer.stream(request.tokens, asked.skip_special_tokens, marks)
@@ -335,7 +335,7 @@ def _requests(
 ) -> Iterator[Request]:
     """Build the engine's requests: all texts of the first prompt, then all texts of the second prompt, and so on.
 
-    A text ends where the context is full; its `finish_reason` is then `length`.
+    A text ends when the context is full; its `finish_reason` is then `length`.
     """
     most = served.max_tokens if asked.max_new is None else asked.max_new
     for prompt in asked.prompts:

@@ -45,7 +45,7 @@ OPEN = ("/", "/page.js", "/page.css", "/health")
 ADMINISTRATION = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths that need the key of an administrator."""
 BODIES = 16
-"""Limit on the request bodies in memory, as a number of bodies of the largest size; further ones are refused with
+"""Limit on the request bodies in memory, as a multiple of the largest size of one body; further bodies are refused with
 status 429."""
 GONE = 499
 """HTTP status that is logged if the client disconnected before the answer."""
@@ -181,7 +181,7 @@ class App:
             self.held -= len(raw)
 
     async def _compiled(self, request: Request, asked: Asked, began: float) -> Grammar | None:
-        """Compile the format that a request gives; None if it gives none."""
+        """Compile the answer format of a request; None if the request sets none."""
         if asked.answer_format is None:
             return None
         seconds = self.settings.timeout - (time.monotonic() - began)
@@ -240,7 +240,7 @@ class App:
                             raise busy("too many long requests are waiting; try again later", seconds=5)
                         received += part
                         self.held += len(part)
-                    elif length > 2 * limit:  # read this far, because a client reads a refusal only after sending
+                    elif length > 2 * limit:  # read on until here, because a client reads a refusal only after sending
                         break
         except TimeoutError as error:
             raise RequestError(408, "the body did not arrive in time", headers={"Connection": "close"}) from error
@@ -280,7 +280,7 @@ class App:
 
     async def _content(self, request: Request) -> Any:
         """Receive and parse the body of an administrator's request."""
-        # Starlette matches paths less strictly than `_Gate`: one with a line feed at its end leads here as well.
+        # Starlette matches paths less strictly than `_Gate`: a path with a line feed at its end leads here as well.
         if not request.scope.get("administrator"):
             raise RequestError(404, "there is nothing at this path")
         self._check_open()

@@ -1,4 +1,4 @@
-"""Parses and checks the fields of a request, and encodes its prompts; free of torch.
+"""Parses and checks the fields of a request, and encodes its prompts; does not import torch.
 
 Lengths and counts are compared with the size of the context before any text is rendered or encoded.
 """
@@ -64,18 +64,18 @@ class Asked:
     max_new: int | None
     """Largest number of tokens of a text; None allows as many as the context has room for."""
     sampling: Sampling
-    """Sampling settings of the first text of each prompt; further texts of the prompt use the seeds that follow."""
+    """Sampling settings of the first text of each prompt; further texts of the prompt use the next seeds."""
     stops: Sequence[str]
     """Stop strings."""
     logprobs: int | None
     """Number of likeliest tokens whose log-probabilities are returned; None returns no log-probabilities."""
     changes: LogitChanges = field(default_factory=LogitChanges)
     answer_format: AnswerFormat | None = None
-    """Format that the texts must have; None for any."""
+    """Format that the texts must have; None allows any text."""
     format_field: str = ""
-    """The field that gives the format; empty if none does."""
+    """Field of the request that sets the format; empty if no format is set."""
     calling: Calling | None = None
-    """How the answer may call tools; None if it must not."""
+    """How the answer may call tools; None if it must not call any."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a request to /v1/responses that the answer repeats."""
     echo: bool = False
@@ -87,7 +87,7 @@ class Asked:
     drafts: bool = False
     """Whether a stream reports which drafted tokens were accepted and which were rejected."""
     model: str | None = None
-    """Name of the model or adapter that the text is asked of; None asks the model."""
+    """Name of the model or adapter that generates the text; None selects the model."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     stop_token_ids: Sequence[int] = ()
@@ -156,7 +156,7 @@ def chat(content: Any, served: Served) -> Asked:
         **_shown(fields, served),
         **_streaming(fields),
     )
-    if calling is not None and asked.drafts:  # characters of drafts are counted in the text, without calls
+    if calling is not None and asked.drafts:  # reports on drafts count only characters outside of calls
         raise fields.wrong("draft_tokens", "needs a request without `tools`")
     fields.finish()
     return _fitting(asked, served, "messages")
@@ -263,7 +263,7 @@ def _changes(fields: RequestFields, served: Served) -> LogitChanges:
 
 
 def _token(name: str, fields: RequestFields, served: Served) -> int:
-    """The token that a key of `logit_bias` names."""
+    """Parse a key of `logit_bias` to a token id."""
     if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < served.vocabulary):
         problem = f"has the token {name[:20]!r}, which is not from 0 to {served.vocabulary - 1}"
         raise fields.wrong("logit_bias", problem)
@@ -358,7 +358,7 @@ def _conversation(
 
 
 def _format(fields: RequestFields, name: str, tools: Tools, calling: Calling | None, served: Served) -> dict[str, Any]:
-    """Parse the format of the answer, or write the grammar of its calls; returns arguments of `Asked`."""
+    """Parse the format of the answer, or write the grammar for tool calls; returns arguments of `Asked`."""
     wanted = read_format(fields, name)
     if calling is None:
         return wanted

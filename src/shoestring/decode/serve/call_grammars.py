@@ -1,7 +1,7 @@
-"""Writes the grammar of answers that call tools, in the form in which a model writes calls; free of torch.
+"""Writes grammars for answers that call tools, in the form in which the model writes calls; does not import torch.
 
-Such an answer can only have calls of the offered functions, and the arguments of a strict function follow its schema.
-The syntax is that of llguidance's grammars, a variant of Lark's
+With such a grammar, an answer can call only the offered functions, and the arguments of a strict function follow its
+schema. Grammars are written in llguidance's variant of Lark's syntax
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 """
 
@@ -19,39 +19,39 @@ ANY_OBJECT = '{"type": "object"}'
 """Schema of the arguments of a function that is not strict."""
 _TEXT = r"/(.|\n)*/"
 _NO_CALL = r"/([^{\[,;\]\s](.|\n)*)?/"
-"""Text that does not begin like a call, for forms in which a call may be at the beginning without a mark."""
+"""Pattern of text that does not begin like a call, for forms in which a call needs no mark at the beginning."""
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """What the rules of a grammar are written from."""
+    """Writes expressions for calls, which the rules of a grammar contain."""
 
     parser: type[CallParser]
     mark: Callable[[str], str]
-    """The symbol of a mark: a special token, or its characters."""
+    """Returns the symbol for a mark: a special token, or the characters of the mark."""
     arguments: Mapping[str, str]
-    """The symbol of the arguments of each function."""
+    """The symbol for the arguments of each function, by the function's name."""
     identifier: str = ""
-    """What may follow the arguments."""
+    """The expression for an identifier that may follow the arguments."""
 
     def body(self, name: str, begun: str = "") -> str:
-        """A call as an object, without the characters that have been written already."""
+        """The expression for a call as a JSON object, without the characters `begun` that are already written."""
         head = f'{{"name": "{name}", "{self.parser.key}": '
         assert head.startswith(begun)
         return f'{_text(head[len(begun) :])} {self.arguments[name]} {self.identifier} "}}"'
 
     def calls(self, begun: str = "") -> str:
-        """A call of any of the functions whose name can follow."""
+        """The expression for a call of any function; with `begun`, of any function whose call begins in this way."""
         heads = ((name, f'{{"name": "{name}", "{self.parser.key}": ') for name in self.arguments)
         return _any(self.body(name, begun) for name, head in heads if head.startswith(begun))
 
 
 def call_grammar(calling: Calling, template: str, schemas: Mapping[str, str | None], tokenizer: Tokenizer) -> str:
-    """The grammar of an answer that may call functions, or has to if the prompt ends with the beginning of a call.
+    """Write the grammar of an answer that may call functions, or must if the prompt ends with the beginning of a call.
 
     Args:
         template: source of the chat template.
-        schemas: JSON of the schema of the arguments of each function; None for a function that is not strict.
+        schemas: JSON schema of the arguments of each function, as text; None for a function that is not strict.
     """
     added = tokenizer.engine.get_added_tokens_decoder()
     numbers = {token.content: number for number, token in added.items()}
@@ -78,7 +78,7 @@ def call_grammar(calling: Calling, template: str, schemas: Mapping[str, str | No
     rules += ["text: TEXT", f"TEXT: {_NO_CALL if parser.starts_inside else _TEXT}"]
     if parser.opener in numbers:
         rules.append(f"before_token: TEXT <[{numbers[parser.opener]}]>")
-    if parser.opener and parser.opener not in special:  # its characters end the text as soon as they are written
+    if parser.opener and parser.opener not in special:  # the text ends as soon as these characters are written
         rules.append(f"before_characters[lazy]: TEXT {_text(parser.opener)}")
     if parser.opener:
         ways = [rule.partition("[")[0].partition(":")[0] for rule in rules if rule.startswith("before_")]
@@ -97,7 +97,7 @@ def _hermes(writer: _Writer, opening: str) -> list[str]:
 
 
 def _plain(writer: _Writer, opening: str) -> list[str]:
-    """Calls that an answer begins with, separated by semicolons, or an array of calls."""
+    """Rules for an answer that begins with calls separated by semicolons, or with an array of calls."""
     rules = [f"call: {writer.calls()}", "further: (/; ?/ call)*", 'calls: call further | "[" call (", " call)* "]"']
     if opening:
         return [f"start: ({writer.calls(opening)}) further", *rules]
@@ -122,7 +122,7 @@ def _mistral(writer: _Writer, opening: str, template: str) -> list[str]:
 
 
 def _with_space(schema: str) -> str:
-    """A schema between whose tokens there may be white space, in one line."""
+    """A schema as one line, with an option that allows white space between JSON tokens."""
     return json.dumps(json.loads(schema) | {"x-guidance": FLEXIBLE_SPACE})  # own file: checked when it was read
 
 

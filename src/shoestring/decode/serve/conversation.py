@@ -1,4 +1,4 @@
-"""Parses the messages of a request, and renders them to tokens with the chat template; free of torch."""
+"""Parses the messages of a request, and renders them to tokens with the chat template; does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoestring.decode.serve.tool_fields import find_problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS = {"messages": ("text",), "input": ("text", "input_text", "output_text")}
-"""Types of the parts of a content that are text, by the field that holds the conversation."""
+"""Types of content parts that hold text, by the field that holds the conversation."""
 
 Message = dict[str, Any]
 
@@ -27,22 +27,22 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
     _unanswered: dict[str, str] = field(default_factory=dict)
-    """Names of the functions that were called, by the identifiers of the calls without a result so far."""
+    """Names of the called functions by call identifier, for the calls that have no result yet."""
 
     def add(self, role: str, content: str, name: str | None = None) -> None:
         named = {} if name is None else {"name": name}
         self.messages.append({"role": "system" if role == "developer" else role, "content": content, **named})
 
     def add_calls(self, calls: Sequence[Message]) -> None:
-        """Add calls to the last message, which is the assistant's."""
+        """Add calls to the last message, which must be from the assistant."""
         self.messages[-1].setdefault("tool_calls", []).extend(calls)
         self._unanswered |= {call["id"]: call["function"]["name"] for call in calls}
 
     def add_result(self, fields: RequestFields, key: str, content: str) -> None:
-        """Add the result of the call whose identifier is the field `key`.
+        """Add the result of the call whose identifier is in the field `key`.
 
         Raises:
-            RequestError: there is no such call, or it has a result.
+            RequestError: there is no such call, or the call already has a result.
         """
         number = fields.text(key)
         if number is None or number not in self._unanswered:
@@ -55,7 +55,7 @@ def read_messages(fields: RequestFields, served: Served) -> list[Message]:
     """Parse the field `messages` of a chat.
 
     Raises:
-        RequestError: a message is wrong, or there are more than the context has room for.
+        RequestError: a message is wrong, or there are more messages than the context has room for.
     """
     conversation = Conversation()
     for number, content in enumerate(_listed(fields, "messages", served)):
@@ -67,7 +67,7 @@ def read_messages(fields: RequestFields, served: Served) -> list[Message]:
         text = "" if calls and message.get("content") is None else _text(message, "content", "messages")
         if role == "tool":
             conversation.add_result(message, "tool_call_id", text)
-            message.ignore("name")  # the name of the call is what counts
+            message.ignore("name")  # the name in the call is used instead
         else:
             conversation.add(role, text, message.text("name"))
         if calls:
@@ -85,7 +85,7 @@ def read_items(fields: RequestFields, served: Served) -> list[Message]:
     """Parse the fields `instructions` and `input` of a request to /v1/responses.
 
     Raises:
-        RequestError: an item is wrong, or there are more than the context has room for.
+        RequestError: an item is wrong, or there are more items than the context has room for.
     """
     conversation = Conversation()
     if (instructions := fields.text("instructions")) is not None:
@@ -109,7 +109,7 @@ def _read_item(item: RequestFields, conversation: Conversation) -> None:
         if role not in ROLES[:-1]:
             raise item.wrong("role", f"is not one of {', '.join(ROLES[:-1])}")
         text, last = _text(item, "content", "input"), conversation.messages[-1] if conversation.messages else {}
-        if role == "assistant" and "tool_calls" in last:  # text that the model has written behind its calls
+        if role == "assistant" and "tool_calls" in last:  # text that the model has written after its calls
             last["content"] += text
         else:
             conversation.add(role, text)
@@ -127,7 +127,7 @@ def _read_item(item: RequestFields, conversation: Conversation) -> None:
 
 
 def check_length(messages: Sequence[Message], arguments: Mapping[str, Any], name: str, served: Served) -> None:
-    """Refuse a conversation with more characters than the context has room for, before anything is made of it.
+    """Refuse a conversation with more characters than the context has room for, before it is rendered.
 
     Args:
         arguments: variables of the chat template.
@@ -192,7 +192,7 @@ def _check_shown(
         shown = template.render(messages, arguments) if shown is None else shown
         try:
             ignored = template.render(other, variables) == shown
-        except ConfigError:  # the template does not accept the conversation without them
+        except ConfigError:  # the template needs them, so it does not ignore them
             continue
         if ignored:
             raise fields.wrong("tools" if what == "tools" else name, f"the model's chat template ignores {what}")
@@ -250,7 +250,7 @@ def _call(call: RequestFields, key: str, function: RequestFields) -> Message:
 
 
 def _text(fields: RequestFields, name: str, conversation: str) -> str:
-    """The text of a field that holds a text, or a list of parts."""
+    """The text of a field that holds a string or a list of content parts."""
     value = fields.get(name)
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):

@@ -19,10 +19,10 @@ from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 log = logging.getLogger("shoestring.serve")
 
 PROMPT = 17
-"""Tokens of the prompt that is read before the first request: more than the products of few rows take."""
+"""Number of prompt tokens in the warm-up: too many for the special kernels for few rows, so that others run as well."""
 BACKLOG = 1 << 17
-"""Largest number of tokens, those listed in log-probabilities included, that wait for one client to read them; about
-20 MiB of memory."""
+"""Largest number of tokens that may wait for one client to read them, including tokens listed in log-probabilities;
+about 20 MiB of memory."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class News:
 
     @property
     def size(self) -> int:
-        """Number of tokens, those in log-probabilities included."""
+        """Number of tokens in this report, including tokens listed in log-probabilities."""
         entries = (*self.logprobs, *self.prompt_logprobs)
         return 1 + len(self.tokens) + sum(1 + len(entry.top) for entry in entries)
 
@@ -63,7 +63,7 @@ class Batch:
         self.news: asyncio.Queue[News] = asyncio.Queue()
         self.rows: list[Row] = []
         self.size = 0
-        """Size of the reports in `news`."""
+        """Total `size` of the reports in `news`."""
         self.overrun = False
         """Whether more than `BACKLOG` tokens have waited to be taken; the texts are then cancelled, and further reports
         are dropped."""
@@ -81,12 +81,12 @@ class Batch:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own. All public methods must be called from the event loop's thread.
+    """Runs an engine in a separate thread. All public methods must be called from the event loop's thread.
 
     Args:
         engine: the engine, which nothing else may use until `close`.
-        warm_up: whether to generate a short text before the first request, which then finds kernels loaded and
-            memory touched.
+        warm_up: whether to generate a short text before the first request, so that kernels are loaded and memory is in
+            use by then.
     """
 
     def __init__(self, engine: Engine, *, warm_up: bool = False) -> None:
@@ -105,7 +105,7 @@ class EngineThread:
         self._thread.start()
 
     async def warm(self) -> None:
-        """Wait until requests are carried out as fast as later ones."""
+        """Wait until the warm-up has ended, so that the first request is as fast as later requests."""
         await asyncio.to_thread(self._warm.wait)
 
     async def close(self) -> None:
@@ -159,7 +159,7 @@ class EngineThread:
             self.engine.submit(Request(tokens=[0] * max(1, min(PROMPT, self.engine.window - 2)), max_new=2))
             while self.engine.busy:
                 self.engine.step()
-        except Exception:  # a request with the same error will be told
+        except Exception:  # a client whose request causes the same error will see it
             log.exception("a text could not be generated beforehand")
         self.engine.counts.reset()
 

@@ -30,7 +30,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
-        # Message and field name may quote the client's text, in which a lone surrogate cannot be encoded.
+        # The message and the field name may quote the client's text; lone surrogates in it cannot be encoded.
         self.message, self.param = _sendable(message), None if param is None else _sendable(param)
 
     @property
@@ -80,7 +80,7 @@ def overdue(seconds: float) -> RequestError:
 
 
 def unread() -> RequestError:
-    """Build the error for a client that reads its stream so slowly that too much of the answer waits for it."""
+    """Build the error for a client that reads its stream so slowly that too many tokens wait to be sent."""
     return RequestError(503, "the answer was not read fast enough", code="unread")
 
 

@@ -1,4 +1,4 @@
-"""Reads the fields of a request's JSON object, and checks the type and range of each."""
+"""Reads the fields of a request's JSON object, and checks their types and ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoestring.decode.serve.errors import RequestError, invalid
 
 
 class RequestFields:
-    """The fields of a JSON object in a request. `null` counts as a missing field, because clients send it for one.
+    """The fields of a JSON object in a request. `null` counts as a missing field, because some clients send it for unset fields.
 
     A wrong field raises a `RequestError` of status 400 that names the field.
 
@@ -94,5 +94,5 @@ class RequestFields:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string without lone surrogates, which JSON can spell and UTF-8 cannot encode."""
+    """Whether a value is a string without lone surrogates, which JSON can express but UTF-8 cannot encode."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

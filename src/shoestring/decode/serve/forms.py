@@ -89,7 +89,7 @@ class AnswerForm(ABC):
     def parts(
         self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None, first: bool
     ) -> Iterator[Json]:
-        """Build the entries of one piece of a text; each is sent in an event of its own."""
+        """Build the entries of one piece of a text; each entry is sent in a separate event."""
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[Shown], echoed: int) -> Json:
@@ -188,17 +188,17 @@ class ChatForm(AnswerForm):
 
 
 def text_of(content: Sequence[Content]) -> str:
-    """The text of an answer or a piece of one, without its calls."""
+    """The text of an answer, or of a piece of an answer, without its tool calls."""
     return "".join(part for part in content if isinstance(part, str))
 
 
 def calls_of(content: Sequence[Content]) -> list[ToolCall]:
-    """The calls of tools in an answer or a piece of one."""
+    """The tool calls in an answer, or in a piece of an answer."""
     return [part for part in content if isinstance(part, ToolCall)]
 
 
 def event(content: Json, name: str = "") -> bytes:
-    """Encode a server-sent event; most have no name."""
+    """Encode a server-sent event; an empty name is left out."""
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
@@ -207,7 +207,7 @@ def name(tokenizer: Tokenizer, token: int, first: bool = False) -> str:
     """A token as text; an incomplete UTF-8 character is written as `bytes:\\xe2\\x82`, as in OpenAI's API.
 
     Args:
-        first: whether the token is the first visible one of its text.
+        first: whether the token is the first visible token of its text.
     """
     raw = tokenizer.token_bytes(token, first)
     try:

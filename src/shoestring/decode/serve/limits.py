@@ -1,4 +1,4 @@
-"""Limits on what each API key may ask for: requests and tokens per minute, and places in the queue."""
+"""Limits for each API key: requests and tokens per minute, and places in the queue."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ Unit = Literal["requests", "tokens"]
 
 
 class Allowance:
-    """What is left of a limit per minute. It grows continuously, up to the limit of one minute (a token bucket), and is
-    below 0 after more was used than had been asked for.
+    """The remaining amount of a limit per minute, as a token bucket. The amount grows continuously up to the limit, and
+    falls below 0 if a request uses more than it has reserved.
 
     Args:
-        limit: largest number per minute.
-        now: the time in seconds.
+        limit: largest amount per minute.
+        now: the present time in seconds.
     """
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit, self._left, self._at = limit, float(limit), now
 
     def left(self, now: float) -> float:
-        """What is left."""
+        """The remaining amount at the time `now`."""
         self._left = min(float(self.limit), self._left + (now - self._at) * self.limit / 60)
         self._at = now
         return self._left
 
     def use(self, amount: float, now: float) -> None:
-        """Take from what is left, or give back if the amount is negative."""
+        """Subtract from the remaining amount; a negative `amount` is given back."""
         self._left = self.left(now) - amount
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Seconds until so much is left."""
+        """Seconds until the remaining amount reaches `amount`."""
         return max(0.0, (amount - self.left(now)) * 60 / self.limit)
 
 
 @dataclass
 class Ticket:
-    """The right of one admitted request to its texts and tokens."""
+    """The texts and tokens that one admitted request has reserved."""
 
     key: int
     """Index of the API key."""
     texts: int
     """Number of texts."""
     tokens: int
-    """Number of tokens that were taken from the key's allowance in advance."""
+    """Number of tokens that were reserved from the key's allowance."""
 
 
 class Limits:
-    """Keeps account of what each API key uses.
+    """Keeps account of the requests, tokens and texts of each API key.
 
     Args:
-        settings: the limits. Without API keys, they hold for all clients together.
-        places: largest number of texts of all keys that are generated or wait.
-        clock: the time in seconds.
+        settings: the server's settings, with the limits. Without API keys, the limits hold for all clients together.
+        places: largest number of texts, of all keys together, that are being generated or waiting.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, settings: Serving, places: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class Limits:
             "tokens": settings.tokens_per_minute,
         }
         self._clock = clock
-        # One key leaves room in the queue for the others.
+        # If there are several keys, one key can fill at most half of the queue.
         self._share = places - settings.queue // 2 if len(settings.keys) > 1 else places
         self._texts: Counter[int] = Counter()
         self._allowances: dict[tuple[int, Unit], Allowance] = {}
@@ -78,21 +78,21 @@ class Limits:
         """Count a request, before it is parsed.
 
         Raises:
-            RequestError: the key has sent as many requests as it may.
+            RequestError: the key has reached its limit of requests.
         """
         if (allowance := self._allowance(key, "requests")) is not None:
             self._take(allowance, "requests", 1)
 
     def admit(self, key: int, texts: int, prompt: int, generated: int) -> Ticket:
-        """Admit a parsed request. Its `Ticket` must be handed to `settle` when the request ends.
+        """Admit a parsed request. The returned `Ticket` must be handed to `settle` when the request ends.
 
         Args:
             texts: number of texts.
             prompt: number of tokens of all prompts.
-            generated: largest number of tokens that the client has asked for, or 0 if it has named none.
+            generated: largest number of tokens that the client has asked for, or 0 if the client has set no limit.
 
         Raises:
-            RequestError: the key has as many texts or tokens as it may have.
+            RequestError: the request would exceed the key's limit of texts or tokens.
         """
         if self._texts[key] + texts > self._share:
             raise busy(f"{self._texts[key]} texts of this API key are already waiting; try again later", seconds=5)
@@ -111,14 +111,14 @@ class Limits:
         return ticket
 
     def settle(self, ticket: Ticket, used: int) -> None:
-        """Give back the places of a request that has ended, and the tokens that it has not used; a request that used
-        more than it had taken is charged for the rest."""
+        """Release the places of a request that has ended, and the tokens that it has reserved but not used; a request
+        that has used more tokens than reserved is charged for the difference."""
         self._texts[ticket.key] -= ticket.texts
         if (allowance := self._allowance(ticket.key, "tokens")) is not None:
             allowance.use(used - ticket.tokens, self._clock())
 
     def headers(self, key: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the headers of OpenAI's API that tell a client what is left of its limits."""
+        """Yield the headers of OpenAI's API that tell a client the remaining amounts of its limits."""
         now = self._clock()
         for unit in self.per_minute:
             if (allowance := self._allowance(key, unit)) is not None:
@@ -131,7 +131,7 @@ class Limits:
                     yield f"x-ratelimit-{name}-{unit}".encode(), value.encode()
 
     def _allowance(self, key: int, unit: Unit) -> Allowance | None:
-        """What a key may still use; None if there is no limit."""
+        """The allowance of a key; None if there is no limit."""
         limit = self.per_minute[unit]
         if not limit:
             return None
@@ -140,7 +140,7 @@ class Limits:
     def _take(self, allowance: Allowance, unit: Unit, amount: int) -> None:
         """Take from an allowance, or raise a `RequestError` if too little is left."""
         now = self._clock()
-        # Rounding in `left` must not refuse what the client was told to come back for.
+        # The tolerance is for rounding in `left`, so that a client that waited as long as it was told is not refused.
         if (wait := allowance.seconds_until(amount, now)) <= 1e-6:
             return allowance.use(amount, now)
         seconds = max(1, math.ceil(wait))
@@ -154,7 +154,7 @@ class Limits:
 
 
 def duration(seconds: float) -> str:
-    """A time as in the headers of OpenAI's API: `6m0s`, `1.5s` or `12ms`."""
+    """Format a time as in the headers of OpenAI's API: `6m0s`, `1.5s` or `12ms`."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"
     minutes, rest = divmod(round(seconds, 3), 60)

@@ -39,7 +39,7 @@ class Histogram:
         self.sum += value
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """Yield the lines of the histogram in Prometheus' format, each as suffix of the name, labels and value."""
+        """Yield the histogram's samples in Prometheus' format: suffix of the name, labels and value."""
         total = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.buckets, strict=True):
             total += count

@@ -27,7 +27,7 @@ _FIXED: Json = {
 
 
 class ResponseForm(AnswerForm):
-    """An answer of one text, made of items: messages and calls of functions, in the order in which they were written.
+    """An answer of one text as a list of items: messages and function calls, in the order in which they were written.
 
     Args:
         repeated: fields of the request that the answer repeats.
@@ -57,13 +57,13 @@ class ResponseForm(AnswerForm):
 
     def choice(self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None) -> Json:
         for _ in self.pieces(index, content, logprobs, reason, first=True):
-            pass  # the output is what counts here, and not its events
+            pass  # only the output is needed here, not the events
         return {}
 
     def parts(
         self, index: int, content: Sequence[Content], logprobs: Json | None, reason: str | None, first: bool
     ) -> Iterator[Json]:
-        """Add text and calls to the output, and yield the events that tell of it."""
+        """Add text and calls to the output, and yield the events that report them."""
         for part in content:
             if isinstance(part, ToolCall):
                 yield from self._close()
@@ -103,7 +103,7 @@ class ResponseForm(AnswerForm):
         yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def failure(self, error: RequestError) -> bytes:
-        # `error` as in the other forms, because OpenAI's clients raise their exception where it is found
+        # `error` is present as in the other forms, because OpenAI's clients raise an exception if they find it.
         fields = {name: error.content["error"][name] for name in ("code", "message", "param")}
         return self._event({"type": "error", **fields, **error.content})
 
@@ -115,7 +115,7 @@ class ResponseForm(AnswerForm):
     # -- the output ----------------------------------------------------------------------------------------------------
 
     def _completed(self, usage: Json) -> Json:
-        """The whole response, with its token counts under the names that they have here."""
+        """Complete the response with its token counts, under the names of this API."""
         self.response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],

@@ -1,4 +1,4 @@
-"""What the parsing of requests needs to know of the served model: name, tokenizer, chat template and limits."""
+"""Describes the served model for the parsing of requests: its name, tokenizer, chat template and limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Served:
     """Name that clients send in the field `model`."""
     tokenizer: Tokenizer
     context: int
-    """Largest number of tokens of a prompt and the text generated for it together."""
+    """Largest number of tokens of a prompt and its text together."""
     max_tokens: int
     """Largest number of tokens of a text."""
     vocabulary: int
@@ -30,7 +30,7 @@ class Served:
     chat: bool = False
     """Whether the model has a chat template."""
     defaults: SamplingDefaults = field(default_factory=lambda: SamplingDefaults(SamplingRule(), {}))
-    """Sampling settings for requests that give none."""
+    """Sampling settings for requests that set none."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Time at which the model was loaded, in seconds since 1970."""
 
@@ -64,14 +64,14 @@ def describe(
     vocabulary: int | None = None,
     defaults: SamplingDefaults | None = None,
 ) -> Served:
-    """Collect what the parsing of requests needs to know of a model.
+    """Describe a model for the parsing of requests.
 
     Args:
         context: largest number of tokens of a prompt and its text together.
         ends: tokens that end a text, in addition to the tokenizer's end-of-text tokens.
         max_tokens: largest number of tokens of a text; 0 allows as many as the context has room for.
         vocabulary: number of token ids that the model has embeddings for; None if it is not known.
-        defaults: sampling settings for requests that give none; None samples from the unmodified distribution.
+        defaults: sampling settings for requests that set none; None samples from the unmodified distribution.
 
     Raises:
         DataError: the chat template is not valid.

@@ -61,7 +61,7 @@ class _Connection(H11Protocol):
         self._end_stall()
 
     def pause_writing(self) -> None:
-        """More waits to be sent than the transport's buffer should hold, so the client may have stopped reading."""
+        """The write buffer is full, so the client may have stopped reading; asyncio calls this method."""
         super().pause_writing()
         self._watch_stall()
 
@@ -113,7 +113,7 @@ class _Connection(H11Protocol):
     def _expire(self) -> None:
         self._deadline = None
         unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client still reads the last answer
+        if self._unsent > 0 and (not unsent or self._unsent < unsent):  # the client is still reading the last answer
             self._watch()
         else:
             self.transport.abort()

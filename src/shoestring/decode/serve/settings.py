@@ -1,4 +1,4 @@
-"""Settings of the server: its slots, its address, who may use it, and the limits on clients; free of torch."""
+"""Settings of the server: slots, address, access and limits for clients; does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Serving:
     host: str = "127.0.0.1"
     """Address to listen on; any but a loopback address needs --api-key-file."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free port."""
     name: str = ""
     """Name that clients send in the field `model`; defaults to the name of the model's folder."""
     api_key_file: Path | None = None
@@ -52,12 +52,12 @@ class Serving:
     """Largest number of adapters in memory."""
     admin_key_file: Path | None = None
     """File with the keys of administrators, one per line, who may load and remove adapters; by default nobody may. An
-    administrator's key is no API key."""
+    administrator's key does not count as an API key."""
     admin_keys: Annotated[tuple[str, ...], Suppress] = ()
-    """Further keys of administrators, in addition to the keys in the file; without a flag, like `api_keys`."""
+    """Further keys of administrators, in addition to the keys in the file; like `api_keys`, they have no flag."""
     share_prefixes: bool = False
-    """Share cached prompts among API keys. Fewer tokens have to be read, but `cached_tokens` and the time of an answer
-    tell a client whether its prompt begins like another client's."""
+    """Share cached prompts among API keys. Fewer tokens are then read, but `cached_tokens` and the time of an answer
+    tell a client whether its prompt begins like another client's prompt."""
     allow_origin: tuple[str, ...] = ()
     """Origins of web pages, such as https://example.org, whose scripts may use the server (CORS); by default only the
     server's own page may."""
@@ -65,7 +65,7 @@ class Serving:
     """Largest number of tokens that a client may ask for in one text; 0 allows as many as the context has room for."""
     queue: int = 256
     """Largest number of texts that wait for a slot; requests for more are refused with status 429. If there are several
-    API keys, one of them can fill only half of the queue."""
+    API keys, one key can fill at most half of the queue."""
     requests_per_minute: int = 0
     """Largest number of requests for text that each API key may send per minute; further ones are refused with status
     429. 0 is no limit. Without API keys, the limit holds for all clients together."""
@@ -73,9 +73,9 @@ class Serving:
     """Largest number of tokens, of prompts and texts together, that each API key may use per minute; requests that need
     more are refused with status 429. 0 is no limit. Without API keys, the limit holds for all clients together."""
     pass_seconds: float = 0.05
-    """Time in seconds that a pass of the model over prompts should take at most; long prompts are read in as many
-    passes as this needs. With a longer time, long prompts are read with less work, but short requests and running
-    texts wait longer for each pass."""
+    """Longest time in seconds that a pass of the model over prompts should take; long prompts are divided into as many
+    passes as necessary. With a longer time, reading long prompts takes less work, but short requests and running texts
+    wait longer for each pass."""
     clients: int = 512
     """Largest number of open connections; further ones are refused with status 503."""
     body: int = 4 << 20
@@ -89,13 +89,13 @@ class Serving:
     """Seconds that a client may take to send a request, or to read what the server has sent, before it is
     disconnected."""
     grace: float = 30.0
-    """Seconds that running texts have left to end once the server is told to stop, by SIGTERM or Ctrl+C."""
+    """Seconds that running texts get to finish once the server is told to stop, by SIGTERM or Ctrl+C."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}", hint="give a number from 0 to 65535")
         if self.max_tokens < 0:
-            raise ConfigError(f"max_tokens is {self.max_tokens}", hint="give 0 for what the context has room for")
+            raise ConfigError(f"max_tokens is {self.max_tokens}", hint="give 0 to use the whole context")
         for name in ("requests_per_minute", "tokens_per_minute"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="give 0 for no limit")
@@ -135,13 +135,13 @@ class Serving:
                     hint="for example --adapter sql=runs/sql/model/adapter",
                 )
             if name in folders or name == self.name:
-                raise ConfigError(f"--adapter {entry}: the name `{name}` is taken", hint="give each another name")
+                raise ConfigError(f"--adapter {entry}: the name `{name}` is taken", hint="choose another name")
             folders[name] = Path(folder)
         return folders
 
     @property
     def adaptable(self) -> bool:
-        """Whether texts may have adapters."""
+        """Whether requests may choose adapters."""
         return bool(self.adapters) or self.adapters_folder is not None
 
     @property
@@ -179,7 +179,7 @@ def _index(key: str, keys: Sequence[str]) -> int | None:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether clients may choose an adapter by this name."""
+    """Whether a name is valid for an adapter."""
     return re.fullmatch(r"[A-Za-z0-9._:/@+-]{1,128}", name) is not None
 
 

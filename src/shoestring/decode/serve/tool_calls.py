@@ -1,8 +1,8 @@
-"""Parses tool calls from the text that a model writes. The chat template tells in which form the model writes calls.
-This module is free of torch.
+"""Parses tool calls from the text that a model writes. The chat template determines the form of the calls. This module
+does not import torch.
 
-A call is reported once it is complete, and not while its arguments grow, because text that turns out not to be a call
-is returned as text, and a client cannot take back the beginning of a call. White space next to a call is dropped.
+A call is reported only once it is complete, not while its arguments grow: text that turns out not to be a call is
+returned as text, and a client cannot take back the beginning of a call. White space next to a call is dropped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LETTERS = string.ascii_letters + string.digits
 _BRACKETS, _QUOTED = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _HEAD = re.compile(r"([\w-]{1,64})(?:\[CALL_ID\]\w{0,64})?\[ARGS\]\s*(?=\{)", re.ASCII)
-"""What Mistral's newer models write before the arguments of a call."""
+"""Matches what Mistral's newer models write before the arguments of a call."""
 _HEAD_SO_FAR = re.compile(r"[\w-]{1,64}(?:\[[\w\[\]]{0,90}\s*)?", re.ASCII)
-"""What may become a match of `_HEAD`."""
+"""Matches text that may become a match of `_HEAD` with further characters."""
 
 
 class ToolCall(NamedTuple):
@@ -51,7 +51,7 @@ class Calling:
     names: Sequence[str]
     """Names of the functions that may be called. A call of another function is text."""
     opening: str = ""
-    """Text at the end of the prompt that begins a call, so that the answer has one."""
+    """Text at the end of the prompt that begins a call, so that the answer must contain a call."""
     single: bool = False
     """Whether the answer ends after its first call."""
 
@@ -59,9 +59,9 @@ class Calling:
 class CallParser:
     """Splits a growing text into text and calls. A call is a JSON object with a name and arguments.
 
-    The parser is inside or outside of calls. Outside, all is text until the opening mark. Inside, every object is a
-    call, until something comes that is neither a call, nor a mark, nor a separator; it is text, and what was read
-    since the opening mark too, unless there was a call.
+    The parser is either outside or inside of calls. Outside, everything up to the next opening mark is text. Inside,
+    every object is a call, until something follows that is neither a call, nor a mark, nor a separator. That is text
+    again, and so is everything since the opening mark if there was no call in between.
     """
 
     opener: ClassVar[str] = ""
@@ -75,16 +75,16 @@ class CallParser:
     starts_inside: ClassVar[bool] = False
     """Whether an answer may begin with a call without the opening mark."""
     key: ClassVar[str] = "arguments"
-    """Key of the arguments in the form that the model has learnt; other forms are understood too."""
+    """Key of the arguments that the model was trained to write; calls with other usual keys are accepted too."""
 
     def __init__(self, calling: Calling) -> None:
         self.calls = 0
         """Number of calls so far."""
         self.finished = False
-        """Whether the answer is over, because it may have one call only and has it."""
+        """Whether the answer is over, because it may contain only one call and this call is complete."""
         self._names, self._single = frozenset(calling.names), calling.single
-        self._text = ""  # what was received and not yet reported
-        self._at = 0  # inside: number of characters of `_text` that were read, which are marks and separators
+        self._text = ""  # text that was received but not yet reported
+        self._at = 0  # inside: number of characters of `_text` already read: marks and separators
         self._inside = self.starts_inside
         self._called = False  # whether `_text` follows a call
         self._object = _ObjectEnd()
@@ -92,7 +92,7 @@ class CallParser:
 
     @classmethod
     def opening(cls, template: str, name: str | None) -> str:
-        """The text that begins a call; it ends at the end of a token.
+        """The text that begins a call; it ends at a token boundary.
 
         Args:
             template: source of the chat template.
@@ -102,7 +102,7 @@ class CallParser:
 
     @classmethod
     def marks(cls) -> list[str]:
-        """The marks, which must be shown to the parser if they are special tokens."""
+        """The marks, which the parser must receive as text even if they are special tokens."""
         return [mark for mark in (cls.opener, cls.closer, *cls.further_marks) if mark]
 
     def add(self, text: str) -> list[Content]:
@@ -114,7 +114,7 @@ class CallParser:
         return parts
 
     def end(self) -> list[Content]:
-        """End the text, and return its rest, with what did not become a call."""
+        """End the text, and return what is left of it, including the beginning of a call that was not completed."""
         rest = self._text
         if self._called and self._inside:
             rest = "" if self.closer.startswith(rest[self._at :]) else rest[self._at :]
@@ -142,7 +142,7 @@ class CallParser:
         return True
 
     def _read_inside(self, parts: list[Content]) -> bool:
-        """Read one mark, separator or call, or leave the inside; returns False if more text is needed for that."""
+        """Read one mark, separator or call, or switch to the outside; returns False if this needs more text."""
         if not self._object.begun:
             rest = self._text[self._at :].lstrip()
             self._at = len(self._text) - len(rest)
@@ -183,18 +183,18 @@ class CallParser:
         return True
 
     def _pass(self, length: int) -> None:
-        """Read so many characters that begin a call; they are text if no call follows."""
+        """Read `length` characters that begin a call; they become text if no call follows."""
         if self._called:
             self._text, self._at, self._called = self._text[self._at :], 0, False
         self._at += length
 
     def _read_head(self, rest: str) -> int | None:
-        """Read what may precede the object of a call; returns its length, 0 if this is not a call, and None if more
-        text is needed to know."""
+        """Read text that may precede the object of a call; returns its length, 0 if no call begins here, or None if
+        more text is needed to decide."""
         return 0
 
     def _leave(self, end: int, parts: list[Content]) -> None:
-        """Report what was read since the last call, up to `end`, as text, and continue outside."""
+        """Report the text since the last call, up to `end`, and switch to the outside."""
         if self._called:
             self._text, end = self._text[self._at :], end - self._at
         self._called = self._called and not end
@@ -207,13 +207,13 @@ class CallParser:
             self._text = self._text[end:]
 
     def _parse(self, text: str) -> tuple[str, str] | None:
-        """The name and the arguments of a call; None if the object is no call."""
+        """The name and the arguments of a call; None if the object is not a valid call."""
         try:
             members = _members(text)
             if "function" in members and "name" not in members:
                 members = _members(members["function"][1])
             value, arguments = members["arguments" if "arguments" in members else "parameters"]
-            if isinstance(value, str):  # some models write the object as a JSON text in a JSON text
+            if isinstance(value, str):  # some models write the arguments as a string of JSON
                 value, arguments = _decode(value), value
             name = members["name"][0]
         except (ValueError, LookupError, RecursionError):
@@ -223,7 +223,7 @@ class CallParser:
 
 
 class PlainJson(CallParser):
-    """Calls as one object, several, or an array of objects, at the beginning of the answer."""
+    """Calls at the beginning of the answer: one object, several objects, or an array of objects."""
 
     starts_inside = True
     separators = ",;[]"
@@ -240,15 +240,15 @@ class Hermes(CallParser):
 
 
 class Llama(PlainJson):
-    """Calls as Llama 3 writes them: `{"name": …, "parameters": {…}}` at the beginning of the answer, or anywhere behind
-    `<|python_tag|>`; several are separated by semicolons."""
+    """Calls as Llama 3 writes them: `{"name": …, "parameters": {…}}` at the beginning of the answer, or anywhere after
+    `<|python_tag|>`; several calls are separated by semicolons."""
 
     opener, key = "<|python_tag|>", "parameters"
 
 
 class Mistral(CallParser):
-    """Calls as Mistral's models write them: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and the newer ones
-    `[TOOL_CALLS]name[ARGS]{…}`."""
+    """Calls as Mistral's models write them: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or
+    `[TOOL_CALLS]name[ARGS]{…}` in newer models."""
 
     opener = "[TOOL_CALLS]"
     further_marks = ("[ARGS]", "[CALL_ID]")
@@ -281,7 +281,7 @@ class Mistral(CallParser):
 
 
 FORMS: dict[str, type[CallParser]] = {"hermes": Hermes, "mistral": Mistral, "llama": Llama, "json": PlainJson}
-"""Parsers by the name of the form."""
+"""Parsers by the name of the form of calls."""
 
 
 def find_form(template: str) -> str:
@@ -291,14 +291,14 @@ def find_form(template: str) -> str:
 
 
 class _ObjectEnd:
-    """Finds the end of a JSON object that grows; every character is looked at once."""
+    """Finds the end of a JSON object in growing text; examines every character only once."""
 
     def __init__(self) -> None:
         self.begun = False
         self._at, self._depth, self._quoted = 0, 0, False
 
     def find(self, text: str, start: int) -> int | None:
-        """The index behind the object that begins at `start`; None if it has not ended."""
+        """The index after the object that begins at `start`; None if the object is not complete."""
         at, self.begun = self._at if self.begun else start, True
         while (match := (_QUOTED if self._quoted else _BRACKETS).search(text, at)) is not None:
             at = match.end()
@@ -326,12 +326,12 @@ _decode = _DECODER.decode
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:
-    """The members of a JSON object by their keys, each as value and as the text that spells it.
+    """The members of a JSON object by key, each as its value and its JSON text.
 
     Raises:
         ValueError, LookupError, RecursionError: the text is not a JSON object.
     """
-    if not isinstance(_decode(text), dict):  # also checks the syntax, on which the following relies
+    if not isinstance(_decode(text), dict):  # also checks the syntax, which the code below relies on
         raise ValueError("not an object")
     members: dict[str, tuple[Any, str]] = {}
     at = _skip_space(text, _skip_space(text, 0) + 1)

@@ -1,5 +1,5 @@
-"""Parses the fields of a request that offer tools to the model: `tools`, `tool_choice` and `parallel_tool_calls`; free
-of torch."""
+"""Parses the fields of a request that offer tools to the model: `tools`, `tool_choice` and `parallel_tool_calls`; does
+not import torch."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def read_tools(fields: RequestFields, *, flat: bool = False) -> Tools:
     """Parse the fields about tools.
 
     Args:
-        flat: whether a tool and a choice name their function directly, as in /v1/responses, and not in an object
-            `function`, as in chats.
+        flat: whether tools and choices hold the fields of their function directly, as in /v1/responses, and not in an
+            object `function`, as in chats.
 
     Raises:
         RequestError: a field is wrong or not supported.
@@ -88,8 +88,8 @@ def read_tools(fields: RequestFields, *, flat: bool = False) -> Tools:
 
 
 def find_problem(value: Any) -> str | None:
-    """What is wrong with a schema or with the arguments of a call: text that cannot be encoded, or too many levels of
-    nested lists and objects; None if nothing is."""
+    """Find a problem in a schema or in the arguments of a call: text that cannot be encoded, or too many levels of
+    nested lists and objects; None if there is no problem."""
     level = [value]
     for _ in range(DEPTH + 1):
         texts = [entry for entry in level if isinstance(entry, str)]

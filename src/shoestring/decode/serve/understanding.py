@@ -3,7 +3,7 @@
 Requests whose parsing may take long are parsed in worker processes, which can be killed. The worker processes parse
 chats, whose templates are programs, and long requests. One worker process parses the long requests and another the
 short chats, so that a short chat never waits for a long request. Short completions are parsed directly in the server's
-process. This module is free of torch, because the worker processes import it.
+process. This module does not import torch, because the worker processes import the module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CONVERSATIONS = {"completion": "prompt", "chat": "messages", "response": "input
 
 
 class Understanding:
-    """Parses requests. In a worker process, the parsing of a request may take at most `seconds`."""
+    """Parses requests; in a worker process, parsing a request may take at most `seconds`."""
 
     def __init__(self, served: Served, seconds: float) -> None:
         self.served = served
@@ -104,7 +104,7 @@ def parsed(raw: bytes | bytearray) -> Any:
     """Parse the body of a request as JSON.
 
     Raises:
-        RequestError: it is not valid JSON.
+        RequestError: the body is not valid JSON.
     """
     try:
         return json.loads(raw)
@@ -122,7 +122,7 @@ def _unpacked(reply: bytes) -> Asked:
         prompts.append(Prompt(tokens=tokens[:count], **fields))
         tokens = tokens[count:]
     head["sampling"] = Sampling(**head["sampling"])
-    bias = {int(token): number for token, number in head["changes"].pop("bias").items()}  # JSON has no keys of numbers
+    bias = {int(token): number for token, number in head["changes"].pop("bias").items()}  # keys in JSON are text
     head["changes"] = LogitChanges(bias=bias, **head["changes"])
     head["answer_format"] = head["answer_format"] and AnswerFormat(*head["answer_format"])
     head["calling"] = head["calling"] and Calling(**head["calling"])

@@ -1,4 +1,4 @@
-"""Turns tokens into the text that is sent, which has only whole characters and no part of a stop string."""
+"""Turns tokens into text that can be sent: it has only whole characters and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Shown(NamedTuple):
     start: int
     """Number of characters that precede the token in the text."""
     first: bool = False
-    """Whether the token is the first visible one of its text."""
+    """Whether the token is the first visible token of its text."""
 
 
 class TextPiece(NamedTuple):
@@ -40,10 +40,10 @@ class Writing:
         self._stream, self._stops = stream, stops
         self._held = ""
         self._sent = 0
-        self._open: list[Shown] = []  # tokens whose characters are not complete
+        self._open: list[Shown] = []  # tokens whose last character is not complete
         self._waiting: deque[tuple[int, Shown]] = (
             deque()
-        )  # complete tokens that are held back, each with the position of its end
+        )  # complete tokens that are held back, each with its end position in the text
 
     def add(self, token: int, entry: TokenLogprob | None = None) -> TextPiece:
         """Add a token, and return the text that can be sent now; must not be called once the text has `stopped`."""
