@@ -38,8 +38,8 @@ class Adapter(ABC):
     skips = True
     """Whether forward passes may skip sublayers; a skipped sublayer stores nothing in the cache."""
     pieces = True
-    """Whether a text may be read in several passes of any length. If not, a prompt is read in one pass, and no prefix
-    that was cached for another text is reused."""
+    """Whether a text may be read in several passes of any length. If false, a prompt is read in one pass, and no
+    prefix that was cached for another text is reused."""
     shares = True
     """Whether a pass over several texts takes less time than a separate pass over each text."""
     native_layers: DecoderLayers | None = None
@@ -58,7 +58,7 @@ class Adapter(ABC):
         """Create a cache for `rows` sequences of at most `length` tokens."""
 
     def assign(self, cache: KVCache, row: int, adapter: LoadedAdapter | None) -> None:
-        """Assign a low-rank adapter to a row of a cache, for all later passes; None assigns the model without adapter.
+        """Assign a low-rank adapter to a row of a cache, for all later passes; None removes the row's adapter.
 
         Raises:
             ConfigError: the adapter belongs to another model, or this model cannot use adapters.
@@ -117,8 +117,9 @@ def adapt(model: nn.Module, context: int | None = None) -> Adapter:
     """Create the adapter of a model.
 
     The model may be the package's own `GPT`, a model of transformers, or any other module that maps tokens (B, T) to
-    logits (B, T, V). Such another module cannot use a cache: it reads its whole text again for each token, which is
-    slow. Test passes show how a model of transformers uses a cache; see `shoestring.models.behaviour`.
+    logits (B, T, V). A module that is neither a `GPT` nor a model of transformers cannot use a cache: it reads its
+    whole text again for each token, which is slow. Test passes show how a model of transformers uses a cache; see
+    `shoestring.models.behaviour`.
 
     Args:
         context: largest number of tokens that the model sees; defaults to the model's own.

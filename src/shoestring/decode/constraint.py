@@ -1,7 +1,7 @@
 """Constraints on generated text: a grammar, compiled by llguidance, determines which tokens may follow.
 
 llguidance (https://github.com/guidance-ai/llguidance, MIT) reads the tokenizer once, and computes for each state of a
-grammar which tokens may continue the text toward a text that the grammar accepts.
+grammar which tokens can still lead to a text that the grammar accepts.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Distillation:
         return torch.where(tokens, weights * losses.loss, 0).sum(), weights.sum()
 
     def _targets(self, batch: Batch, *, cached: bool) -> tuple[Tensor | KnownWords, Tensor | None]:
-        """The teacher's distributions, and the reference's divergence from them for each token; None without a
+        """The teacher's distributions, and for each token the reference's divergence from them, which is None without a
         reference."""
         temperature = self.settings.temperature
         if not cached:

@@ -50,7 +50,7 @@ class Engine:
             context: largest number of tokens that the model sees; defaults to the model's own.
             room: number of tokens per text that the cache can hold, if smaller than the context.
             chunk: largest number of prompt tokens, padding included, in one pass; other texts are decoded between such
-                passes. It has no effect if the model must read its whole prompt in one pass.
+                passes. `chunk` has no effect if the model must read its whole prompt in one pass.
             pass_seconds: longest time that a pass over prompts should take; the number of tokens in a pass adapts to
                 this limit. By default there is no limit.
             drafter: proposes tokens, which the model verifies; by default none.

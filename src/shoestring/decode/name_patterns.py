@@ -1,8 +1,8 @@
 """Computes complements of regular expressions with finite automata; does not import torch.
 
-As JSON Schema demands, a pattern matches a name if it is found anywhere in the name. Patterns are interpreted as by
-llguidance: `\\d` and `\\w` match only ASCII characters, `.` matches any character except a line feed, and `$` matches
-only at the end.
+As JSON Schema demands, a pattern matches a name if it is found anywhere in the name. Patterns have the same meaning as
+in llguidance: `\\d` and `\\w` match only ASCII characters, `.` matches any character except a line feed, and `$`
+matches only at the end.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class _Reader:
         return self.pattern[self.place : self.place + 1]
 
     def _take(self, expression: str) -> re.Match[str] | None:
-        """Match an expression at the current place, and move the place behind the match; None if it does not match."""
+        """Match an expression at the current place, and move the place after the match; None if it does not match."""
         if (match := re.compile(expression, re.DOTALL).match(self.pattern, self.place)) is not None:
             self.place = match.end()
         return match
@@ -301,7 +301,7 @@ class _Automaton:
         self.edges[begin].append((label, end))
 
     def _built(self, part: _Part, begin: int) -> int:
-        """Add a part of a pattern that starts in the state `begin`; returns the state after the part."""
+        """Add a part of a pattern, beginning at the state `begin`; returns the state after the part."""
         self.size += 1
         if self.size > _PARTS:
             raise _too_long()

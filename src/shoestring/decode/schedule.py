@@ -37,8 +37,8 @@ class PassPlan(NamedTuple):
 def plan_pass(unread: Sequence[Unread], budget: int, skipped: int) -> PassPlan:
     """Decide which rows are read in the next pass.
 
-    A pass covers all slots from the first to the last one that it reads, and pads all rows to the longest. Its cost is
-    the number of these slots times the largest number of tokens of a row, which is at most `budget`.
+    A pass covers all slots from the first to the last one that it reads, and pads all rows to the longest. The cost of
+    a pass is the number of these slots times the largest number of tokens of a row. This cost is at most `budget`.
 
     The row with the fewest unread tokens is read first. Neighbouring rows are read in the same pass if the pass then
     completes more prompts, or completes as many and reads more tokens. After `TURNS` passes that read fewer tokens of
@@ -91,9 +91,10 @@ def _worth(counts: dict[int, int], left: dict[int, int]) -> tuple[int, int]:
 class TokenBudget:
     """The number of tokens in a prompt pass, adapted so that a pass takes at most `seconds`.
 
-    The budget is `SMALLEST` times a power of two, and at most `largest`. It is halved after a pass that took too long,
-    and doubled after passes that took at most half of `seconds`. Each halving multiplies the number of passes before
-    the next doubling by 8, because the time of a pass on a CPU may jump at the size at which another kernel is used.
+    The budget is `SMALLEST` times a power of two, at most `largest`. The budget is halved after a pass that took too
+    long, and doubled after passes that took at most half of `seconds`. Each halving multiplies the number of passes
+    before the next doubling by 8, because the time of a pass on a CPU may jump at the size where another kernel is
+    used.
 
     Args:
         largest: upper bound of the budget, in tokens.

@@ -215,7 +215,7 @@ class _Rewriting:
         return None
 
     def _unevaluated(self, own: Keywords, base: str) -> None:
-        """Replace `unevaluated…` keywords by keywords for additional properties and items, if no condition remains."""
+        """Replace `unevaluated…` keywords by `additionalProperties` and `items`, if there are no conditions."""
         if (rest := own.pop("unevaluatedProperties", True)) is not True and "additionalProperties" not in own:
             names, patterns = dict(own.get("properties", {})), dict(own.get("patternProperties", {}))
             for part in self._unconditional(own, base, "unevaluatedProperties", []):
@@ -236,7 +236,7 @@ class _Rewriting:
 
     def _unconditional(self, own: Keywords, base: str, keyword: str, seen: list[Schema]) -> Iterator[Keywords]:
         """Yield the schemas in `allOf` and behind references, which hold in every document that the schema allows. The
-        schema under `not` is not among them, because it evaluates nothing.
+        schema under `not` is left out, because it evaluates nothing.
 
         Raises:
             ConfigError: another schema holds only in some of the documents, or schemas refer to each other.

@@ -1,9 +1,9 @@
 """Writes the names of properties that a schema does not list as regular expressions; does not import torch.
 
-In a schema that lists properties or patterns, llguidance accepts all other names in any JSON spelling and compares the
-spellings: `"\\u0062"` passes for a name other than `b`. A name that matches a pattern has only one spelling, except for
-control characters. Additional properties are therefore described by a pattern: for all names, if llguidance then
-excludes the listed properties, or else for the names that match no other pattern.
+In a schema that lists properties or patterns, llguidance accepts all other names in any JSON spelling and compares only
+spellings, so `"\\u0062"` passes for a name other than `b`. A name that matches a pattern has only one spelling, except
+for control characters. Additional properties are therefore described by a pattern. The pattern matches either all
+names, of which llguidance excludes the listed ones, or only the names that match no other pattern.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Waiting:
         self.served[client] = max(self._level, self.served.get(client, 0.0)) + tokens
 
     def _forget(self, client: str) -> None:
-        """Drop the client's queue if it is empty, and counters too small to put their clients at a disadvantage."""
+        """Drop the client's queue if it is empty, and absent clients' counters that exceed no waiting client's."""
         if not self._rows[client]:
             del self._rows[client]
         level = min((self.served[other] for other in self._rows), default=self._level)

@@ -147,7 +147,7 @@ def _feature_chart(row: dict[str, Any], runs: Sequence[RunFolder]) -> dict[str, 
 def _line(
     run: RunFolder, position: int, metric: str, limit: int, *, kind: str = "", label: str = "", tone: int = 0
 ) -> list[dict[str, Any]]:
-    """The curve of a metric as a list with one line, with means if it is thinned; empty if the run lacks the metric.
+    """A list with the line of one metric, which has means if it is thinned; empty if the run lacks the metric.
 
     Here `at` holds steps; `_axes` later converts them to indices.
     """

@@ -1,4 +1,4 @@
-"""Builds a page as one HTML file with style, script and data; its content security policy forbids loading any more."""
+"""A page as one HTML file with style, script and data; its content security policy forbids loading anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores tables and pictures that evaluations return in the run's folder, drops later ones on a resume, and reads them.
+"""Writes and reads tables and pictures that evaluations return, in the run's folder; a resumed run removes later ones.
 
 `evaluations.jsonl` has one row per table or picture; a picture is a PNG file in `pictures/` named by step and name.
 """
@@ -128,7 +128,7 @@ class Findings:
         return {"picture": file, "caption": item.caption}
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows and pictures of evaluations after a later step than `step`."""
+        """Remove the rows and pictures of evaluations at later steps than `step`."""
         if self._rows is not None:
             self._rows.truncate_after(step)
         for path in (self.folder / FOLDER).glob("*.png"):

@@ -1,4 +1,4 @@
-"""Base classes of features that record some steps of a run to a file and a page: for their settings and recorders."""
+"""Base classes for features that record some steps of a run to a file and a page: the settings and the recorder."""
 
 from __future__ import annotations
 

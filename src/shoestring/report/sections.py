@@ -15,7 +15,7 @@ from shoestring.report.markup import Markup, join, tag
 from shoestring.report.markup import table as grid
 from shoestring.report.reading import RunFolder, flat, number, table, tables
 
-_SHOWN_RANKS = 8  # with more ranks, the table of spans shows only their minimum and maximum times
+_SHOWN_RANKS = 8  # with more ranks, the table of spans shows only the shortest and longest time
 
 
 def heading(run: RunFolder) -> Markup:

@@ -1,8 +1,8 @@
 """Updates the hub's copy of a run's metrics log from the run's `metrics.jsonl`.
 
 There is no separate record of what was sent. The hub reports the size of its log and the digest of each segment, and
-the client compares them with the file. They also show where the file was rewritten, which happens when a run resumes
-from a checkpoint.
+the client compares both with the file. The digests also show where the file was rewritten, which happens when a run
+resumes from a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backup and restore of a hub: its rows as JSON, which suits either database, its secret key, and its chunks.
+"""Backup and restore of a hub: its rows as JSON (for SQLite and PostgreSQL alike), secret key and chunks.
 
 Chunks never change, so a backup copies only the chunks that it lacks. Rows are read before chunks, in one transaction:
 no row of the backup refers to a chunk that arrives later, and a chunk that a row refers to stays for at least a day.

@@ -27,7 +27,7 @@ def open_drafter(
 
     Args:
         model: the model that verifies the drafts.
-        tokenizer: tokenizer of that model, which is compared with the drafter's; None to compare only vocabulary sizes.
+        tokenizer: tokenizer of `model`, to compare with the drafter's; None to compare only vocabulary sizes.
         slots: number of texts that are generated at the same time.
         room: number of tokens per text that the drafter's cache can hold, if smaller than the drafter's context.
         passes: how to run the forward passes if the drafter is a smaller model; see `Decoding.passes`.

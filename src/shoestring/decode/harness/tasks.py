@@ -127,8 +127,8 @@ def _failures(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Context in which the global random generators have the harness's default seeds, so that all ranks load the same
-    tasks: tasks may draw from them, for example the order of their documents."""
+    """Context in which the global random generators have the harness's default seeds. Tasks may draw from these
+    generators, for example the order of their documents, and all ranks must load the same tasks."""
     python, arrays = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(1234)

@@ -51,7 +51,7 @@ def _wanted(fields: RequestFields, name: str, where: str) -> AnswerFormat | None
         answer_format = AnswerFormat("json_schema", _OBJECT)
     elif kind == "json_schema":
         inner = content if flat else RequestFields(content.get("json_schema"), f"{where}.json_schema")
-        inner.text("name"), inner.text("description"), inner.flag("strict")  # ignored: schemas are always enforced
+        inner.text("name"), inner.text("description"), inner.flag("strict")  # no effect: always strict
         answer_format = _schema(inner, "schema", inner.get("schema"))
         inner.finish()
     elif kind != "text":

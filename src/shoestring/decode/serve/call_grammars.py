@@ -47,7 +47,7 @@ class _Writer:
 
 
 def call_grammar(calling: Calling, template: str, schemas: Mapping[str, str | None], tokenizer: Tokenizer) -> str:
-    """Write the grammar of an answer that may call functions, or must if the prompt ends with the beginning of a call.
+    """Write the grammar of an answer that may call functions, or must do so if the prompt ends within a call.
 
     Args:
         template: source of the chat template.

@@ -19,7 +19,7 @@ from shoestring.decode.request import Ending, Request, Row, TokenLogprob
 log = logging.getLogger("shoestring.serve")
 
 PROMPT = 17
-"""Number of prompt tokens in the warm-up: too many for the special kernels for few rows, so that others run as well."""
+"""Number of prompt tokens in the warm-up: too many for the kernels for few rows, so that the general ones run too."""
 BACKLOG = 1 << 17
 """Largest number of tokens that may wait for one client to read them, including tokens listed in log-probabilities;
 about 20 MiB of memory."""

@@ -10,7 +10,7 @@ from shoestring.decode.serve.errors import RequestError, invalid
 
 
 class RequestFields:
-    """The fields of a JSON object in a request. Some clients send `null` for unset fields, so it counts as missing.
+    """The fields of a JSON object in a request. Some clients send `null` for unset fields, so `null` counts as missing.
 
     A wrong field raises a `RequestError` of status 400 that names the field.
 

@@ -140,7 +140,7 @@ class Limits:
     def _take(self, allowance: Allowance, unit: Unit, amount: int) -> None:
         """Take from an allowance, or raise a `RequestError` if too little is left."""
         now = self._clock()
-        # The tolerance is for rounding in `left`, so that a client that waited as long as it was told is not refused.
+        # Rounding in `left` is tolerated: a client that has waited as long as it was told must not be refused.
         if (wait := allowance.seconds_until(amount, now)) <= 1e-6:
             return allowance.use(amount, now)
         seconds = max(1, math.ceil(wait))

@@ -67,8 +67,8 @@ class Serving:
     """Largest number of texts that wait for a slot; requests for more are refused with status 429. If there are several
     API keys, one key can fill at most half of the queue."""
     requests_per_minute: int = 0
-    """Largest number of requests for text that each API key may send per minute; further ones are refused with status
-    429. 0 is no limit. Without API keys, the limit holds for all clients together."""
+    """Largest number of requests for text that each API key may send per minute; requests beyond this limit are refused
+    with status 429. 0 is no limit. Without API keys, the limit holds for all clients together."""
     tokens_per_minute: int = 0
     """Largest number of tokens, of prompts and texts together, that each API key may use per minute; requests that need
     more are refused with status 429. 0 is no limit. Without API keys, the limit holds for all clients together."""

@@ -39,11 +39,11 @@ class OnlineSkipping(Adapter):
     """A model that skips sublayers in decoding, chosen by observing the text itself; prompts are read with every
     sublayer.
 
-    The first choice avoids `share` of the bytes moved per token. It relies on how much each sublayer changed the
-    residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers are
-    observed over the next `WATCHED` tokens. A second choice then adds the feed-forward sublayers whose harm per byte is
-    at most the largest harm per byte among the skipped sublayers. An adapter serves one text: decoded tokens lack the
-    keys and values of skipped attention, so neither the choice nor the cache can be used for another text.
+    The first choice avoids `share` of the bytes moved per token. This choice relies on how much each sublayer changed
+    the residual stream over the prompt (and over the first decoded tokens, if the prompt is short). The other sublayers
+    are observed over the next `WATCHED` tokens. A second choice then adds the feed-forward sublayers whose harm per
+    byte is at most the largest harm per byte among the skipped sublayers. An adapter serves one text: decoded tokens
+    lack the keys and values of skipped attention, so neither the choice nor the cache can be used for another text.
 
     Args:
         share: fraction of the bytes moved per token that the first choice avoids.

@@ -1,4 +1,4 @@
-"""Plans of sublayers to skip, which are made from sample text and saved to files."""
+"""Plans of sublayers to skip: made from sample text, saved to files, and applied to every pass or only to decoding."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from shoestring_hub.server.access import AccessRule, note, route, text_of
 from shoestring_hub.server.models import INVITED_FOR, AuditEvent, Invitation, Member, Person, Role, digest_of
 
 TRIES, WAIT = 10, timedelta(minutes=5)
-"""A name with this many failed attempts to sign in within this time is refused until fewer are that recent."""
+"""Number of failed attempts to sign in with one name, and the period in which so many attempts lock the name."""
 sign_in_view = LoginView.as_view(template_name="hub/sign_in.html", next_page="/")
 sign_out_view = LogoutView.as_view(next_page="/sign-in")
 reset_view = PasswordResetConfirmView.as_view(

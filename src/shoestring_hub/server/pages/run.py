@@ -37,7 +37,7 @@ BUDGET = 64 << 20
 """Maximum bytes of points read for one page; metrics that do not fit are left out, the least important first."""
 FIRST = ("loss", "held_out_loss", "bits_per_byte", "held_out_bits_per_byte", "tokens_per_second", "lr", "grad_norm")
 AXES = ("time", "tokens")
-"""Metrics that are always read as well, because the x axis may use them."""
+"""Metrics that are always read in addition, because the x axis may use them."""
 
 
 def run(request: HttpRequest) -> HttpResponse:

@@ -276,7 +276,7 @@ def runs_as_csv(request: HttpRequest) -> HttpResponse:
 
 
 def _cell(text: str) -> str:
-    """Prefix text that a spreadsheet would take for a formula with an apostrophe."""
+    """Put an apostrophe before text that a spreadsheet would take for a formula."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t") else text
 
 
