@@ -335,7 +335,7 @@ class _Automaton:
         return end
 
     def reached(self, states: Iterable[int], anchor: str) -> frozenset[int]:
-        """The states, and all further states that can be reached from them without reading a character.
+        """All states that can be reached from `states` without reading a character, including `states`.
 
         Args:
             anchor: "^" at the beginning of a name, "$" at its end, "^$" in an empty name.

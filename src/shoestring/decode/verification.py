@@ -85,7 +85,7 @@ def verify_block(p: Tensor, q: Tensor, draft: Sequence[int], coins: Sequence[flo
 
 
 def one_hot(draft: Sequence[int], p: Tensor) -> Tensor:
-    """The distributions (γ, V) of a drafter that was certain of each token."""
+    """The one-hot distributions (γ, V) of a drafter that chose each token with certainty."""
     index = torch.tensor(draft, dtype=torch.int64, device=p.device)
     return torch.zeros(len(draft), p.shape[1], dtype=p.dtype, device=p.device).scatter_(1, index[:, None], 1.0)
 

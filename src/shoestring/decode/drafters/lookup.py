@@ -1,7 +1,7 @@
 """Prompt lookup: finds an earlier occurrence of the text's newest tokens, and drafts the tokens that followed it there
 (Saxena, 2023).
 
-Prompt lookup needs no model. It is effective where a text repeats its prompt or itself, as in summaries, edits of code
+Prompt lookup needs no model, and is effective where a text repeats its prompt or itself, as in summaries, edits of code
 and answers with quotations.
 """
 

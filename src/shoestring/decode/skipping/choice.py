@@ -53,7 +53,7 @@ class Statistics:
     total: int
     """Bytes that the whole model moves for one token."""
     losses: Callable[[Ratios], Sequence[float]] | None = None
-    """Measures the mean loss of each sample text with some sublayers skipped; None if losses must not be measured."""
+    """Measures the mean loss of each sample text with some sublayers skipped; None if losses are not measured."""
 
 
 Rule = Callable[[Statistics, float], Ratios]
