@@ -47,6 +47,30 @@ def fresh_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def tensors_in_cycles() -> Iterator[list[str]]:
+    """Context that yields a list, and in the end describes in it the tensors that it leaves in reference cycles.
+
+    Such tensors are only freed by the garbage collector, which does not know how large they are: until it happens to
+    run, the activations of several steps are in memory.
+    """
+    descriptions = list[str]()
+    gc.collect()
+    enabled, flags = gc.isenabled(), gc.get_debug()
+    gc.disable()
+    try:
+        yield descriptions
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        sizes = Counter(tuple(one.shape) for one in gc.garbage if type(one) in (Tensor, nn.Parameter) and one.nbytes)
+        descriptions += [f"{number} tensor(s) {shape} in a reference cycle" for shape, number in sizes.items()]
+    finally:
+        gc.set_debug(flags)
+        gc.garbage.clear()
+        if enabled:
+            gc.enable()
+
+
 def _model_resources(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         where = f"`{path}`" if path else "the model"

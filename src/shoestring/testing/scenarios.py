@@ -38,7 +38,7 @@ from shoestring.core.world import World
 from shoestring.models import slorb
 from shoestring.settings import structure
 from shoestring.testing import jobs
-from shoestring.testing.held_resources import Allocations, fresh_garbage, held_resources
+from shoestring.testing.held_resources import Allocations, fresh_garbage, held_resources, tensors_in_cycles
 
 Encoded = Mapping[str, Any]
 T = TypeVar("T")
@@ -257,8 +257,11 @@ def release(*, model: str, features: Sequence[Encoded], folder: str, ending: str
             later feature.
         returns_model: whether closing the job must restore the model; if not, nothing may keep the model alive.
     """
+    several = features_of(features, folder)
+    if any(map(splits_replicas, several)):  # the first one makes process groups, which the world keeps for later jobs
+        _use(build(model), several, here(), [], "normally")
     with fresh_garbage():
-        left = _left(build(model), features_of(features, folder), ending, returns_model)
+        left = _left(build(model), several, ending, returns_model)
         return left + [f"the file {path} outside of the run's folder" for path in sorted(Path().rglob("*"))]
 
 
@@ -272,10 +275,11 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     several += [Stumble()] if ending == "while attaching" else []
     # A stage of a pipeline sees that another one has failed.
     failures = (PlannedError, RuntimeError) if any(map(splits_replicas, several)) else PlannedError
+    cycles = list[str]()
     with suppress(*([failures] if isinstance(failures, type) else failures)):
-        _use(built, several, world, optimizers, ending)
+        cycles = _use(built, several, world, optimizers, ending)
     after = held_resources(built if returns_model else None, optimizers)
-    left = sorted((after - before).elements())
+    left = cycles + sorted((after - before).elements())
     if not returns_model:
         watched = ref(built)
         del built
@@ -285,7 +289,10 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     return left
 
 
-def _use(model: nn.Module, features: list[Feature], world: World, optimizers: list[Optimizer], ending: str) -> None:
+def _use(
+    model: nn.Module, features: list[Feature], world: World, optimizers: list[Optimizer], ending: str
+) -> list[str]:
+    """Take two steps; returns which tensors of the second one only the garbage collector frees."""
     steps = 0
 
     def fail(_: Tensor) -> None:
@@ -309,8 +316,11 @@ def _use(model: nn.Module, features: list[Feature], world: World, optimizers: li
         return total, count
 
     with compose(Job(model, forward, loss, optimizer, Progress(total=3), world), features) as job:
-        for steps in range(2):  # the functions above read `steps`
+        job.step(jobs.batch(steps, *_share(job)))
+        steps = 1  # the functions above read it
+        with tensors_in_cycles() as cycles:
             job.step(jobs.batch(steps, *_share(job)))
+    return cycles
 
 
 @_in_empty_folder

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,12 @@ class LeftError(BaseException):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+class Hidden(NamedTuple):
+    """What a part of the model returns in place of the model's output, within a wrapper such as DDP."""
+
+    hidden: Tensor
 
 
 class Layout:
@@ -242,7 +248,8 @@ class Stage:
         try:
             return inner(*args, **kwargs)
         except LeftError as left:
-            return left
+            # Not the exception: frames that hold it are in its traceback, and keep the activations in a cycle.
+            return Hidden(left.hidden)
 
     def _leave_early(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls += 1
@@ -251,8 +258,8 @@ class Stage:
                 "`forward` calls the model several times for a batch",
                 hint="a pipeline needs one call: put what is compared into one batch, or use parallel.DDP()",
             )
-        if isinstance(output, LeftError):
-            raise output
+        if isinstance(output, Hidden):
+            raise LeftError(output.hidden)
         if self.current != self.last:
             block = max(self.blocks(self.current), default=0)
             raise ConfigError(
