@@ -17,12 +17,12 @@ Variant = Literal["sigmoid", "ipo", "hinge", "normalized"]
 
 
 class Compared(NamedTuple):
-    """The reference of an objective."""
+    """The reference model of an objective, and the cache of the model's log-probabilities."""
 
     reference: str
-    """Name of its model; empty for the model that training starts from."""
+    """Name of the reference model; empty for the model that training starts from."""
     cache_folder: str
-    """Folder that keeps its log-probabilities; empty to compute them each time."""
+    """Folder in which the reference's log-probabilities are cached; empty to compute them every time."""
 
 
 class AnswerScores(NamedTuple):
@@ -48,10 +48,10 @@ class AnswerScores(NamedTuple):
 
 
 def dpo(chosen: AnswerScores, rejected: AnswerScores, *, beta: float, variant: Variant, smoothing: float) -> Tensor:
-    """Loss of direct preference optimization (DPO, Rafailov et al., 2023) or of a variant.
+    """Loss of direct preference optimization (DPO, Rafailov et al., 2023) or of one of its variants.
 
-    Let h be the log-ratio of the chosen answer minus that of the rejected one, h̄ the same difference of log-ratios per
-    token, and ε the smoothing:
+    Let h be the log-ratio of the chosen answer minus the log-ratio of the rejected answer, h̄ the same difference after
+    both log-ratios are divided by the answers' numbers of tokens, and ε the smoothing:
     - `sigmoid`: −(1 − ε) log σ(β h) − ε log σ(−β h); ε > 0 is conservative DPO (Mitchell, 2023);
     - `ipo`: (h̄ − 1 / 2β)² (Azar et al., 2023);
     - `hinge`: max(0, 1 − β h) (SLiC, Zhao et al., 2023);

@@ -1,5 +1,5 @@
 """Implements `comm.Auto`: at the first forward pass it measures costs, predicts the time of each candidate exchange,
-and attaches the best one.
+and attaches the best exchange.
 
 Gradients are not exchanged while costs are measured. The measured forward and backward passes run as in gradient
 accumulation, their gradients are dropped, and random state and buffers are restored. So the first step is the same as

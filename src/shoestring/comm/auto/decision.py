@@ -81,7 +81,8 @@ class Measurements:
     Args:
         sizes: bytes of each gradient, in the order of a forward pass.
         arrival: names of the gradients in the order in which the backward pass computes them.
-        pieces: bytes of each piece, the consecutive gradients in the coordinator's order on which codecs were timed.
+        pieces: bytes of each piece. Codecs were timed on pieces, groups of consecutive gradients in the coordinator's
+            order.
         bucket, lanes: DDP's bucket size in bytes, and the number of all-reduces that DDP runs at a time.
         shard: number of ranks per host under a 2D torus, else 1.
     """
@@ -112,12 +113,13 @@ class Measurements:
         return trace
 
     def cluster(self) -> Cluster:
-        """The measured links, with slowdown factors of concurrent work averaged over ranks. Channels share one link."""
+        """The measured links and slowdown factors of concurrent work, averaged over ranks. Two channels share one link,
+        so each slows the other down by a factor of 2."""
         factors = {key: mean(rank.slowdown[key] for rank in self.ranks) for key in self.ranks[0].slowdown}
         return Cluster(collectives=self.links, slowdown=factors | {"wire beside wire": 2.0})
 
     def costs(self) -> dict[str, CodecCost]:
-        """The cost of each codec by call, from the slowest rank's time in each stage."""
+        """Cost of each codec, by the codec's call, computed from the slowest rank's time in each stage."""
         costs = {}
         for call in self.ranks[0].coded:
             slowest = [

@@ -36,13 +36,13 @@ GRADIENTS = " of gradients"  # suffix of the codec name for a method's first ste
 
 @dataclass(frozen=True)
 class PricedLocalSteps:
-    """Cost model of local steps: an average step over the whole run.
+    """Cost model of local steps; predicts the average time of a step over the whole run.
 
     Args:
         merge: the exchange of all fragments at once.
-        gradients: the exchange of gradients in one of the first steps.
+        gradients: the exchange of gradients in a step at the start of the run.
         merges: number of merges per step.
-        starting: fraction of the run's steps that average gradients.
+        starting: fraction of the run's steps, at its start, that average gradients.
         delay: number of steps computed while one of the `fragments` is being exchanged.
     """
 
@@ -121,7 +121,7 @@ def choose_method(
 
 
 class ReplicaChooser(Chooser):
-    """`Chooser` for a model without DDP: the baseline is the first exchange at every step, not DDP."""
+    """`Chooser` for a model without DDP: the baseline is the first of `exchanges`, not DDP."""
 
     def __init__(
         self,

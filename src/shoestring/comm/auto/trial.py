@@ -140,7 +140,7 @@ class Trial:
         pass."""
         ring = next(link for link in links if (link.kind, link.over) == ("all-reduce", DATA))
         alone = self._agreed(backward)
-        nbytes = int((alone / 4 - ring.latency) * ring.bandwidth)  # all-reducing these takes a quarter of a pass
+        nbytes = int((alone / 4 - ring.latency) * ring.bandwidth)  # all-reducing this takes 1/4 of a pass
         message = torch.zeros(max(1024, min(self.total, nbytes) // 4), device=self.world.device)
         reduce_seconds = self._agreed(_seconds(lambda: self._reduce(message, 3), self.world.device) / 3)
         self.world.barrier()

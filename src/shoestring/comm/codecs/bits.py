@@ -69,9 +69,9 @@ def index_bytes(count: int, n: int) -> int:
 
 
 def encode_indices(indices: Tensor, n: int) -> Tensor:
-    """Encode ascending indices (rows, count) below n as bytes (rows, index_bytes); indices may repeat.
+    """Encode indices (rows, count) below n, ascending in each row, as bytes (rows, index_bytes); indices may repeat.
 
-    The code is that of Elias and Fano (1974). The low bits of each index are stored unchanged. The high bits are stored
+    This is the Elias-Fano code (1974). The low bits of each index are stored unchanged. The high bits are stored
     as one set bit per index, at the value of the high bits plus the index's position in its row. The code takes 2 +
     log2(n / count) bits per index, at most half a bit above the entropy.
     """

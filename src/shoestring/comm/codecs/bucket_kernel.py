@@ -162,8 +162,8 @@ def levels_of(
 
 @triton.jit
 def scale_of(x: tl.tensor, count: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
-    """Scale of each bucket, (ROWS,): the largest magnitude divided by TOP, or the mean magnitude if TOP is 0. It is
-    non-finite if an entry is."""
+    """Scale of each bucket, (ROWS,): the largest magnitude divided by TOP, or the mean magnitude if TOP is 0. The scale
+    is non-finite if any entry is non-finite."""
     if TOP == 0:
         total = tl.sum(tl.sum(tl.abs(x), 2), 1)
         scale = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
@@ -287,7 +287,7 @@ def encode_average(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Encode the mean over ranks of M, decoded for other ranks and exact for this rank, and write the coding errors."""
+    """Encode the mean of M over ranks, and write the coding errors. M is exact for this rank, decoded for others."""
     b = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     handled = handled & (b < last)
@@ -353,10 +353,10 @@ def decode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Decode the codes into g, and copy the errors of this rank's own row into e, if the exchange has succeeded.
+    """If the exchange has succeeded, decode the codes into g, and copy the errors of this rank's own row into e.
 
-    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g. If
-    the restored value may be only rounding error, as beside gradients that have overflowed, set e to 0.
+    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g.
+    Where the restored value may consist only of rounding error, as it does if gradients have overflowed, set e to 0.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)

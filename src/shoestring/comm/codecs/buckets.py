@@ -1,5 +1,5 @@
-"""Treats gradients as rows of buckets, which are read and written in ranges that fit the cache, without a copy of
-all."""
+"""Treats gradients as rows of buckets, and reads and writes them in ranges that fit the cache, without copying all of
+them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 
-BLOCK = 2**17  # entries processed at once, so that they and their results fit the cache
+BLOCK = 2**17  # number of entries processed at once; they and their results fit the cache
 
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Consecutive buckets, and the entries of the tensors in them."""
+    """Consecutive buckets, and the tensor entries that they contain."""
 
     start: int
     stop: int
     bucket: int
     pieces: tuple[tuple[int, slice, slice], ...]
-    """(index of a tensor, slice of its entries, their position in the range), for each piece of the range."""
+    """One tuple per piece of the range: (index of the tensor, slice of the tensor's entries, slice of the range)."""
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Views of the entries of the flat tensors that lie in this range, one per piece."""
@@ -94,8 +94,8 @@ class BucketLayout:
 
 
 class LateBuckets:
-    """Base of buckets whose residuals change only in `decode`, so that nothing must be undone if an exchange is given
-    up."""
+    """Base class of buckets whose residuals change only in `decode`, so that a failed exchange leaves nothing to
+    undo."""
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
         """See `quantize.Buckets`."""

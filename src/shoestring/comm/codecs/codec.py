@@ -98,7 +98,7 @@ class Codec(ABC):
     """
 
     stages: int
-    """Number of yields of `code`, rounds of collectives that must follow each other."""
+    """Number of yields of `code`; each yield is one round of collectives, and rounds run one after the other."""
     shared: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -120,11 +120,11 @@ class Codec(ABC):
         """
 
     def guards(self, grads: Grads) -> bool:
-        """Whether `code` itself handles a failed exchange of gradients like `grads`, using `context.verdict`.
+        """Whether `code` itself handles a failed exchange of `grads`, using `context.verdict`.
 
-        If so, the caller never closes the generator because of an answer, so that the host need not wait for the
-        device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores the
-        codec's state.
+        If true, the caller does not inspect answers to decide whether to close the generator, so the host need not wait
+        for the device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores
+        the codec's state.
         """
         return False
 
@@ -154,12 +154,12 @@ class Codec(ABC):
         return [self.get_state(kind, name, grad) for name, grad in grads.items()]
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Put an average that the model did not use back into the residual, equally on all ranks."""
+        """Add an average that was not applied to the model back to the residual, on all ranks alike."""
         if name in self.state.get("residual", {}):
             self.state["residual"][name].add_(average.view_as(self.state["residual"][name]))
 
     def norm(self, kind: str) -> float:
-        """The 2-norm of all of this rank's state of one kind."""
+        """The 2-norm of this rank's state of one kind, over all parameters."""
         return float(torch.nn.utils.get_total_norm(list(self.state.get(kind, {}).values())))
 
     # -- saved state -------------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ class Codec(ABC):
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Build the state that every rank takes when a run resumes with another number of ranks.
 
-        State that is not in `shared` becomes the mean over the former ranks. So the mean residual over ranks, the part
-        of the gradients that was not applied yet, does not change with the number of ranks.
+        State that is not in `shared` becomes the mean over the former ranks. So the mean residual over ranks (the part
+        of the gradients not yet applied) does not change with the number of ranks.
         """
 
         def merge(kind: str, name: str) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """Binary search in an ascending column of the table: the last tensor whose value is at most `at`."""
+    """Find the last tensor whose value in an ascending column of the table is at most `at`, by binary search."""
     low, high = at * 0, at * 0 + tensors
     for _ in range(DEPTH):
         middle = (low + high) // 2
@@ -127,7 +127,7 @@ def collect(
     first = start[:, None] + word[None, :] * 32
     while tl.sum(tl.sum((marks != 0).to(tl.int32), 1), 0) > 0:
         some = marks != 0
-        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # zeros below the lowest mark
+        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # plus the number of zeros below the lowest mark
         tl.store(indices + place, index, mask=some)
         tl.store(values + place, tl.load(M + index, mask=some, other=0.0), mask=some)
         place += 1

@@ -18,7 +18,7 @@ def find(table: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl
     """Address of g (column 0) or e (column 1) of this program's matrix."""
     begin = tl.load(table + 2 * tl.program_id(2) + column).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        begin = tl.multiple_of(begin, 16)  # without it, every entry is loaded separately
+        begin = tl.multiple_of(begin, 16)  # without this hint, every entry is loaded separately
     return begin
 
 

@@ -1,4 +1,4 @@
-"""Quantises buckets by C functions that read and write each entry once; `quantize.Buckets` describes the operations."""
+"""Quantises buckets with C functions that read and write each entry once; see `quantize.Buckets` for the operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NativeBuckets(LateBuckets):
     """`quantize.Buckets` for contiguous fp32 tensors on a CPU.
 
     Args:
-        bits: bits per entry, 8 or 4; 1 stands for signs times mean magnitudes.
+        bits: bits per entry, 8 or 4; 1 means signs times mean magnitudes.
         noise: generator for stochastic rounding; None rounds to nearest.
     """
 

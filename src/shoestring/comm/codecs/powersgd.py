@@ -35,7 +35,7 @@ from shoestring.comm.codecs.lowrank import (
     undo_sum,
 )
 
-RELATIVE_JITTER = 1e-12  # relative to the trace; lets matrices of lower rank be factorised
+RELATIVE_JITTER = 1e-12  # added to the diagonal, relative to the trace; allows rank-deficient matrices
 
 
 class PowerSGDCodec(Codec):
@@ -135,7 +135,7 @@ class PowerSGDCodec(Codec):
         # A residual saved by another codec has the parameter's shape.
         residual = self.get_state("residual", name, grad).view(grad.shape)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
-        if not self.alternate:  # may have been saved by a run with `alternate`
+        if not self.alternate:  # P may have been saved by a run with `alternate`
             P.pop(name, None)
         if name not in P and name not in Qt:
             Qt[name] = torch.randn(rank, grad.shape[1], generator=self._generator(name)).to(grad.device)
@@ -153,7 +153,7 @@ class PowerSGDCodec(Codec):
 def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """Change a basis (r, m) to `rank` rows, for a run resumed with another rank of the approximation.
 
-    The result has the first rows of the basis, or all of them followed by random rows of about the same length.
+    The result has the first rows of the basis, or all its rows followed by random rows of about the same norm.
     """
     r, m = basis.shape
     if r >= rank:
@@ -163,8 +163,7 @@ def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor
 
 
 def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
-    """Replace factors, which are sent as `dtype`, and uncompressed gradients, sent as fp32, by their means over
-    ranks."""
+    """Average factors (sent as `dtype`) and uncompressed gradients (sent as fp32) over ranks, in place."""
     groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
     answers = yield [Mean(flatten(tensors, kind)) for tensors, kind in groups]
     for answer, (tensors, _) in zip(answers, groups, strict=True):

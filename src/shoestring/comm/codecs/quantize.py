@@ -138,16 +138,16 @@ class ReduceScatterCodec(Codec):
 class Buckets(Protocol):
     """Encodes the entries of one exchange as codes and scales of buckets, and decodes them.
 
-    Residuals, if any, are added to the entries. The errors of compression are the new residuals once the exchange has
-    succeeded; an exchange may be given up before `decode`.
+    Residuals, if any, are added to the entries. Once the exchange has succeeded, the compression errors become the new
+    residuals. An exchange may fail before `decode`.
     """
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
         """Store the codes (rows, buckets, bytes) and scales that are sent, until the exchange ends."""
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); non-finite if an entry of the
-        bucket is."""
+        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); it is non-finite if any entry
+        of the bucket is non-finite."""
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """Encode rows into codes (buckets, bytes) and scales (buckets, 1)."""
@@ -167,7 +167,7 @@ class Buckets(Protocol):
 
 
 class TorchBuckets(LateBuckets):
-    """`Buckets` by torch's operations, in blocks that fit the cache."""
+    """`Buckets` implemented with torch's operations, in blocks that fit the cache."""
 
     def __init__(
         self,
@@ -208,8 +208,8 @@ class TorchBuckets(LateBuckets):
             self._compress(average, part, row, ranks, codes, scales)
 
     def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
-        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, the number of ranks averaged
-        in x."""
+        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, where x is a mean over
+        `ranks` ranks."""
         first = row * self.layout.buckets
         block = slice(part.start - first, part.stop - first)
         levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)
@@ -228,11 +228,11 @@ class TorchBuckets(LateBuckets):
 
 
 class QuantizeCodec(ReduceScatterCodec):
-    """Quantises entries to integers of `bits` bits times a scale per bucket, which the bucket's largest magnitude
-    determines.
+    """Quantises entries to integers of `bits` bits times a scale per bucket, derived from the largest magnitude in the
+    bucket.
 
-    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise Adam would turn the noise in those
-    rows of an embedding that no token used into full-size steps.
+    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise, embedding rows that no token used
+    would receive noise, and Adam would turn this noise into full-size steps.
 
     Args:
         rounding: "stochastic" is unbiased and needs no error feedback; "nearest" has a smaller error, but needs error

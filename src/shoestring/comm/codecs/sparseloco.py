@@ -23,14 +23,14 @@ CHUNK = 4096  # number of entries in a chunk
 
 
 class SparseLoCoCodec(Codec):
-    """Sends the `k` largest entries of every chunk of 4096 of M = beta e + g; the residual e becomes M without the
-    entries sent.
+    """Sends the `k` largest entries of every chunk of 4096 entries of M = beta e + g; the unsent rest of M becomes the
+    residual e.
 
     State: "residual". Each tensor is divided into chunks in memory order.
 
     Args:
         k: number of entries sent per chunk.
-        beta: decay of the residual at each exchange.
+        beta: factor by which the residual decays at each exchange.
     """
 
     stages = 1

@@ -22,7 +22,7 @@ class TernGradCodec(Codec):
     state.
 
     The estimate is unbiased except for clipping, so there is no residual. Entries are clipped at s, the maximum over
-    ranks of min(max |g|, 2.5 σ). The paper clips at the rank's own value, which only adds bias, because all ranks use
+    ranks of min(max |g|, 2.5 σ). The paper clips at each rank's own bound; this only adds bias, because all ranks use
     the same scale.
 
     Args:
@@ -65,7 +65,7 @@ class TernGradCodec(Codec):
         return True
 
     def _code_by_kernels(self, grads: Grads, context: ExchangeContext) -> Coding:
-        """`code` by Triton kernels, which read the gradients in place."""
+        """Do what `code` does with Triton kernels, which read the gradients in place."""
         entries = TernaryEntries([grad.view(-1) for grad in grads.values()])
         (scales,) = yield [AllGather(entries.scales(self.clip))]
         s = context.verdict.poison(scales.amax(0))

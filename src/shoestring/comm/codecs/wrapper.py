@@ -1,4 +1,4 @@
-"""Base of codecs that wrap another codec, and functions that combine codecs' generators."""
+"""Base class of codecs that wrap another codec, and functions that combine codecs' generators."""
 
 from __future__ import annotations
 

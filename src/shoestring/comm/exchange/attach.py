@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoestring")
 
-NORM_EVERY = 25  # steps between measurements of the norm of the residuals, which takes a pass over memory
+NORM_EVERY = 25  # steps between measurements of the residuals' norm; a measurement takes a pass over memory
 
 
 def install(attachments: Attachments, settings: Exchange) -> None:
     """Attach the codec of `settings`, so that every step exchanges gradients with it; does nothing on a single rank."""
-    # This exchange does not cross axes over which parameters are sharded, or replicas are merged by local steps.
+    # This exchange leaves out axes over which parameters are sharded, and axes over which local steps merge replicas.
     spread = {axis for axis in DATA if f"SHARD over {axis}" in attachments.owners}
     left = [axis for axis in DATA if axis not in {*attachments.replicas, *spread}]
     in_hook = isinstance(attachments.model, DistributedDataParallel) and attachments.world.ranks_over(left) == 1
@@ -103,11 +103,11 @@ def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: Ex
     since.
 
     So all ranks exchange the gradients of the same parameters. The average of a frozen parameter is added to the
-    residual. In a replayed step nothing is exchanged, because its gradients are already averages.
+    residual. In a replayed step nothing is exchanged, because the gradients are already averages.
 
     Raises:
-        ConfigError: a parameter was frozen or missing when the exchange was attached and is trained now, or was
-            removed.
+        ConfigError: a parameter that was frozen or missing when the exchange was attached is trained now, or a
+            parameter was removed.
     """
     if state.replaying:
         return

@@ -1,4 +1,4 @@
-"""Saves and restores the state of an exchange, and replays steps from its compressed averages."""
+"""Saves and restores the state of an exchange, and replays steps from stored compressed averages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ExchangeState:
         return f"{self.settings} {self.coordinator.channels[0].route.size} {self.coordinator.cohorts}"
 
     def keep_averages(self) -> None:
-        """From now on, store the answers from which each step's averages are decoded, until the next step."""
+        """From now on, store the answers of a step, from which its averages can be decoded, until the next step."""
         self.coordinator.keeps = True
 
     def averages(self) -> list[list[Tensor]] | None:

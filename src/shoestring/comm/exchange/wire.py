@@ -37,7 +37,7 @@ Answer = Callable[[], list[Tensor]]
 Finish = Callable[[], Tensor | None]
 Stages = Generator[bool, None, bool | Tensor]
 SMALL = 2**19  # bytes below which a message is latency-bound
-FIRST = torch.finfo(torch.float32).max  # bound of first answers, on which ranks must agree although answers may differ
+FIRST = torch.finfo(torch.float32).max  # bound of first answers; ranks agree only on whether they are finite
 LATER = 2.0**100  # bound of later answers, which are equal on all ranks; decoding them cannot overflow
 ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewed as any dtype
 
@@ -87,7 +87,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, 1, device
         self.sent = 0  # bytes that this rank has sent, counted as ring collectives
-        self.guards_on_cpu = False  # whether codecs guard on a CPU too, where the host could check at once
+        self.guards_on_cpu = False  # whether to use `Codec.guards` on a CPU too, where the host could check at once
         self.group = None
         if group is not None:
             self.group = duplicate_group(group, device)
@@ -123,8 +123,9 @@ class Wire:
             keep: called with the answers of each stage; `Codec.decode_average` takes the answers of the last stage.
 
         Returns:
-            True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec guards, this
-            is a bool tensor on the device, so that the host does not wait for the device.
+            True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec handles
+            failures itself (see `Codec.guards`), this is a bool tensor on the device, so that the host does not wait
+            for the device.
         """
         return exhaust(self.stages(codec, grads, step, sum_over_shards, keep))
 
@@ -140,7 +141,7 @@ class Wire:
         another thread.
 
         Yields:
-            Whether further collectives will be started when the generator is continued, while it waits for answers.
+            Whether the generator, once continued, will start further collectives while it waits for answers.
         """
         guarded = (self.device.type != "cpu" or self.guards_on_cpu) and codec.guards(grads)
         verdict = ExchangeVerdict() if guarded else ALWAYS
@@ -158,7 +159,7 @@ class Wire:
                     if guarded:
                         verdict.fine = fine if verdict.fine is None else verdict.fine & fine
                     elif not fine:  # waits for the device
-                        coding.close()  # first, because the codec may need the gradients to restore its state
+                        coding.close()  # closed first, because it may need the gradients to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
@@ -302,7 +303,7 @@ def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
     members: dict[int, list[int]] = {}
     for rank, first in enumerate(rows[:, 0].tolist()):
         members.setdefault(first, []).append(rank)
-    # A store that outlives earlier ranks still holds the addresses of their groups, so new groups need other names.
+    # A store that outlives former processes still holds the addresses of their groups, so new groups need new names.
     name_groups_from(int(rows[0, 1]) + 1_000_000)
     # Every rank creates every group. Torch could create only the rank's own group (use_local_synchronization), but
     # would then reuse the name of a destroyed group.

@@ -66,8 +66,8 @@ class PendingMerge:
     buffers: list[Tensor]
     status: WorkerTask[Tensor]  # its result is the status rows of all ranks
     sent: list[Tensor]
-    """This replica's weights theta_sent when the exchange began; empty unless a late merge adds theta_new -
-    theta_sent."""
+    """This replica's weights theta_sent when the exchange began; empty unless the merge adds theta_new - theta_sent to
+    the weights."""
 
 
 class ReplicaChannel:
@@ -139,7 +139,7 @@ class OuterOptimizer:
         persistent = attachments.module.state_dict(keep_vars=True)
         buffers = [buffer for name, buffer in attachments.module.named_buffers() if name in persistent]
         floating = [b for b in buffers if b.is_floating_point() and b.itemsize > 1]  # torch cannot add 8-bit floats
-        # A mask with entries that are infinite or the lowest number has no finite sum over ranks, so it is not
+        # A mask whose entries are infinite, or the lowest finite number, has no finite sum over ranks, so it is not
         # averaged. All ranks leave out the same buffers, because buffers are equal on all ranks when attached.
         self.buffers = [b for b in floating if all_finite([b * attachments.world.ranks_over(DATA)])]
         self.pending: list[PendingMerge] = []
@@ -177,7 +177,7 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter that was frozen or missing when the feature was attached is trained now.
         """
-        # This is appended only now, to run after checkpoints have copied the moments that the estimate changes.
+        # Appended only here, to run after checkpoints have copied the moments, which the estimate changes.
         waits = self.attachments.phases[Phase.WAIT]
         if self.moments is not None and self.estimate_moments not in waits:
             waits.append(self.estimate_moments)
@@ -190,7 +190,8 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Called at the end of Phase.WAIT, when gradients are final for the optimizer."""
+        """Adjust Adam's second moments. Called at the end of Phase.WAIT, when the optimizer's gradients no longer
+        change."""
         assert self.moments is not None
         self.moments.before_step(averaged=self.equal and self.starting)
 
@@ -244,8 +245,8 @@ class OuterOptimizer:
         If replicas are equal already, only buffers are averaged.
 
         Args:
-            late: fragments that got an outer step at this step, from an exchange that began earlier. The steps since
-                that exchange began are averaged without the outer optimizer, whose velocity must not be applied twice.
+            late: fragments whose earlier exchange has ended with an outer step just now. The steps since that exchange
+                began are averaged without the outer optimizer, because its velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]
@@ -262,7 +263,7 @@ class OuterOptimizer:
             fragment.adopt()
 
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False, keep: bool = False) -> None:
-        """Start the exchange of the pseudo-gradients Delta = theta_old - theta of the given fragments.
+        """Start the exchange of the pseudo-gradients Delta = theta_old - theta of `fragments`.
 
         Buffers are sent with the first fragment, or alone if there are no fragments.
         """

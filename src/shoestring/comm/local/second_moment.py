@@ -27,7 +27,7 @@ from shoestring.comm.exchange.replicas import local_shard
 from shoestring.core.attachments import Attachments
 
 AVERAGED_FOR = "averaged_for"
-"""Key in an optimizer's parameter group: the N whose beta = 1 - (1 - beta2) / N has been used for v so far."""
+"""Key in an optimizer's parameter group: number N of replicas for which beta = 1 - (1 - beta2) / N was last used."""
 
 
 class SecondMoments:
@@ -64,8 +64,8 @@ class SecondMoments:
             group["betas"] = first, beta = first, _longer(second, self.replicas)
             former = _longer(second, group.get(AVERAGED_FOR, 1))
             group[AVERAGED_FOR] = self.replicas
-            # The states of Adam in a precision in which v does not become negative when nearly all of g^2 is
-            # subtracted.
+            # Only Adam's states in fp32 or fp64: in a lower precision, v could become negative when nearly all of g^2
+            # is subtracted.
             states = {
                 parameter: state
                 for parameter in group["params"]

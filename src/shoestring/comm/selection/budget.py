@@ -74,13 +74,13 @@ class Selector(ABC):
 
         Args:
             notes: notes that the previous choice returned; empty at first. They must not be modified, because the
-                exchange may be given up.
+                exchange may fail.
         """
 
 
 class Uniform(Selector):
-    """Sends every layer equally often: first the layers sent least often, ties in random order. If a layer does not
-    fit, no later layer is sent."""
+    """Sends every layer equally often: the layers sent least often come first, and ties are broken at random. Once a
+    layer does not fit, no further layer is sent."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -96,7 +96,7 @@ class Uniform(Selector):
 
 
 def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> list[int]:
-    """Choose layers in the given order if they fit into the allowance, and skip those that do not fit.
+    """Go through the layers in `order`: choose layers that fit into the allowance, and skip layers that do not fit.
 
     A layer whose price is above `patience` is not skipped: no later layer is sent, so that the allowance grows until
     the layer fits.
@@ -114,7 +114,7 @@ def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> 
 @dataclass
 class _StepChoice:
     """The layers chosen in one step. The choice is stored in the state only after the last answers, because an exchange
-    may be given up."""
+    may fail."""
 
     step: int
     known: frozenset[str]

@@ -22,9 +22,8 @@ class Hypernetwork(Selector):
 
     The network is trained by gradient ascent on J = Σ p (v - λ b), summed over layers. Here b is the layer's share of
     all bytes, and v the layer's share of the loss reduction by sending, to first order ⟨g, M⟩ with the gradient g of
-    the next step, whose noise is independent of M. The value v is known for sent and for unsent layers, so no layer
-    must be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the budget, and falls
-    otherwise.
+    the next step, whose noise is independent of M. The value v is known for sent and for unsent layers, so no layer has
+    to be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the budget, and falls otherwise.
 
     All numbers are fp64 and computed only by + - x / and √, in a fixed order. IEEE processors round these operations
     identically, so ranks with different processors make the same choice. That is why the code uses x / (1 + |x|)
@@ -86,8 +85,8 @@ class Hypernetwork(Selector):
         }
 
     def _features(self, layers: Layers) -> np.ndarray:
-        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; depth,
-        progress, 1."""
+        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; then depth,
+        progress, and a constant 1."""
         squares = np.maximum(layers.gradient, 1e-60)
         compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
         depth = np.arange(len(squares)) / len(squares) - 0.5

@@ -37,7 +37,7 @@ from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.core.errors import ConfigError
 
 MEMORY = 0.9  # decay of the average of ‖g‖² over steps
-HEADER = 64  # maximum bytes to each other rank beside masks and entries: a norm, and padding of rows to 16 bytes
+HEADER = 64  # maximum bytes sent to each other rank besides masks and entries: a norm, and padding of rows to 16 bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Union:
 
 
 class PerNodeCodec(Codec):
-    """Averages over ranks the layers that each rank has chosen; a rank adds the gradients of its other layers to its
+    """Averages the layers that ranks have chosen. A rank adds the gradients of the layers that it has not chosen to its
     residual.
 
     State: "residual"; "delivered", the entries that this rank sent; "seen", data about this rank's pieces; "notes" of

@@ -163,7 +163,7 @@ class Auto(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoReplicas(Auto):
-    """`Auto` if the methods include local steps."""
+    """`Auto` for a list of methods that includes local steps."""
 
     seams: ClassVar = (Seam.SHARD, Seam.STEP)
     baselines: ClassVar[tuple[str, ...]] = ("dense",)

@@ -46,9 +46,9 @@ class LocalSteps(Feature):
     """Number of steps that each replica trains on its own between two merges of the same weights. A larger value sends
     less, and lets the replicas drift further apart."""
     final_every: int = 0
-    """Number of steps between two merges at the end of the run, to which it grows linearly from `every`; 0 keeps
-    `every`. A larger value sends less while the loss falls slowly, and lets the replicas drift further apart then. In a
-    run without a known end the number stays `every`."""
+    """Number of steps between two merges at the end of the run. The number grows linearly from `every` to this value; 0
+    uses `every` in the whole run. A larger value sends less while the loss falls slowly, and lets the replicas drift
+    further apart then. In a run without a known end the number stays `every`."""
     start: int = 0
     """Number of steps at the beginning that average gradients, as DDP does, instead of weights (post-local SGD). Such
     steps learn more while the loss falls fast, and each of them sends as many bytes as a merge."""

@@ -25,8 +25,8 @@ The period is the number of steps between two averages, plus twice the delay of 
 GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
 """(period, worth) if replicas estimate the second moment of their mean gradient; the last entry is extrapolated."""
 SIGNS = 0.85
-"""Maximum worth of averaging signs with this estimate, even in short periods. Without the estimate, signs are worth as
-much as fp32."""
+"""Maximum worth of averaging signs, even in short periods, if replicas estimate the second moment of their mean
+gradient. Without the estimate, signs are worth as much as fp32."""
 GRADIENT_SIGNS = ((64, 0.48), (512, 0.28))
 """(entries per scale, worth) of exchanging signs of gradients at every step; the first and last entries are
 extrapolated."""
