@@ -111,8 +111,8 @@ def interpolated(factors: list[float], ratios: list[float], aim: float = AIM) ->
 
     Args:
         factors: ascending.
-        ratios: one per factor. Ratios should fall with the factor; a rise is taken for noise and replaced by the lowest
-            earlier ratio.
+        ratios: one per factor. Ratios should fall as the factor grows; a rise is treated as noise and replaced by the
+            lowest earlier ratio.
     """
     falling = [min(ratios[: index + 1]) for index in range(len(ratios))]
     if falling[0] <= aim:

@@ -64,7 +64,7 @@ def find(model: nn.Module, layers: Mapping[str, nn.Linear]) -> Iterator[tuple[st
 
 
 def recognise(module: nn.Module) -> GatedLayers | None:
-    """Recognise a module as a feed-forward layer whose activation `gates` computes; None if it is not one."""
+    """Recognise a feed-forward layer whose activation `gates` computes; return None for any other module."""
     if isinstance(module, nn.Linear | nn.ModuleList | nn.ModuleDict) or "forward" in vars(module):
         return None
     modes = {submodule: submodule.training for submodule in module.modules()}
@@ -91,7 +91,7 @@ class _LinearTracer(fx.Tracer):
 
 
 def _matched(module: nn.Module, graph: fx.Graph) -> GatedLayers | None:
-    """Match a traced forward pass with the structure of a feed-forward layer; None if it differs."""
+    """Match a traced forward pass with the structure of a feed-forward layer; return None if the structure differs."""
     nodes = list(graph.nodes)
     modules = {node: module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
     linear = [node for node, submodule in modules.items() if isinstance(submodule, nn.Linear)]

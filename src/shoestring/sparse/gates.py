@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers, fused with the product by the gate, in any memory layout.
+"""Gated activations of feed-forward layers, fused with the multiplication by the gate, in any memory layout.
 
 cuSPARSELt computes W·xᵀ, so the cheapest layout of a sparse layer's output (tokens, hidden) is column-major, with
 `stride(0) == 1`. An operation that reads this output row by row reads a cache line for each entry. Here one kernel

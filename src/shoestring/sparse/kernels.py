@@ -94,7 +94,7 @@ def pruned(
 
     Returns:
         (rows, columns) and (columns, rows), each None unless requested. Memory traffic from an fp32 weight to both
-        results in bf16 is 8.1 bytes per entry: 4 bytes and a bit read, 2 + 2 bytes written.
+        results in bf16 is 8.1 bytes per entry: 4 bytes and one mask bit are read, and 2 + 2 bytes are written.
     """
     from shoestring.sparse.triton_kernels import prune_kernel
 

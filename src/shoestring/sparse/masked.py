@@ -86,8 +86,8 @@ class Masks:
         return pack(self._mask(self.scores(name, weight)))
 
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """Scores of `weight`, this rank's rows; entries with the largest |score| are kept. Here the scores are the
-        weights."""
+        """Scores of `weight` (this rank's rows); masks keep the entries with the largest |score|. Here the scores are
+        the weights."""
         return weight
 
     def before_step(self) -> None:

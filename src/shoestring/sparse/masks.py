@@ -25,7 +25,7 @@ BLOCK = 8192
 
 
 def row_mask(scores: Tensor) -> Tensor:
-    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row; among equals, the first.
+    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row; of equal ones, the first.
 
     NaN counts as larger than any number. So every group keeps exactly two entries, and NaN is not hidden.
 

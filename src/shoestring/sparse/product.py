@@ -1,7 +1,7 @@
 """Matrix products of sparse linear layers, with straight-through gradients to the dense weight.
 
-They are autograd functions made of torch's operations and custom operators, so that torch.compile traces them without a
-graph break.
+The products are autograd functions made of torch's operations and custom operators, so that torch.compile traces them
+without a graph break.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def shrink(weight: Tensor) -> Tensor:
 
 
 class Shrinking(torch.autograd.Function):
-    """scale * shrink(weight), from a weight and a scale (0-d); the gradient passes unchanged to the weight."""
+    """Computes scale * shrink(weight) from a weight and a scale (0-d); the gradient passes unchanged to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SparseUnits:
-    """How a layer's products run on the sparse units of a GPU."""
+    """Operand and memory layouts of a layer's products on the sparse units of a GPU."""
 
     operand: int
     """Number of the layer's `operands.SparseOperand`."""
@@ -179,7 +179,7 @@ def product(
 
 
 def on_units(x: Tensor, weight: Tensor) -> bool:
-    """Whether type and shape allow a layer's products to run on sparse units; uses only what is known at compile
+    """Whether type and shape allow a layer's products to run on sparse units; uses only information known at compile
     time."""
     dtype = autocast_dtype(x)
     same = dtype is not None or x.dtype == weight.dtype

@@ -28,7 +28,7 @@ RUNS, ROUNDS = 10, 5  # a trial times each product in 5 rounds of 10 runs
 WORTHWHILE = 1.02  # smallest speed-up for which a sparse product is used; smaller ones are timer noise
 TOLERANCE = 0.02  # largest accepted relative difference of results; 16-bit products differ by about 2⁻⁸
 COMPARED = 512  # maximum number of rows compared, evenly spaced, so that a trial needs little memory
-PROBES = 64  # columns of the random matrix that checks whether a matrix was packed correctly
+PROBES = 64  # number of random vectors that a packed matrix is multiplied by, to check the packing
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ProductTrial:
 trials: dict[tuple[Any, ...], ProductTrial] = {}
 """Trials run in this process, by device, type, shape and layouts."""
 tiled: dict[tuple[Any, ...], bool] = {}
-"""Whether torch's tile kernel packs in the format that cuSPARSELt reads, by device, type and shape; tested once
-each."""
+"""Whether torch's tile kernel packs in the format that cuSPARSELt reads, by (device, type, shape); tested once per
+key."""
 
 
 def speedups() -> dict[str, float]:
@@ -69,7 +69,7 @@ def available(device: torch.device) -> bool:
 
 
 def usable(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> bool:
-    """Whether sparse products of this type and shape are possible; uses only what is known at compile time."""
+    """Whether sparse products of this type and shape are possible; uses only information known at compile time."""
     fits = dtype in (torch.bfloat16, torch.float16) and not any(size % MULTIPLE for size in shape)
     return fits and available(device)
 

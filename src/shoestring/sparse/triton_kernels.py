@@ -2,7 +2,7 @@
 
 Results are bit-identical to those of torch's operations: comparisons and the integer arithmetic of draws are exact, and
 sums add the same terms in the same order. There are two exceptions: the scores of tiles, because the order of summation
-depends on the device, and entries beside NaN.
+depends on the device, and entries in the same group as a NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def row_mask_kernel(
     groups: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """See `masks.row_mask`: 1 at the two largest magnitudes of each group, among equals at the first; NaN is
+    """See `masks.row_mask`: 1 at the two largest magnitudes of each group; of equal magnitudes, at the first. NaN is
     largest."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups

@@ -1,4 +1,4 @@
-"""Tests of features: the conformance suite, a pool of ranks, and (in `netlab`) virtual hosts on one machine.
+"""Tools for testing features: a conformance suite, a pool of ranks, and (in `netlab`) virtual hosts on one machine.
 
     class TestHalve(FeatureSuite):
         feature = Halve(share=0.5)

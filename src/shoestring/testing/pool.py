@@ -1,7 +1,7 @@
 """A pool of ranks: processes in one Gloo process group on this machine, which run test functions called scenarios.
 
     with Pool(2) as pool:
-        pool.call(scenario, steps=3)      # [what rank 0 returned, what rank 1 returned]
+        pool.call(scenario, steps=3)      # [result of rank 0, result of rank 1]
 
 A scenario is a top-level function of a module. Its name (`module:name`), its arguments and its result are sent as JSON,
 so nothing is pickled. Ranks are forked by two fork servers with different hash seeds, so that tests fail if ranks
@@ -48,8 +48,8 @@ class Pool:
     After a scenario has failed, an all-reduce tests the process group; if that fails too, new processes are started.
 
     Args:
-        timeout: time limit of a scenario in seconds. After it, RankError gives the ranks' call stacks, and the
-            processes are killed.
+        timeout: time limit of a scenario in seconds. When it is exceeded, RankError contains the ranks' call stacks,
+            and the processes are killed.
         patience: seconds that the other ranks may still take after one rank has failed.
     """
 
@@ -80,14 +80,14 @@ class Pool:
         if not self._usable(failed):
             self._kill()
 
-        def order(failure: tuple[int, Reply]) -> tuple[bool, int]:  # ranks that died first, then by time of failure
+        def order(failure: tuple[int, Reply]) -> tuple[bool, int]:  # dead ranks first, then in order of failure
             return failure[1]["kind"] != "Died", failure[1].get("order", 1 << 30)
 
-        rank, first = min(failed, key=order)  # the first failure explains those of the other ranks
+        rank, first = min(failed, key=order)  # the first failure explains the other failures
         raise RankError(first["kind"], f"rank {rank}: {first['message']}", first["detail"])
 
     def close(self) -> None:
-        """Ask the processes to end, and kill those that do not."""
+        """Ask the processes to end, and kill the processes that do not."""
         for worker in self._workers:
             worker.requests.close()
         deadline = time.monotonic() + GRACE
@@ -237,7 +237,7 @@ def healthy() -> bool:
 
 
 def serve(requests: int, replies: int, rank: int, size: int, store: str, timeout: float) -> None:
-    """Run the scenarios that the parent requests, until the pipe is closed, as it also is when the parent dies."""
+    """Run the scenarios that the parent requests, until the pipe is closed; the parent's death closes it too."""
     import torch
     import torch.distributed as dist
 

@@ -190,8 +190,7 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Adjust Adam's second moments. Called at the end of Phase.WAIT, when the optimizer's gradients no longer
-        change."""
+        """Adjust Adam's second moments; called at the end of Phase.WAIT, when the gradients no longer change."""
         assert self.moments is not None
         self.moments.before_step(averaged=self.equal and self.starting)
 

@@ -10,7 +10,7 @@
         job.check(timeout=600)
         print(lab.bytes(0))          # Traffic(rx=…, tx=…)
 
-Each host has its own network, mount, PID, UTS and IPC namespaces. It has a tmpfs of a given size as `/dev/shm`, another
+Each host has its own network, mount, PID, UTS and IPC namespaces. It has a tmpfs of limited size as `/dev/shm`, another
 tmpfs as scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, and one network interface, `eth0`,
 whose bandwidth is limited in both directions. With `shared=`, all hosts see one folder as `SHARED`, as over NFS. The
 rest of the file system is the machine's. The hosts can reach only each other: the bridge between them is in a network

@@ -1,4 +1,4 @@
-"""A virtual host: namespaces that an idle first process keeps in existence, and commands that enter them."""
+"""A virtual host: namespaces that an idle first process keeps alive, and commands that enter the namespaces."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HostSpec:
     shared: Path | None = None
     """Folder of the machine that all hosts see as `SHARED`; None for no shared folder."""
     delay: float = 0.0
-    """One-way delay between any two hosts in seconds; each host's link has half of it."""
+    """One-way delay between any two hosts in seconds; each host's link adds half of this delay."""
 
     def __post_init__(self) -> None:
         for name in ("shm", "disk"):
@@ -89,7 +89,8 @@ class Host:
         """Start host `number` inside the PID namespace of the process with id `switch`, without a network connection.
 
         Raises:
-            WorldError: the machine does not allow it; the error contains the message of the tool that failed.
+            WorldError: the machine does not allow virtual hosts; the error contains the message of the tool that
+                failed.
         """
         shared = str(spec.shared.resolve()) if spec.shared else ""
         arguments = [f"host{number}", spec.shm, spec.disk, str(folder), str(logs), shared]
@@ -103,11 +104,11 @@ class Host:
         return cls(number=number, init=identity, pid_namespace=namespace(pid), disk=spec.disk, waiters=waiters)
 
     def path(self, path: str | Path) -> Path:
-        """Convert a path on the host, such as `/dev/shm/x`, to a path by which other processes can open it."""
+        """Convert a path on the host, such as `/dev/shm/x`, to a path that processes outside the host can open."""
         return Path(f"/proc/{self.init.pid}/root") / str(path).lstrip("/")
 
     def fill(self, free: int) -> None:
-        """Shrink the scratch disk so that `free` bytes (at least one page) are free, which takes no memory."""
+        """Shrink the scratch disk so that only `free` bytes (at least one page) are free. This takes no memory."""
         usage = os.statvfs(self.path(DISK))
         used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
         self._resize(str(max(used + free, usage.f_frsize)))

@@ -1,4 +1,4 @@
-"""The first process of a lab, run as a script: ends when the lab's owner ends in any way, and all namespaces with it.
+"""The first process of a lab, a script that ends when the lab's owner ends in any way; all namespaces end with it.
 
 The argument is the number of an inherited pidfd of the owner. Unlike a parent-death signal, a pidfd does not fire when
 only the thread that started the lab ends; unlike a pipe, it is not kept open by the owner's other children.
