@@ -1,4 +1,4 @@
-"""Triton kernels of `gates`, for tensors of any strides. Import this only if Triton is installed.
+"""Triton kernels of `gates`, for tensors of any strides. Import this module only if Triton is installed.
 
 Each program processes a square tile of tokens by columns, so that memory accesses are coalesced in row-major and in
 column-major layout: Triton orders the threads along the dimension with stride 1, and moves values between threads if

@@ -130,7 +130,7 @@ def _greedy(weight: Tensor, order: Tensor) -> Tensor:
     """Greedy transposable mask that visits entries from the largest to the smallest `order`, in all tiles at once."""
     tiles = _tiles(order.detach()).flatten(0, 1).flatten(1)
     mask = torch.zeros_like(tiles, dtype=torch.bool)
-    room = torch.full((2, len(tiles), 4), 2, device=weight.device)  # remaining entries to keep, of each row and column
+    room = torch.full((2, len(tiles), 4), 2, device=weight.device)  # number of entries a row or column may still keep
     for place in tiles.argsort(dim=1, descending=True, stable=True).unbind(1):
         row, column = (place // 4)[:, None], (place % 4)[:, None]
         fits = (room[0].gather(1, row) > 0) & (room[1].gather(1, column) > 0)

@@ -1,4 +1,4 @@
-"""Triton kernels that compute masks and random draws, launched by `kernels`. Import this only if Triton is installed.
+"""Triton kernels of masks and random draws, launched by `kernels`. Import this module only if Triton is installed.
 
 Results are bit-identical to those of torch's operations: comparisons and the integer arithmetic of draws are exact, and
 sums add the same terms in the same order. There are two exceptions: the scores of tiles, because the order of summation

@@ -93,8 +93,8 @@ def explains_its_fields(case: Case) -> None:
 
 
 def one_rank_equals_two(case: Case) -> None:
-    """Training on several ranks gives the same result as on one rank, even if ranks have different numbers of
-    targets."""
+    """Training on several ranks gives the same result as on one rank, even with different numbers of targets per
+    rank."""
     if not case.exact_across_ranks or len(case.ranks) < 2:
         raise NotApplicableError("is not declared exact across ranks")
     one = case.train(case.ranks[0], case.feature, steps=STEPS, precise=True, ragged=True)

@@ -135,8 +135,7 @@ def train(
 
 
 def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> list[float]:
-    """Return the held-out losses of a trained job, and of a model without features that has loaded the exported
-    weights."""
+    """Return the held-out losses of a trained job, and of a model without features with the job's exported weights."""
     world = here()
     several = features_of(features, folder)
     with compose(Job(build(model), optimizer=jobs.sgd(), progress=Progress(total=steps), world=world), several) as job:

@@ -1,6 +1,6 @@
 """Predicts the time of a step with DDP or with a codec's exchange, from one traced step.
 
-This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed formulas.
+This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed-form formulas.
 
 In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter, of `nbytes` bytes, is computed.
 The spans up to the last gradient are the forward and the backward pass. Spans after the last gradient wait until all
@@ -160,7 +160,7 @@ class PricedExchange:
 
     def _price_torus(self, cluster: Cluster, cohort: PricedCohort, channel: str) -> tuple[list[Task], list[Task]]:
         """Build the tasks of reduce-scatter and all-gather inside a host; each takes half the time of an all-reduce.
-        Without a torus there are none."""
+        Both lists are empty without a torus."""
         if self.shard == 1:
             return [], []
         ring = cluster.collective("all-reduce", self.inner)

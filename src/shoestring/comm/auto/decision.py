@@ -81,8 +81,8 @@ class Measurements:
     Args:
         sizes: bytes of each gradient, in the order of a forward pass.
         arrival: names of the gradients in the order in which the backward pass computes them.
-        pieces: bytes of each piece. Codecs were timed on pieces, groups of consecutive gradients in the coordinator's
-            order.
+        pieces: bytes of each piece. A piece is a group of consecutive gradients in the coordinator's order; codecs were
+            timed on every piece.
         bucket, lanes: DDP's bucket size in bytes, and the number of all-reduces that DDP runs at a time.
         shard: number of ranks per host under a 2D torus, else 1.
     """
@@ -153,7 +153,7 @@ def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> 
 
 
 def explain_spread(measured: Measurements) -> str:
-    """Explain why the predicted times are rough; empty if they are precise."""
+    """Text that explains why the predicted times are rough; empty if they are precise."""
     passes = [seconds for rank in measured.ranks for seconds in rank.passes]
     if not passes or max(passes) <= WIDE * min(passes):
         return ""
@@ -197,8 +197,8 @@ def price(candidate: Candidate, measured: Measurements, costs: Mapping[str, Code
 def leave_first_parts_whole(
     candidate: Candidate, measured: Measurements, costs: Mapping[str, CodecCost], trace: Trace, cluster: Cluster
 ) -> Iterator[tuple[Candidate, float]]:
-    """Yield (variant of the candidate whose first parts are uncompressed, predicted seconds), most uncompressed parts
-    first."""
+    """Yield variants of the candidate with uncompressed first parts, and their predicted seconds. The variant with the
+    most uncompressed parts comes first."""
     if candidate.codec in ("", "dense"):
         return
     parts = deal_cohorts(measured.sizes, candidate.parts)

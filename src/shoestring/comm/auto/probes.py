@@ -36,9 +36,8 @@ def time_codec(
 ) -> CodecTiming:
     """Time the codec's own computation on copies of `grads`: the median of `repeats` exchanges after one warm-up.
 
-    No network is used: answers are computed as if all ranks had sent the same data. Codecs may alternate between two
-    kinds of steps. So the bytes are the mean of two steps, and `repeats` should be even to contain equally many steps
-    of both kinds.
+    No network is used: answers are computed as if all ranks had sent the same data. Because codecs may alternate
+    between two kinds of steps, the bytes are the mean of two steps, and `repeats` should be even.
     """
     codec, device = make(), next(iter(grads.values())).device
     times: list[list[float]] = []
@@ -105,8 +104,8 @@ def measure_slowdown(
 def solve_slowdown(one: float, other: float, one_beside: float, other_beside: float) -> dict[str, float]:
     """Compute the slowdown factors of two kinds of work from their times alone and side by side.
 
-    Both kinds of work begin at the same time and slow down while both run. After the shorter one ends, the rest of the
-    longer one runs at full speed.
+    Both kinds of work begin at the same time and slow down while both run. After the shorter work ends, the rest of the
+    longer work runs at full speed.
     """
     both = min(one_beside, other_beside)
     shares = {"one": (one, one_beside), "other": (other, other_beside)}

@@ -1,8 +1,8 @@
-"""Chooses between exchanges at every step and local steps, for a model without DDP.
+"""Chooses between local steps and gradient exchanges at every step, for a model without DDP.
 
-Both can still be attached at the first forward pass, because the model is not wrapped in DDP. Without DDP, exchanges at
-every step run right before the optimizer's step, and do not overlap with the backward pass. Until the choice is made,
-checkpoints are set up for local steps: replicas may differ, and each rank saves its own state.
+Either method can still be attached at the first forward pass, because the model is not wrapped in DDP. Without DDP,
+exchanges at every step run right before the optimizer's step, and do not overlap with the backward pass. Until the
+choice is made, checkpoints are set up for local steps: replicas may differ, and each rank saves its own state.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ReplicaChooser(Chooser):
         return decision, Candidate(decision.choice, 1, 1, 0)
 
     def adopt(self, choice: Candidate) -> None:
-        """Attach the chosen method."""
+        """Attach the chosen method, and join its saved states into one."""
         self.choice = choice
         before = set(self.attachments.kept)
         self.install(choice)

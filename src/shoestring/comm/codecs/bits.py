@@ -21,9 +21,9 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (rows, count) from 0 to 2^bits - 1 into bytes (rows, packed_bytes); bits from 1 to 32.
 
-    Codes have any integer dtype. A period is the smallest number of codes that fills whole bytes. A row of codes is
-    split into one contiguous plane for each code of a period, and the packed bytes into one plane for each byte, so
-    that all copies are contiguous.
+    Codes have any integer dtype. A period is the smallest number of codes that fills whole bytes. If a period of p
+    codes fills b bytes, a row of codes is split into p contiguous planes, and the packed bytes into b contiguous
+    planes, so that all copies are contiguous.
     """
     per, filled = _period(bits)
     missing = -codes.shape[1] % per
@@ -37,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (rows, count), in uint8 for up to 8 bits, else in int64."""
+    """Unpack bytes that `pack` has packed to codes (rows, count), in uint8 for up to 8 bits, else in int64."""
     per, filled = _period(bits)
     parts = packed.unflatten(1, (filled, -1))
     dtype = torch.uint8 if bits <= 8 else torch.int64
@@ -87,7 +87,7 @@ def decode_indices(packed: Tensor, count: int, n: int) -> Tensor:
     """The inverse of `encode_indices`: (rows, count), int64."""
     rows, low = len(packed), _low_bits(count, n)
     length = packed_bytes(count, low) if low else 0
-    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # includes the padding, which is zero
+    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # includes the padding bits, which are zero
     before = torch.arange(rows, device=packed.device)[:, None] * marks.shape[1]
     high = marks.view(-1).nonzero().view(rows, count).sub_(_positions(marks[:, :count])).sub_(before)
     return torch.add(unpack(packed[:, :length], low, count), high, alpha=2**low) if low else high

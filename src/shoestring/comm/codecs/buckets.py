@@ -27,7 +27,7 @@ class BucketRange:
     """One tuple per piece of the range: (index of the tensor, slice of the tensor's entries, slice of the range)."""
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the entries of the flat tensors that lie in this range, one per piece."""
+        """Views of the flat tensors' entries in this range, one per piece."""
         return [flats[index][entries] for index, entries, _ in self.pieces]
 
     def within(self, x: Tensor) -> list[Tensor]:
@@ -55,7 +55,7 @@ class BucketLayout:
     """Maps flat tensors to positions in (rows, buckets, bucket). Each tensor starts a new bucket, and its last bucket
     is padded with zeros.
 
-    So no bucket holds entries of two tensors. The last row may end with unused buckets.
+    No bucket holds entries of two tensors. The last row may end with unused buckets.
     """
 
     def __init__(self, flats: Sequence[Tensor], rows: int, bucket: int) -> None:

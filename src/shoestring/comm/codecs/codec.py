@@ -1,7 +1,7 @@
 """Defines codecs: algorithms that average gradients over ranks, written as in their papers, without networking code.
 
-A codec's method `code` is a generator. It encodes gradients, yields requests for collectives, receives the answers, and
-decodes them:
+A codec's method `code` is a generator. The generator encodes gradients, yields requests for collectives, receives the
+answers, and decodes them:
 
     def code(self, grads, context):
         P = {name: M @ self.Q[name] for name, M in grads.items()}
@@ -113,10 +113,10 @@ class Codec(ABC):
                 names in the same order on all ranks. The codec may overwrite the gradients from the start.
 
         The caller may close the generator at any yield: at the first one if a gradient of any rank is not finite, at a
-        later one if an answer is too large to decode. The codec must then restore its state from before the exchange,
-        up to rounding. Until the generator is closed, the caller does not change `grads`. If a gradient of any rank is
-        non-finite, the first answers must be non-finite on every rank. Later floating-point answers must be equal on
-        all ranks.
+        later one if an answer is too large to decode. When the generator is closed, the codec must restore its state
+        from before the exchange, up to rounding. Until the generator is closed, the caller does not change `grads`. If
+        a gradient of any rank is non-finite, the first answers must be non-finite on every rank. Later floating-point
+        answers must be equal on all ranks.
         """
 
     def guards(self, grads: Grads) -> bool:
@@ -130,13 +130,13 @@ class Codec(ABC):
 
     @property
     def replays(self) -> bool:
-        """Whether `decode_average` can decode the last stage's answers again. Such a codec must have no state."""
+        """Whether `decode_average` can decode the last stage's answers again. If true, the codec must have no state."""
         return False
 
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """Decode the last stage's answers into `grads`, as `code` does at the end.
 
-        Only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
+        May be called only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode the answers again")
 

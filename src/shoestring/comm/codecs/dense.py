@@ -39,7 +39,7 @@ class DenseCodec(Codec):
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """See `Codec`."""
         for flat, tensors in zip(answers, self._by_dtype(grads).values(), strict=True):
-            if flat.data_ptr() != tensors[0].data_ptr():  # equal if averaged in place
+            if flat.data_ptr() != tensors[0].data_ptr():  # addresses are equal if averaged in place
                 unflatten(flat, tensors)
 
     def _by_dtype(self, grads: Grads) -> dict[torch.dtype, list[Tensor]]:

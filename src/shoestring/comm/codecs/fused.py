@@ -1,8 +1,8 @@
 """Selects entries by a threshold and applies error feedback in one pass over memory, on devices with Triton.
 
-The kernel reads gradient and residual once, and writes their sum and one bit per entry. The bit says whether the entry
-is above the threshold; a second kernel collects the entries above it. Torch's own operations read and write memory more
-than three times as often.
+The kernel reads gradient and residual once, and writes their sum and one bit per entry. An entry's bit says whether the
+entry is above the threshold; a second kernel collects the entries above the threshold. Torch's own operations read and
+write memory more than three times as often.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
     """Build M in `terms.g`, and pick k of its entries above a threshold (a scalar on the device).
 
     Args:
-        largest: always pick the k largest entries. If false, pick them only if more than 1.3 k entries are above the
-            threshold; otherwise pick k of the entries above the threshold, evenly spaced.
+        largest: always pick the k largest entries. If false, pick the k largest only if more than 1.3 k entries are
+            above the threshold; otherwise pick k evenly spaced entries of those above it.
 
     Returns:
         Ascending indices, and values (all NaN if any entry of M is not finite). None if fewer than k entries are above

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 2**13
-"""Maximum number of entries in a bucket, because a program holds its buckets in registers."""
+"""Maximum number of entries in a bucket; the limit exists because a program holds its buckets in registers."""
 BLOCK, WARPS = 1024, 2  # minimum entries and warps per program: the best of six choices on an H100
 
 

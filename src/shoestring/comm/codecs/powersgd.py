@@ -4,10 +4,10 @@ A matrix M = g + e (n x m), gradient plus residual, is sent as P (n x r) and Q�
 from the paper in two ways:
 
 - The residual is e = M - P (Mᵀ P)ᵀ, the error of this rank's own projection, not the error of the average. The mean
-  residual over ranks is the same, but a rank's residual does not contain M - mean(M). That term would be a random walk,
-  and would cancel out over ranks only while no rank is lost.
-- With `alternate`, a step computes only P or only Q, in turn. This halves the bytes and needs one round trip instead of
-  two, but the basis is one step old. The authors' later package (epfml/powersgd) does the same.
+  residual over ranks is the same as in the paper, but a rank's residual does not contain M - mean(M). The term M -
+  mean(M) would be a random walk, and would cancel out over ranks only while no rank is lost.
+- With `alternate`, a step computes only P or only Q, in turn. Alternating halves the bytes and needs one round trip
+  instead of two, but the basis is one step old. The authors' later package (epfml/powersgd) alternates too.
 
 A step is bandwidth-bound: it passes over memory six times (see `lowrank`). Q is stored transposed, so that both
 products read along rows. On a CPU the products take three to four times as long if Q is stored as (m, r).
@@ -90,7 +90,7 @@ class PowerSGDCodec(Codec):
         mean = [Qt.clone() for Qt in own]  # `own` is needed for this rank's residual
         try:
             yield from average_tensors(mean, [], self.dtype)
-        except GeneratorExit:  # an answer is too large to decode
+        except GeneratorExit:  # raised if an answer is too large to decode
             for batch in batches:
                 undo_sum(batch)
             raise
@@ -173,8 +173,9 @@ def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dty
 def orthogonalise(stacks: Sequence[Tensor]) -> None:
     """Orthonormalise, in place, the columns of each matrix in stacks (matrices, n, r).
 
-    This uses the Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It runs in fp64, because G
-    squares the condition number. A matrix of rank k < r gets k orthonormal columns; its other columns are small.
+    This uses the Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. The factorisation runs in
+    fp64, because G squares the condition number. A matrix of rank k < r gets k orthonormal columns; its other columns
+    are small.
     """
     ranks: dict[int, list[Tensor]] = {}
     for stack in stacks:

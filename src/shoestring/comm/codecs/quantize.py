@@ -1,10 +1,10 @@
 """Quantises gradients in buckets, for a compressed reduce-scatter and all-gather (CGX, Markov et al., 2022, after
 QSGD).
 
-Every rank owns an equal shard of the entries. Every rank compresses each shard and sends it to the owner. The owner
-averages in fp32, compresses the average, and sends it to all ranks. An owner's own entries enter the average
-uncompressed, because they are not sent before. So the owner's residual in its own shard is free for the error of the
-second compression. One residual thus serves both compressions, and its mean over ranks is exactly the part of the
+Every rank owns an equal shard of the entries. Every rank compresses all shards and sends them to their owners. The
+owner averages in fp32, compresses the average, and sends it to all ranks. An owner's own entries are not sent, and so
+enter the average uncompressed. The owner's residual in its own shard can therefore hold the error of the second
+compression. One residual per rank thus serves both compressions, and its mean over ranks is exactly the part of the
 gradients that was not applied yet.
 """
 
@@ -84,7 +84,7 @@ class ReduceScatterCodec(Codec):
             sent, sent_scales, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
             buckets.encode_average(rank, sent, sent_scales, codes[rank], scales[rank])
             everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
-        except GeneratorExit:  # an answer is not finite, or too large to decode
+        except GeneratorExit:  # raised if an answer is not finite, or too large to decode
             buckets.give_up()
             raise
         buckets.decode(*everywhere)
@@ -231,8 +231,8 @@ class QuantizeCodec(ReduceScatterCodec):
     """Quantises entries to integers of `bits` bits times a scale per bucket, derived from the largest magnitude in the
     bucket.
 
-    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise, embedding rows that no token used
-    would receive noise, and Adam would turn this noise into full-size steps.
+    The levels are symmetric about zero, so that a zero stays exactly zero. If zeros did not stay zero, embedding rows
+    that no token used would receive noise, which Adam would turn into full-size steps.
 
     Args:
         rounding: "stochastic" is unbiased and needs no error feedback; "nearest" has a smaller error, but needs error

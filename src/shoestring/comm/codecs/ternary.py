@@ -16,7 +16,7 @@ from shoestring.comm.codecs.buckets import BucketLayout
 from shoestring.comm.codecs.kernel_buckets import EntryTable, keys, row_stride
 
 BUCKET = 1024  # entries per bucket; a tensor's last bucket is padded
-BLOCK = 1024  # buckets whose sums of squares are added at once
+BLOCK = 1024  # number of buckets whose sums of squares are added at once
 BITS = 2
 LARGE = {"block": 4096, "warps": 4}  # launch settings of kernels that write little or nothing
 

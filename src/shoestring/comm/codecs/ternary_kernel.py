@@ -1,4 +1,4 @@
-"""Triton kernels of `ternary`. Import this only if Triton is installed.
+"""Triton kernels of `ternary`. Import this module only if Triton is installed.
 
 Blocks, tables and arguments are as in `bucket_kernel`. A code is a level (-1, 0 or 1) plus 1.
 """

@@ -213,7 +213,7 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
     values (k,)."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        exact = selection == "exact"  # then too low a threshold costs little, but too high a threshold another pass
+        exact = selection == "exact"  # if exact, too low a threshold costs little, too high a threshold another pass
         threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
         if exact:
             threshold = threshold.nextafter(threshold.new_zeros(()))  # include entries equal to the threshold
@@ -313,8 +313,8 @@ def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> 
     """Estimate two thresholds from a sample: at least k of n magnitudes are likely above the first, and very likely
     above the second.
 
-    The first is `sigmas` standard deviations below the estimated k-th largest magnitude. Both are scalars on the
-    sample's device.
+    The first threshold is `sigmas` standard deviations below the estimated k-th largest magnitude. Both thresholds are
+    scalars on the sample's device.
     """
     rank = k / n * len(sample)  # expected position of the k-th largest magnitude in the sorted sample
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values

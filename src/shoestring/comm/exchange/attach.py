@@ -71,7 +71,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
         broadcast_weights(weights, attachments.world.group(axes))
         attachments.exchange(axes)
         _skip_together(attachments)
-        # Gradients must be averaged before they are clipped, which happens in the same phase.
+        # Gradients must be averaged before they are clipped, and clipping happens in the same phase.
         tensors = dict(attachments.trained)
         attachments.at(Phase.CLIP, partial(_exchange, attachments, tensors, state, settings.name))
     attachments.keep(settings.name.split(".")[0], state, across="own", merge=state.merge)
@@ -81,7 +81,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
 def _skip_together(attachments: Attachments) -> None:
     """Make all ranks skip an optimizer step and its exchange if the loss scaler of any rank finds an overflow.
 
-    This is not needed with DDP, where all ranks have the same averaged gradients by then.
+    DDP does not need this, because all ranks then unscale the same averaged gradients.
     """
     group = attachments.world.group(attachments.replicas)
     if group is None or not attachments.scaler.is_enabled():

@@ -5,9 +5,9 @@ backward pass computes gradients. All data that a cohort sends in one stage are 
 collectives is parts x stages for any number of parameters and DDP buckets. Cohorts do not depend on the buckets,
 because DDP rebuilds its buckets after the first step of every launch.
 
-Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread of
-the channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts
-are completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
+Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread per
+channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts are
+completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
 collectives from completion threads, in an order that depends on speed, and aborts on Gloo with several buckets.)
 """
 
@@ -69,11 +69,11 @@ class Channel:
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
         overlaps = threaded and device.type == "cpu" and route.overlaps
         self.finisher = Worker("shoestring-decode", device) if overlaps else None
-        self._slots = threading.Semaphore(2)  # for cohorts in progress
+        self._slots = threading.Semaphore(2)  # limits the number of cohorts in progress
 
     def submit(self, cohort: Cohort) -> WorkerTask[None]:
-        # A stage has at most two collectives (a small mean is two all-to-alls); a 2D torus adds one before and one
-        # after.
+        # A stage has at most two collectives (a small mean consists of two all-to-alls); a 2D torus adds one before and
+        # one after.
         task = WorkerTask[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
         exchange = self._exchange(cohort)
         if self.finisher is None:
@@ -141,8 +141,8 @@ class Coordinator:
         routes: one route for each channel.
         sizes: bytes of every parameter whose gradient arrives in each round, by name, in the order of a forward pass.
         parts: number of cohorts in a round.
-        scale: function that returns the loss scale of arriving gradients; averages get the same scale. It is called
-            once per cohort.
+        scale: function, called once per cohort, that returns the loss scale of arriving gradients; averages get the
+            same scale.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Coordinator:
 
     def arrive(self, grads: Grads, after: After) -> None:
         """Take gradients that have arrived; `after` is called on a channel's thread with None once all of them are
-        averaged, or with the error."""
+        averaged, or with an error if the exchange fails."""
         parts = {self._part[name] for name in grads}  # a bucket of DDP may belong to several cohorts
         once = _call_once_after(len(parts), after)
         for part in parts:
@@ -275,7 +275,7 @@ def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Format names for a message: one or two names in full; for more, their number, the first and the last."""
+    """Format names for a message: one or two names in full; of more names, the number, the first and the last."""
     if len(names) < 3:
         return " and ".join(f"`{name}`" for name in names)
     return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"

@@ -63,7 +63,7 @@ class HookState:
             rebucket(self.model, self.cap)
 
     def finish_backward(self) -> None:
-        """Wait for the averages at the end of a backward pass. DDP waits after this, but without a timeout."""
+        """Wait for the averages at the end of a backward pass. DDP also waits afterwards, but without a timeout."""
         after_backward(self.return_unused)
         self.coordinator.wait()
 

@@ -59,14 +59,14 @@ class ExchangeState:
         """The answers from which the newest averages were decoded, equal on all ranks; None if the averages are not
         finite.
 
-        Nothing writes to these tensors again.
+        The returned tensors are never overwritten.
         """
         return self.coordinator.answers()
 
     @contextmanager
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Context with the gradients of all trained parameters set from stored averages; optimizer steps inside do not
-        exchange."""
+        exchange gradients."""
         grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {
             name: in_memory_order(local_shard(grad), like=local_shard(self.attachments.trained[name]))

@@ -45,8 +45,8 @@ ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewe
 class StartedCollective:
     """A collective that has been started and may not have finished.
 
-    In the trace, its span begins at the start of the collective and ends when `finish` returns, on the thread that
-    calls `finish`. In a profile, the span begins at the call of `finish`.
+    In the trace, the collective's span begins when the collective starts and ends when `finish` returns, on the thread
+    that calls `finish`. In a profile, the span begins at the call of `finish`.
     """
 
     def __init__(self, name: str, sent: float, finish: Finish, dtype: torch.dtype | None = None) -> None:
@@ -159,7 +159,7 @@ class Wire:
                     if guarded:
                         verdict.fine = fine if verdict.fine is None else verdict.fine & fine
                     elif not fine:  # waits for the device
-                        coding.close()  # closed first, because it may need the gradients to restore its state
+                        coding.close()  # closed first, because the codec may need the gradients to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
@@ -255,8 +255,8 @@ class Wire:
         return finish
 
     def _start_bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
-        """Start the all-gather and the all-to-all. Both send plain bytes for any data type, because they only move
-        data."""
+        """Start the all-gather and the all-to-all. Both collectives send plain bytes for any data type, because they
+        only move data."""
         for kind in (AllGather, AllToAll):
             asked = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, kind)]
             if not asked:

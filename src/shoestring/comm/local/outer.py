@@ -3,12 +3,12 @@
 After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
 pseudo-gradients as a gradient of theta_old, and all replicas continue from the result (DiLoCo, arXiv 2311.08105).
 In the first `start` steps gradients are averaged instead, which is more effective while the loss falls fast (post-local
-SGD, Lin et al., arXiv 1808.07217). Weights and optimizer state then stay equal on all replicas without being exchanged.
-Streaming (arXiv 2501.18512) merges one fragment of the layers after the other, and training continues during each
-exchange. `delay` steps after the exchange began, theta = alpha theta + (1 - alpha) theta_new. This undoes a part of the
-steps made during the exchange. By default nothing is undone: a replica adds the difference between the merged weights
-and the weights that it had sent, theta = theta + theta_new - theta_sent (like delayed averaging, DaSGD, arXiv
-2006.00441).
+SGD, Lin et al., arXiv 1808.07217). While gradients are averaged, weights and optimizer state stay equal on all replicas
+without being exchanged. Streaming (arXiv 2501.18512) merges one fragment of the layers after the other, and training
+continues during each exchange. `delay` steps after the exchange began, a replica sets theta = alpha theta + (1 - alpha)
+theta_new. Such mixing undoes a part of the steps made during the exchange. By default no step is undone: a replica adds
+the difference between the merged weights and the weights that it had sent, theta = theta + theta_new - theta_sent (like
+delayed averaging, DaSGD, arXiv 2006.00441).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class OuterOptimizer:
         self.error: NonFiniteError | None = None
         self.failed = 0  # step of `error`
         self.reported_tokens = attachments.progress.tokens  # target tokens up to this rank's latest status row
-        self.tokens_before = attachments.progress.tokens  # target tokens before the current step
+        self.tokens_before = attachments.progress.tokens  # number of target tokens before the current step
         self.metrics = _MergeMetrics(attachments, settings, self.channel)
         replicas = attachments.world.ranks_over(settings.over)
         self.alone = replicas == 1
@@ -245,7 +245,7 @@ class OuterOptimizer:
 
         Args:
             late: fragments whose earlier exchange has ended with an outer step just now. The steps since that exchange
-                began are averaged without the outer optimizer, because its velocity must not be applied twice.
+                began are averaged without the outer optimizer, because the outer velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]
@@ -318,7 +318,8 @@ class OuterOptimizer:
         Args: what: name of the tensors that were exchanged with the rows, for messages.
 
         Raises:
-            NonFiniteError: a replica has failed. All ranks raise; the rank whose loss failed raises its own error.
+            NonFiniteError: a replica has failed. All ranks raise this error; the rank whose loss failed raises its own
+                error.
         """
         if self.error is not None and any_failed(rows):
             raise self.error

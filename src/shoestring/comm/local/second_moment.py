@@ -8,10 +8,11 @@ moment m replaces the mean of g:
 
     v <- beta v + (1 - beta) (g^2 / N + (1 - 1/N) m^2)
 
-If m were exact, v would be the mean square of the mean gradient. A gradient that occurs once on one replica then moves
-the mean of the replicas as far as it would in one joint batch. Replicas exchange nothing for this.
+If the first moment m were exact, v would be the mean square of the mean gradient. A gradient that occurs only once, on
+one replica, moves the mean of the replicas' weights as far as it would in one joint batch. Replicas exchange no data
+for this estimate.
 
-g is the tensor that the optimizer squares: with L2 weight decay (not decoupled), it includes the decay term. If
+g is the tensor that the optimizer squares: with L2 weight decay (not decoupled), g includes the decay term. If
 gradients have been averaged already, g is the mean gradient, and v averages g^2 with the same beta, because Adam's bias
 correction v / (1 - beta^t) is right only if beta is the same in all t steps.
 """
@@ -33,8 +34,9 @@ AVERAGED_FOR = "averaged_for"
 class SecondMoments:
     """Adjusts Adam's second moment v around each step of one job's optimizer.
 
-    The optimizer's state must have `exp_avg` and `exp_avg_sq` in fp32 or fp64, as in torch's Adam. Other optimizers
-    with `betas` and `eps` only average over more steps; an optimizer without `betas` and `eps` is not changed.
+    The optimizer's state must have `exp_avg` and `exp_avg_sq` in fp32 or fp64, as in torch's Adam. In other optimizers
+    with `betas` and `eps`, only the averages run over more steps; an optimizer without `betas` and `eps` is not
+    changed.
 
     Args:
         replicas: the number N of replicas.

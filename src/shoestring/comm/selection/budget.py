@@ -1,11 +1,11 @@
 """Sends only some layers in each step, within a budget of bytes; the other layers keep their gradients as residuals.
 
-All ranks choose the same layers, based on numbers that an earlier exchange has made equal on all ranks. So the layers
-can be summed, and the choice needs no separate exchange: three numbers per layer are averaged in the first stage of
-each exchange.
+All ranks choose the same layers, based on numbers that an earlier exchange has made equal on all ranks. The layers can
+therefore be summed, and the choice needs no separate exchange: three numbers per layer are averaged in the first stage
+of each exchange.
 
-A layer that waits gets a gradient of zero, and later its whole residual at once. This affects the optimizer: while the
-gradient is zero, momentum and Adam's averages decay, and weight decay continues.
+A layer that waits gets a gradient of zero, and later its whole residual at once. Waiting affects the optimizer: while
+the gradient is zero, momentum and Adam's averages decay, and weight decay continues.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Selector(ABC):
         choice.
 
         Args:
-            notes: notes that the previous choice returned; empty at first. They must not be modified, because the
+            notes: notes that the previous choice returned; empty at first. The notes must not be modified, because the
                 exchange may fail.
         """
 
@@ -132,10 +132,12 @@ class BudgetedCodec(Wrapper):
     averages, if the selector learns; "notes" of the selector; and "inner", the state of the inner codec.
 
     Args:
-        make: creates the codec, and further codecs that measure each layer's price by an exchange of zeros.
+        make: function that creates the codec, and further codecs that measure each layer's price by an exchange of
+            zeros.
         budget: bytes that a rank may send per step, in all exchanges together. Unused bytes are carried over, up to the
             price of the largest layer, so any n steps together send at most n budgets plus this price. A codec that
-            sends more in its first steps exceeds the budget there; a codec that alternates keeps the budget on average.
+            sends more in its first steps exceeds the budget in these steps; a codec that alternates keeps the budget on
+            average.
         warmup: number of steps that send all layers regardless of the budget. A new layer is always sent.
         memory: decay of the average of ‖g‖² over steps.
     """
@@ -156,7 +158,7 @@ class BudgetedCodec(Wrapper):
         if not grads:
             return
         with self._lock:
-            if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all
+            if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all cohorts
                 self._choice = self._choose(context)
         choice, M = self._choice, self._add_residuals(grads)
         summary = self._summarise(grads, M)
@@ -167,7 +169,7 @@ class BudgetedCodec(Wrapper):
         self._deliver(grads, chosen)
 
     def _add_residuals(self, grads: Grads) -> Grads:
-        """M = g + e for each layer; the gradient itself, not a copy, if there is no residual."""
+        """Compute M = g + e for each layer; if a layer has no residual, M is the gradient itself, not a copy."""
         unsent = self.state.get("unsent", {})
         sums = {name: unsent[name].clone() for name in grads if name in unsent}
         if sums:

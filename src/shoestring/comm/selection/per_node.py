@@ -14,7 +14,7 @@ mask.
 Let P be the number of entries per shard in the layers that one rank has chosen (the maximum over ranks), and U the same
 number for the layers that at least one rank has chosen. Then each rank sends (ranks - 1) (P + U) entries: as many as a
 ring all-reduce if all ranks choose the same layers, and up to (ranks + 1) / 2 times as many if no two ranks choose the
-same.
+same layer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADER = 64  # maximum bytes sent to each other rank besides masks and entries: 
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Entries of a layer that are chosen together: all entries, or a part of a layer that costs more than half the
+    """Entries of a layer that are chosen together: all entries, or a part of them if the layer costs over half the
     budget."""
 
     name: str

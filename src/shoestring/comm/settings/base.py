@@ -33,8 +33,8 @@ class Transport:
     """Number of parts that may be exchanged at the same time, each over a separate process group. More channels make
     better use of a link with high latency, and compete for a busy link."""
     torus: bool = True
-    """Whether the codec runs between hosts only, on sums formed inside each host (2D torus). This has an effect only if
-    several hosts have several ranks each."""
+    """Whether the codec runs between hosts only, on sums formed inside each host (2D torus). The setting has an effect
+    only if several hosts have several ranks each."""
     kb_per_step: float = 0.0
     """Average number of kB that each rank may send in a step. Each step sends as many parameters as fit, and adds the
     gradients of the others to their residuals until they are sent; 0 sends all parameters."""
@@ -86,7 +86,7 @@ class Exchange(Feature):
         """Make a new codec with these settings, for all parameters."""
 
     def make_budgeted_codec(self) -> Codec:
-        """Make a new codec with these settings; if there is a budget, it sends only selected parameters."""
+        """Make a new codec with these settings; with a budget, the codec sends only selected parameters."""
         selector = self.transport.selector
         if not selector:
             return self.make_codec()

@@ -2,8 +2,8 @@
 takes.
 
 The values were measured with GPTs of 0.6 million parameters, trained from scratch for 100 to 600 steps by four replicas
-with AdamW, at learning rates tuned for each method. They depend on the model, the batch and the length of the run. They
-are only defaults, and `comm.auto.worth` overrides them.
+with AdamW, at learning rates tuned for each method. The values depend on the model, the batch and the length of the
+run. They serve only as defaults, which `comm.auto.worth` overrides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ extrapolated."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
-    """Estimate how many DDP steps a step is worth in a run of `total` steps (0: no known end); None if unknown."""
+    """Estimate how many DDP steps a step of `method` is worth in a run of `total` steps (0: unknown); None if
+    unknown."""
     if isinstance(method, Dense | BF16) or (isinstance(method, Quantize) and (method.feedback or method.bits == 8)):
         return 1.0
     if isinstance(method, PowerSGD):

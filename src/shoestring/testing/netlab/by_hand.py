@@ -69,8 +69,7 @@ def up(
 
 
 def keep() -> None:
-    """Main function of the process that owns the lab: start the lab that `sys.argv` describes, and wait for a
-    signal."""
+    """Main function of the process that owns the lab: start the lab described by `sys.argv`; wait for a signal."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # signals stay pending until the lab is complete
     hosts, rate, delay, shm, disk, shared, coalesce = sys.argv[1:]
@@ -109,8 +108,7 @@ def down() -> None:
 
 
 def run(command: Sequence[str], host: str | None = None) -> int:
-    """Run a command on one host, connected to this terminal; or on all hosts, with the host's name before each output
-    line.
+    """Run a command on one host, connected to this terminal; or on all hosts, with host names before output lines.
 
     On all hosts, a command `torchrun …` gets options for a rendezvous on the first host, unless it has such options.
 
