@@ -95,7 +95,7 @@ def kto(
 ) -> tuple[Tensor, Tensor]:
     """Losses of Kahneman–Tversky optimization (KTO, Ethayarajh et al., 2024) for desirable and undesirable answers.
 
-    The loss is 1 − σ(β (r − z)) for a desirable answer and 1 − σ(β (z − r)) for an undesirable one, where r is the
+    The loss is 1 − σ(β (r − z)) for a desirable answer and 1 − σ(β (z − r)) for an undesirable answer, where r is the
     answer's log-ratio and z the divergence. No gradient flows through z.
 
     Args:

@@ -33,7 +33,7 @@ class Preference(Feature):
 
     @property
     def compared(self) -> Compared | None:
-        """The reference that the objective compares the model with; None if it has none."""
+        """The reference that the objective compares the model with; None for an objective without a reference."""
         return None
 
     @property
@@ -89,7 +89,7 @@ class Referenced(Preference):
     of the reference. A relative path is inside the run folder. If empty, nothing is cached."""
     held_out_kl: bool = True
     """Whether evaluations also measure the KL divergence from the reference, as the mean over the tokens of held-out
-    answers, in nats per token. This takes a forward pass of the reference in each evaluation."""
+    answers, in nats per token. The measurement takes a forward pass of the reference in each evaluation."""
 
     def placed(self, folder: Path) -> Self:
         return replace(self, cache_folder=str(folder / self.cache_folder)) if self.cache_folder else self
@@ -188,7 +188,7 @@ class SimPO(Preference):
 class ORPO(Preference):
     """Learn from pairs of answers by odds-ratio preference optimization (ORPO, Hong et al., 2024), without a reference.
 
-    The model learns the chosen answers as in fine-tuning, and raises their odds over those of the rejected answers.
+    The model learns the chosen answers as in fine-tuning, and raises their odds over the odds of the rejected answers.
     """
 
     weight: float = 0.1

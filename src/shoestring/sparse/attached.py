@@ -28,7 +28,7 @@ log = logging.getLogger("shoestring")
 
 
 class SparseMethod(Protocol):
-    """An algorithm that computes sparse weights from dense ones. In all methods `name` is the name of a layer."""
+    """An algorithm that computes sparse weights from dense weights. In all methods, `name` is the name of a layer."""
 
     dense: bool  # whether layers use dense weights at present
     fp8: bool  # whether the inputs of products are rounded to 8 bits
@@ -45,7 +45,7 @@ class SparseMethod(Protocol):
         """Drop the state of a layer that turned out to stay dense."""
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
-        """The sparse weight, differentiable: the gradient reaches all entries of `weight`."""
+        """Compute the sparse weight differentiably: the gradient reaches all entries of `weight`."""
         ...
 
     def pruned(
@@ -128,7 +128,7 @@ class SparseLayers:
         units = self.units.get(name) if self.method.two_four and on_units(x, layer.weight) else None
         weight = layer.weight if units else self.method.weight(name, layer.weight)
         if units and not torch.compiler.is_compiling() and is_fake(weight) and self._is_whole(name):
-            # This is a dry run on fake tensors, which predicts memory. Products on fake tensors pack no weights.
+            # Fake tensors mean a dry run that predicts memory. Products on fake tensors pack no weights.
             self.operands[name].imagine(weight, autocast_dtype(x) or weight.dtype)
         draws = self.settings.mvue and layer.training and torch.is_grad_enabled()
         key = self.key(name) if draws else None

@@ -1,10 +1,10 @@
 """Searches for the decay factor of masked weights during the first steps of the run.
 
 In the paper (Hu et al., 2024), the factor is chosen so that masks flip a little less often than in dense training: the
-ratio of the two flip rates should lie in [0.60, 0.95]. The authors measure this ratio with short runs, one per factor
-and one dense run. But whether a weight's mask flips depends only on the gradient and decay of that weight. So here one
-run measures all factors at once, at the same learning rate: each row of 4×4 tiles is assigned to one factor or to dense
-training.
+ratio of the two flip rates should lie in [0.60, 0.95]. The authors measure the ratio of flip rates with short runs, one
+per factor and one dense run. However, whether a weight's mask flips depends only on the gradient and decay of that
+weight. One run can therefore measure all factors at once, at the same learning rate: each row of 4×4 tiles is assigned
+to one factor or to dense training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Search:
 
     Args:
         steps: duration of the search in steps.
-        start: decay factor around which the search tries others.
+        start: decay factor around which the search tries other factors.
     """
 
     def __init__(self, steps: int, start: float) -> None:

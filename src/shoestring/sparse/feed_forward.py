@@ -5,8 +5,8 @@ The forward pass of a module is traced to a graph (torch.fx). The module is a fe
 to one or two linear layers, their outputs pass through operations without parameters to a last linear layer, and the
 module returns the output of the last layer. Activation and form are identified by trial: on random numbers, in double
 precision, in training and in evaluation mode, the operations between the linear layers must return the same numbers as
-`gates`. So an activation is recognised under any name, and a layer with dropout, a clamp or a scale in between is left
-alone.
+`gates`. An activation is therefore recognised under any name, while a layer with dropout, a clamp or a scale in between
+is left unchanged.
 """
 
 from __future__ import annotations

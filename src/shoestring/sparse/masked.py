@@ -121,7 +121,7 @@ class Masks:
         """Add the decay of masked weights to their gradients.
 
         The decay is added after clipping, which would reduce it, and before the optimizer: Adam divides the decay by
-        the root of the second moment, so that it has more effect where gradients are small.
+        the root of the second moment, so that the decay has more effect where gradients are small.
         """
         if self.dense or not (self.factor or self.search):
             return

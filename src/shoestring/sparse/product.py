@@ -50,7 +50,7 @@ class Pruned(torch.autograd.Function):
 
 def shrink(weight: Tensor) -> Tensor:
     """The soft threshold of S-STE. In every four entries of a row, magnitudes shrink by the third largest magnitude,
-    down to zero. So at most two of four entries stay nonzero, and the result is continuous in the weight."""
+    down to zero. At most two of four entries stay nonzero, and the result is continuous in the weight."""
     # The third largest of four is min(the larger of the two pairs' minima, the smaller of the two pairs' maxima).
     a, b, c, d = weight.abs().unflatten(-1, (-1, 4)).movedim(-1, 0).contiguous()
     lower = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
@@ -118,7 +118,7 @@ class SparseUnits:
 
 
 class UnitProduct(torch.autograd.Function):
-    """`Product` on a GPU's sparse units. Of the weight, only the dense form is saved for the backward pass, because the
+    """`Product` on a GPU's sparse units. Only the dense form of the weight is saved for the backward pass, because the
     layer's `SparseOperand` holds the packed forms."""
 
     @staticmethod

@@ -115,8 +115,8 @@ class SSTE(Sparsity):
     with straight-through gradients."""
 
     fp8: bool = False
-    """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients). This simulates
-    the effect of FP8 on the loss, and makes no step faster."""
+    """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients). The setting
+    simulates the effect of FP8 on the loss, and makes no step faster."""
 
     @property
     def inexact(self) -> Inexact:
@@ -138,7 +138,8 @@ class SSTE(Sparsity):
 class Masked(Sparsity):
     """Base class of the methods with masks: the dense weights are trained with the gradients of the masked weights."""
 
-    # These properties hold the values for methods without such a setting. Subclasses replace some of them by fields.
+    # These properties hold the values for methods without such a setting. Subclasses replace some of these properties
+    # by fields.
     @property
     def mask(self) -> MaskName:
         return "rows"
@@ -226,8 +227,9 @@ class STEP(Masked):
     earliest: float = 0.1
     """Earliest point at which masks may begin, as a share of the run's steps."""
     latest: float = 0.5
-    """Latest point at which masks begin, as a share of the run's steps. Masks begin earlier if the second moments are
-    stable: if their mean change per step, averaged over 1 / (1 - beta2) steps, is below the optimizer's epsilon."""
+    """Latest point at which masks begin, as a share of the run's steps. Masks begin earlier once the second moments are
+    stable, that is, once their mean change per step, averaged over 1 / (1 - beta2) steps, is below the optimizer's
+    epsilon."""
 
     def check(self, attachments: Attachments) -> None:
         Masked.check(self, attachments)

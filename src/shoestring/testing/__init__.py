@@ -3,7 +3,7 @@
     class TestHalve(FeatureSuite):
         feature = Halve(share=0.5)
 
-Each public name is imported when it is first used, because not all of them need pytest and torch.
+Each public name is imported when it is first used, because some names need neither pytest nor torch.
 """
 
 from __future__ import annotations

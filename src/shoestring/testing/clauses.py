@@ -153,7 +153,7 @@ def releases_what_it_takes(case: Case) -> None:
     for ranks in case.ranks:
         for ending in ENDINGS:
             if ending == "in backward" and splits_replicas(case.feature) and ranks > 1:
-                continue  # only the last stage has a loss that can fail, and the others would wait for it
+                continue  # only the last stage has a loss that can fail, and the other stages would wait for it
             company = case.company(ranks, case.feature)
             arguments = {"ending": ending, "returns_model": case.returns_model}
             for held in case.run(scenarios.release, ranks, company, **arguments):
@@ -223,7 +223,7 @@ def imports_no_other_area(case: Case) -> None:
 def composes(case: Case) -> None:
     """The feature trains together with the representative of every other area.
 
-    All ranks then have equal weights, parameters keep their names, and a resumed run has the same bits.
+    After training, all ranks have equal weights, parameters keep their names, and a resumed run has the same bits.
     """
     if not case.representative:
         raise NotApplicableError("is not its area's representative")
@@ -272,7 +272,7 @@ def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **a
 def _partners(case: Case) -> Iterator[Feature]:
     """Yield the representatives of other areas to test with; a representative skips the ones before it in the list.
 
-    So each pair of representatives is tested once.
+    Each pair of representatives is thus tested once.
     """
     kinds = [type(partner) for partner in case.partners]
     after = kinds.index(type(case.feature)) + 1 if type(case.feature) in kinds else 0
@@ -297,7 +297,7 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
 
 
 def _refused(attempt: Callable[[], object], reason: str) -> None:
-    """Require that an attempt is refused by ConfigError or ConflictError; `reason` says why it cannot work."""
+    """Require that an attempt is refused by ConfigError or ConflictError; `reason` says why the attempt cannot work."""
     try:
         attempt()
     except RankError as error:
@@ -307,7 +307,8 @@ def _refused(attempt: Callable[[], object], reason: str) -> None:
 
 
 def _settings(feature: Feature) -> Iterator[Feature]:
-    """Yield the feature under test, its neutral setting if it has one, and its defaults if all fields have one."""
+    """Yield the feature under test, its neutral setting if it has one, and its defaults if all fields have a
+    default."""
     kind = type(feature)
     yield feature
     if kind.neutral is not None:

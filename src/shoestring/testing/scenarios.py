@@ -74,7 +74,7 @@ def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Modu
 
 
 def features_of(encoded: Iterable[Encoded], folder: str = "") -> list[Feature]:
-    """Decode features; features that write files get `folder` to write to, unless it is empty."""
+    """Decode features; features that write files get `folder` to write to, unless `folder` is empty."""
     features = [decode(feature) for feature in encoded]
     return [feature.placed(Path(folder)) if folder else feature for feature in features]
 

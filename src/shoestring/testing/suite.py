@@ -67,8 +67,8 @@ class FeatureSuite:
     clashes: ClassVar[Mapping[str, str]] = {}
     """Maps the names (`area.technique`) of partners that must be refused beside the feature to the reason."""
     model: ClassVar[str] = "shoestring.testing.jobs:tiny"
-    """Function that builds the model, written as `module:callable`. It takes a dropout rate, and returns the same
-    weights at every call. The model maps tokens to logits."""
+    """Function that builds the model, written as `module:callable`. The function takes a dropout rate, and returns the
+    same weights at every call. The model maps tokens to logits."""
 
     @pytest.fixture
     def case(self, request: pytest.FixtureRequest, tmp_path: Path) -> Case:

@@ -81,8 +81,7 @@ class Measurements:
     Args:
         sizes: bytes of each gradient, in the order of a forward pass.
         arrival: names of the gradients in the order in which the backward pass computes them.
-        pieces: bytes of each piece. A piece is a group of consecutive gradients in the coordinator's order; codecs were
-            timed on every piece.
+        pieces: bytes of each group of consecutive gradients (in the coordinator's order) on which codecs were timed.
         bucket, lanes: DDP's bucket size in bytes, and the number of all-reduces that DDP runs at a time.
         shard: number of ranks per host under a 2D torus, else 1.
     """

@@ -12,7 +12,7 @@ from shoestring.comm.codecs.wrapper import Wrapper, run_together
 
 
 class SelectiveCodec(Wrapper):
-    """Uses the codec `inner` for most parameters, and no compression for the parameters in `uncompressed`. The same
+    """Applies the codec `inner` to most parameters, and leaves the parameters in `uncompressed` uncompressed. The same
     collectives send both groups.
 
     Args:

@@ -33,8 +33,7 @@ extrapolated."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
-    """Estimate how many DDP steps a step of `method` is worth in a run of `total` steps (0: unknown); None if
-    unknown."""
+    """Estimate how many DDP steps a step of `method` is worth, or None; `total` is the run's length (0 if unknown)."""
     if isinstance(method, Dense | BF16) or (isinstance(method, Quantize) and (method.feedback or method.bits == 8)):
         return 1.0
     if isinstance(method, PowerSGD):

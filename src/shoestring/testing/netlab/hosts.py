@@ -76,7 +76,7 @@ class HostSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A running virtual host. Its processes, memory and disk vanish when its first process ends."""
+    """A running virtual host. The host's processes, memory and disk vanish when its first process ends."""
 
     number: int
     init: Identity
@@ -108,7 +108,7 @@ class Host:
         return Path(f"/proc/{self.init.pid}/root") / str(path).lstrip("/")
 
     def fill(self, free: int) -> None:
-        """Shrink the scratch disk so that only `free` bytes (at least one page) are free. This takes no memory."""
+        """Shrink the scratch disk, without using memory, so that only `free` bytes (at least one page) are free."""
         usage = os.statvfs(self.path(DISK))
         used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
         self._resize(str(max(used + free, usage.f_frsize)))
@@ -153,7 +153,8 @@ def start_switch() -> tuple[subprocess.Popen[str], int]:
 
 
 def start_relay(init: int, name: str, delay: float) -> subprocess.Popen[str]:
-    """Start the relay that delays the frames of the host whose first process is `init`; it ends with the host."""
+    """Start the relay that delays the frames of the host whose first process is `init`; the relay ends with the
+    host."""
     relay = Path(__file__).with_name("relay.py")
     inside = ["nsenter", "--target", str(init), "--net", "--pid"]
     return spawn([*inside, sys.executable, "-I", "-S", str(relay), name, str(delay)])[0]

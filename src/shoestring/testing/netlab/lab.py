@@ -65,7 +65,7 @@ class Lab:
     def remove(self, host: int) -> None:
         """End a host as a power failure would: other hosts get no message; processes, memory and disk are lost."""
         gone = self._host(host)
-        links.unplug(self._switch.pid, host)  # before the processes end, because their sockets would send a reset
+        links.unplug(self._switch.pid, host)  # unplugged first, because sockets of ending processes would send a reset
         gone.stop()
         del self._hosts[host]
         self._save()
@@ -113,7 +113,7 @@ class Lab:
         """Send a signal to the worker process whose global rank is `rank`.
 
         Raises:
-            WorldError: no running worker has this rank, or several have it.
+            WorldError: no running worker has this rank, or several workers have it.
         """
         programs.find_rank(self._hosts, rank).kill(sig)
 
@@ -240,15 +240,15 @@ def netlab(
         hosts: number of hosts, which are called `host0`, `host1`, …
         rate: bandwidth of each link in each direction, in tc's notation ("100mbit"); None for no limit.
         delay: one-way delay between any two hosts in seconds. Because kernels may lack netem, a process for each host
-            delays the frames. The delay is accurate to about a millisecond, up to about 100 Mbit/s.
+            delays the frames. The delay is accurate to about a millisecond, at rates up to about 100 Mbit/s.
         shm: size of each host's `/dev/shm`.
         disk: size of each host's scratch disk.
         shared: folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: empty folder for the output of jobs; by default a folder that is deleted with the lab.
         standing: whether this is the lab of `shoestring lab up`, which `shoestring lab run` and `down` look for.
         coalesce: whether to send frames in batches of one millisecond where the bandwidth is above 12 Mbit/s, which
-            takes less than half of the processor time. Use it to measure network costs where hosts share cores. It
-            changes a setting of the machine while the lab runs (see `coalescing`).
+            takes less than half of the processor time. Coalesce frames to measure network costs where hosts share
+            cores. Coalescing changes a setting of the machine while the lab runs (see `coalescing`).
 
     Raises:
         WorldError: this process is not root, or the machine lacks namespaces or a tool; the message says which.

@@ -43,8 +43,8 @@ def names() -> str:
     """Return the content of `/etc/hosts`, with all possible hosts, so that the names of hosts added later resolve."""
     lines = ["127.0.0.1 localhost"]
     for host in range(MOST_HOSTS):
-        # The second line lets programs look up the name of an IPv6 socket's peer. It uses another name, so that each
-        # host's name still resolves to a single address.
+        # The second line lets programs look up the name of an IPv6 socket's peer. The second line uses another name, so
+        # that each host's name still resolves to a single address.
         lines += [f"{address(host)} host{host}", f"::ffff:{address(host)} host{host}.lab"]
     return "\n".join([*lines, ""])
 
@@ -119,8 +119,8 @@ def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) ->
 def tbf(bits: int) -> str:
     """Return tc's words for a token bucket filter (tbf) that limits a device to `bits` per second.
 
-    The burst is 4 ms long, because timers of a busy machine fire late, and the queue 50 ms. At low rates the burst and
-    the queue are a few frames long; if they were shorter, a stream of small packets would be dropped rather than
+    The burst is 4 ms long, because timers of a busy machine fire late; the queue is 50 ms long. At low rates the burst
+    and the queue are a few frames long; if they were shorter, a stream of small packets would be dropped rather than
     delayed.
     """
     burst = max(bits // 8 * 4 // 1000, 4 * _FRAME)
@@ -129,10 +129,10 @@ def tbf(bits: int) -> str:
 
 
 def htb(device: str, bits: int) -> list[str]:
-    """Return tc's lines for the same limit by htb with hysteresis: the queueing discipline, its only class, and its
+    """Return tc's lines that limit a device by htb with hysteresis: the queueing discipline, its only class, and its
     queue.
 
-    htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, it
+    htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, htb
     sends twice as much at once.
     """
     burst, limit = bits // 8 // 1000, bits // 8 * 50 // 1000

@@ -20,8 +20,8 @@ MARK = "SHOESTRING_LAB_JOB"  # environment variable that identifies the processe
 class Program:
     """One command that runs on several hosts of a lab, created by `Lab.start` or `Lab.torchrun`.
 
-    The folder `folder` contains the output of each host in `host0.log` and so on. For torchrun, it also contains the
-    output of each worker and attempt in `host0/` and so on.
+    The folder `folder` contains the output of each host in `host0.log` and so on. For torchrun, the folder also
+    contains the output of each worker and attempt in `host0/` and so on.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Program:
         """Wait for the command to end on all hosts, and map hosts to exit statuses, as `codes` does.
 
         Raises:
-            WorldError: the command is still running after `timeout` seconds; it is not killed.
+            WorldError: the command is still running after `timeout` seconds; the command is not killed.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -172,6 +172,6 @@ def find_rank(hosts: Mapping[int, Host], rank: int) -> Identity:
         workers += [identity for identity in ranked if parent(identity.pid) not in pids]
     if len(workers) != 1:
         raise WorldError(
-            f"netlab: {len(workers) or 'no'} processes have rank {rank}", hint="is the job up? one job only"
+            f"netlab: {len(workers) or 'no'} processes have rank {rank}", hint="check that exactly one job is running"
         )
     return workers[0]

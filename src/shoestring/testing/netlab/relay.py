@@ -1,8 +1,8 @@
 """Emulates a cable with a delay: a script, run on a host, that passes frames between two TAP devices after the delay.
 
-This replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the delay
-of each frame in seconds. The device at the host's end is `eth0`. Both devices are made here, in the host's network
-namespace; the lab then moves the bridge's device to the bridge's namespace.
+The relay replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the
+delay of each frame in seconds. The device at the host's end is `eth0`. Both devices are made here, in the host's
+network namespace; the lab then moves the bridge's device to the bridge's namespace.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ def tap(name: str) -> int:
 
 
 class Lane:
-    """One direction of the cable: a queue of frames that were read at one end and are not yet due at the other."""
+    """One direction of the cable: a queue of frames that were read at one end and are not yet due at the other end."""
 
     def __init__(self, source: int, target: int, delay: float) -> None:
         self.source, self.target, self.delay = source, target, delay

@@ -1,7 +1,7 @@
 """The first process of a lab, a script that ends when the lab's owner ends in any way; all namespaces end with it.
 
 The argument is the number of an inherited pidfd of the owner. Unlike a parent-death signal, a pidfd does not fire when
-only the thread that started the lab ends; unlike a pipe, it is not kept open by the owner's other children.
+only the thread that started the lab ends; unlike a pipe, a pidfd is not kept open by the owner's other children.
 """
 
 import os
