@@ -2,7 +2,7 @@
 
 Each function returns a loss for every pair, (P,), to be minimized. `chosen` and `rejected` are `AnswerScores`, which
 hold the log-probabilities of answers, summed over tokens, under the policy (with gradients) and under the reference
-(without).
+(without gradients).
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def kto(
 def _log1mexp(x: Tensor) -> Tensor:
     """Compute log(1 − exp(x)) for x ≤ 0, accurately near 0 and for very negative x (Mächler, 2012); −inf at 0."""
     near = x > -0.6931471805599453
-    inner = torch.where(near, x, -1.0)  # a constant where this branch is not used, so that its gradient stays finite
+    inner = torch.where(near, x, -1.0)  # where this branch is unused, a constant keeps its gradient finite
     outer = torch.where(near, -1.0, x)
     return torch.where(near, torch.log(-torch.expm1(inner)), torch.log1p(-torch.exp(outer)))

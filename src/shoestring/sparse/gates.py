@@ -5,9 +5,9 @@ cuSPARSELt computes W·xᵀ, so the cheapest layout of a sparse layer's output (
 kernel reads gate and input in their layout, and writes the result in the same layout, which the next product and the
 random draws also read.
 
-Memory traffic for each hidden entry in 16 bits is 6 bytes forward (2 entries read, 1 written) and 10 backward (3 read,
-2 written). Without fusion, silu and product move 10 bytes forward and 22 backward, and each copy to the other layout
-moves 4 bytes more.
+Memory traffic per 16-bit hidden entry is 6 bytes in the forward pass (2 entries read, 1 written) and 10 bytes in the
+backward pass (3 read, 2 written). Without fusion, silu and product move 10 bytes forward and 22 backward, and each copy
+to the other layout moves 4 bytes more.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def pruned(
         weight: (rows, columns), row-major.
         mask: mask packed by `product.pack`.
         straight: whether to return the masked weight.
-        transposed: whether to return its transpose.
+        transposed: whether to return the transpose of the masked weight.
 
     Returns:
         The masked weight (rows, columns) and its transpose (columns, rows), each None unless requested. Memory traffic

@@ -118,7 +118,7 @@ class Masks:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Add the decay of masked weights to their gradients.
+        """Add the decay term of masked weights to the gradients of these weights.
 
         The decay is added after clipping, which would reduce it, and before the optimizer: Adam divides the decay by
         the root of the second moment, so that the decay has more effect where gradients are small.

@@ -1,8 +1,8 @@
 """Packed sparse weights, computed once per optimizer step and shared by all matrix products of the step.
 
 A step multiplies by each weight at least twice, forward and backward, and again for every further micro-batch and for
-recomputed activations. A weight does not change during a step. It is therefore pruned, rounded to 16 bits and packed
-when it is first needed, and the packed form is dropped before the optimizer changes the weight.
+recomputed activations. A weight does not change during a step. The weight is therefore pruned, rounded to 16 bits and
+packed when it is first needed, and the packed form is dropped before the optimizer changes the weight.
 
 Memory traffic per step and fp32 weight, if both directions are sparse: 6.1 bytes to prune (4 bytes and one mask bit are
 read, 2 bytes written), and 4.3 bytes to pack W and Wᵀ by torch's tile kernel (2 read, 2 · 9/8 written). If cuSPARSELt

@@ -26,7 +26,7 @@ LOOK = 25
 SMALL = 2048
 """Width up to which sparse products are not expected to be faster: with cuSPARSELt on an H100 in bf16, SlideSparse
 (2026) measured 0.97x at 2048 and 1.53x at 4096."""
-# Names, and prefixes of names, of the run's facts.
+# Keys, and prefixes of keys, in the run's facts (`trace.facts`).
 ADAPTERS = "adapter weights"
 FUSED, PRODUCT = "fused feed-forward layers", "sparse product of "
 FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "

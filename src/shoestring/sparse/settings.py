@@ -138,8 +138,8 @@ class SSTE(Sparsity):
 class Masked(Sparsity):
     """Base class of the methods with masks: the dense weights are trained with the gradients of the masked weights."""
 
-    # These properties hold the values for methods without such a setting. Subclasses replace some of these properties
-    # by fields.
+    # The properties below hold the values for methods that have no setting of the same name. Subclasses replace some of
+    # these properties by fields.
     @property
     def mask(self) -> MaskName:
         return "rows"

@@ -42,7 +42,7 @@ def row_mask_kernel(
 
 @triton.jit
 def tile_codes_kernel(
-    weight: tl.tensor,  # (rows, 4 across)
+    weight: tl.tensor,  # (rows, 4 * across)
     bank: tl.tensor,  # (PATTERNS, 16)
     codes: tl.tensor,  # (tiles,) uint8
     tiles: tl.tensor,

@@ -307,8 +307,7 @@ def _refused(attempt: Callable[[], object], reason: str) -> None:
 
 
 def _settings(feature: Feature) -> Iterator[Feature]:
-    """Yield the feature under test, its neutral setting if it has one, and its defaults if all fields have a
-    default."""
+    """Yield the feature under test, its neutral setting if any, and its defaults if all fields have a default."""
     kind = type(feature)
     yield feature
     if kind.neutral is not None:

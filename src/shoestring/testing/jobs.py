@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Tiny language model from tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
+    """Tiny language model that maps tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class Chooser:
         trials: number of forward and backward passes that are timed.
         torus: whether codecs may be restricted to the traffic between hosts (2D torus).
         install: function that attaches a candidate's exchange to the job.
-        worth: maps a codec's call to the number of DDP steps that one step with the codec is worth; 1 if missing.
+        worth: number of DDP steps that one step with a codec is worth, by the codec's call; 1 for codecs not listed.
     """
 
     def __init__(

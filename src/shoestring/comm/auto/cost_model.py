@@ -2,10 +2,10 @@
 
 This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed-form formulas.
 
-In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter, of `nbytes` bytes, is computed.
-The spans up to the last gradient are the forward and the backward pass. Spans after the last gradient wait until all
-gradients are averaged. The cost of coding a gradient depends on the gradient's byte position in the coordinator's
-order.
+In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter has been computed; the gradient
+has `nbytes` bytes. The spans up to the last gradient are the forward and the backward pass. Spans after the last
+gradient wait until all gradients are averaged. The cost of coding a gradient depends on the gradient's byte position in
+the coordinator's order.
 """
 
 from __future__ import annotations

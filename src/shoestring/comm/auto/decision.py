@@ -133,8 +133,8 @@ def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> 
     """Choose the candidate that reaches a given loss fastest, if it beats unchanged DDP by more than `MARGIN`; else
     DDP.
 
-    The parts of the gradients that are exchanged first stay uncompressed if their exchange is fully overlapped with
-    computation, because compression would then save no time.
+    If the exchange of the first parts of the gradients is fully overlapped with computation, these parts stay
+    uncompressed, because compression would save no time.
     """
     trace, cluster, costs = measured.trace(), measured.cluster(), measured.costs()
     ddp, *others = list_candidates(measured)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
     from shoestring.comm.settings.per_step import Exchange
 
-GRADIENTS = " of gradients"  # suffix of the codec name for a method's first steps, which average gradients
+GRADIENTS = " of gradients"  # suffix that names the codec of a method's first steps, which average gradients
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack bytes that `pack` has packed to codes (rows, count), in uint8 for up to 8 bits, else in int64."""
+    """Convert the bytes from `pack` back to codes (rows, count), in uint8 for up to 8 bits, else in int64."""
     per, filled = _period(bits)
     parts = packed.unflatten(1, (filled, -1))
     dtype = torch.uint8 if bits <= 8 else torch.int64
@@ -63,7 +63,7 @@ def _overlaps(plane: int, bits: int) -> list[tuple[int, int]]:
 
 
 def index_bytes(count: int, n: int) -> int:
-    """Bytes of `count` indices below n as `encode_indices` writes them."""
+    """Number of bytes that `encode_indices` writes for `count` indices below n."""
     low = _low_bits(count, n)
     return packed_bytes(count, low) * (low > 0) + packed_bytes(_marks(count, n, low), 1)
 
@@ -71,9 +71,9 @@ def index_bytes(count: int, n: int) -> int:
 def encode_indices(indices: Tensor, n: int) -> Tensor:
     """Encode indices (rows, count) below n, ascending in each row, as bytes (rows, index_bytes); indices may repeat.
 
-    This is the Elias-Fano code (1974). The low bits of each index are stored unchanged. The high bits are stored
-    as one set bit per index, at the value of the high bits plus the index's position in its row. The code takes 2 +
-    log2(n / count) bits per index, at most half a bit above the entropy.
+    This is the Elias-Fano code (1974). The low bits of each index are stored unchanged. The high bits are stored in a
+    bit vector: the i-th index of a row, with high bits h, sets bit h + i. The code takes 2 + log2(n / count) bits per
+    index, at most half a bit above the entropy.
     """
     rows, count = indices.shape
     low = _low_bits(count, n)

@@ -36,7 +36,7 @@ class BucketRange:
         return [flat[where] for _, _, where in self.pieces]
 
     def read(self, summands: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Read this range of the sum of several lists of flat tensors: (buckets, bucket) in fp32; padding is zero."""
+        """Read the sum of several lists of flat tensors in this range: (buckets, bucket) in fp32; padding is zero."""
         first, *others = summands
         x = torch.zeros(self.stop - self.start, self.bucket, device=first[0].device)
         if self.pieces:

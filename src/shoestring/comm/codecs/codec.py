@@ -8,9 +8,9 @@ answers, and decodes them:
         P, = yield [Mean(tensor) for tensor in P.values()]
         ...
 
-The caller of the generator, through `advance`, decides how requests are carried out. `exchange.wire.Wire` packs all
-requests of one yield into at most one collective of each kind; `lockstep` runs the generators of several ranks in one
-process.
+The caller runs the generator through `advance`, and decides how requests are carried out. `exchange.wire.Wire` packs
+all requests of one yield into at most one collective of each kind; `lockstep` runs the generators of several ranks in
+one process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. fp16 and bf16 are
-    rounded as a ring all-reduce rounds them.
+    """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. Means in fp16 and bf16
+    are rounded as in a ring all-reduce.
 
     The answer may be the request's own tensor, overwritten.
     """

@@ -25,7 +25,7 @@ class WeightedSum:
     scale: float = 1.0
     momentum: float = 0.0
     table: GradTable | None = None
-    """The gradients in memory, if they have not been copied into `g` yet; else None."""
+    """Table of the gradients in memory; None once the gradients have been copied into `g`."""
 
     def __len__(self) -> int:
         return len(self.g)

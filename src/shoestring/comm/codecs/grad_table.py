@@ -38,7 +38,7 @@ def takes(tensors: Iterable[Tensor]) -> bool:
 
 
 class GradTable:
-    """Table of contiguous tensors in fp32, bf16 or fp16, whose entries are numbered one tensor after the other.
+    """Table of contiguous tensors in fp32, bf16 or fp16; entries are numbered consecutively across the tensors.
 
     `fused_kernel` describes the layout of the table.
     """

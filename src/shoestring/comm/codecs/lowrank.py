@@ -22,7 +22,7 @@ from shoestring.comm.codecs.kernel_buckets import TYPES
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows (BN) and columns (BM) that a program processes at a time, and its number of warps."""
+    """Rows (BN) and columns (BM) that a program processes at a time, and the program's number of warps."""
 
     BN: int
     BM: int

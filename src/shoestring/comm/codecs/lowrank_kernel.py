@@ -1,6 +1,6 @@
 """Triton kernels of `lowrank`. Import this module only if Triton is installed.
 
-A launch computes one product for each of several matrices of one shape; the grid's last axis counts the matrices.
+A launch computes one product for each of several matrices of one shape; the grid's last axis indexes the matrices.
 `table` (matrices, 2), int64, holds the addresses of g and e of each matrix, both (n, m). P (matrices, n, r) and Qᵀ
 (matrices, r, m) are stacks of matrices. All tensors are contiguous; g has the data type TYPE, the others fp32. ALIGNED
 means that all addresses are multiples of 16 bytes. R is r rounded up to a power of 2, and for tl.dot to at least 16.

@@ -127,8 +127,8 @@ class PowerSGDCodec(Codec):
         return (n + m) * min(self.rank, n, m) * self.least < n * m
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
-        """A matrix with the basis from the previous step; in the first step with a random basis, the same on all
-        ranks."""
+        """Return a matrix with the basis from the previous step; in the first step, the basis is random, but the same
+        on all ranks."""
         if grad.ndim > 2:
             grad = grad.view(len(grad), -1)
         rank = min(self.rank, *grad.shape)

@@ -56,7 +56,7 @@ class ReduceScatterCodec(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encode x (buckets, bucket) as fp32 levels of the same shape and scales (buckets, 1): x ≈ levels * scales.
+        """Encode x (buckets, bucket) as fp32 levels (buckets, bucket) and scales (buckets, 1): x ≈ levels * scales.
 
         Levels are whole numbers; the scale of a bucket with a non-finite entry is non-finite.
 
@@ -146,8 +146,8 @@ class Buckets(Protocol):
         """Store the codes (rows, buckets, bytes) and scales that are sent, until the exchange ends."""
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); it is non-finite if any entry
-        of the bucket is non-finite."""
+        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); a non-finite entry makes the
+        magnitude non-finite."""
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """Encode rows into codes (buckets, bytes) and scales (buckets, 1)."""

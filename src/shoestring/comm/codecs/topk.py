@@ -39,7 +39,7 @@ class FlatCodec(Codec):
     """
 
     reads_in_place = True
-    """Whether kernels, if available, read gradients in place instead of a flat copy."""
+    """Whether available kernels read gradients in place, instead of a flat copy of the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class FlatCodec(Codec):
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def flatten(self, grads: Grads) -> Tensor:
-        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes it the
-        state."""
+        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes the buffer
+        the state."""
         tensors, buffer = list(grads.values()), self._take_buffer(grads)
         foreach_copy_(split_like(buffer, tensors), tensors)
         return buffer

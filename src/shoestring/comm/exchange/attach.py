@@ -99,8 +99,8 @@ def _skip_together(attachments: Attachments) -> None:
 
 
 def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: ExchangeState, name: str) -> None:
-    """Exchange the gradients of `tensors`. Gradients are zero for parameters that a rank did not use or has frozen
-    since.
+    """Exchange the gradients of `tensors`. Parameters that a rank did not use, or has frozen since then, get zero
+    gradients.
 
     So all ranks exchange the gradients of the same parameters. The average of a frozen parameter is added to the
     residual. In a replayed step nothing is exchanged, because the gradients are already averages.

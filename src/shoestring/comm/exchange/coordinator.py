@@ -122,8 +122,8 @@ class Channel:
             raise error
 
     def _average(self, cohort: Cohort) -> Stages:
-        """Average a cohort's gradients without the loss scale, because the scale changes between steps and residuals do
-        not."""
+        """Average a cohort's gradients without the loss scale, because the scale may change while residuals are
+        stored."""
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)

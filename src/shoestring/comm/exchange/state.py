@@ -65,7 +65,7 @@ class ExchangeState:
 
     @contextmanager
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Context with the gradients of all trained parameters set from stored averages; optimizer steps inside do not
+        """Context in which the gradients of all trained parameters are stored averages, and optimizer steps do not
         exchange gradients."""
         grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {

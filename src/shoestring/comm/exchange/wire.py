@@ -137,8 +137,8 @@ class Wire:
         sum_over_shards: Callable[[Tensor], Tensor] = identity,
         keep: Callable[[list[Tensor]], object] | None = None,
     ) -> Stages:
-        """`run` as a generator, which yields while the collectives of a stage are in progress, and may be continued in
-        another thread.
+        """Does what `run` does, as a generator that yields while the collectives of a stage are in progress, and may be
+        continued in another thread.
 
         Yields:
             Whether the generator, once continued, will start further collectives while it waits for answers.
@@ -262,7 +262,7 @@ class Wire:
             if not asked:
                 continue
             rows = 1 if kind is AllGather else self.size
-            padded = []  # as (rows, bytes), so that each answer starts at a multiple of the alignment
+            padded = []  # tensors (rows, bytes), padded so that each answer starts at a multiple of the alignment
             for _, tensor in asked:
                 flat = tensor.contiguous().view(rows, -1)
                 flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)

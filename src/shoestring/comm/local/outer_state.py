@@ -31,7 +31,7 @@ def install(attachments: Attachments, settings: LocalSteps) -> None:
     outer = OuterOptimizer(attachments, settings)
     attachments.exits.callback(outer.close)
     attachments.at(Phase.OUTER, outer.after_step)
-    attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # first, so that later callbacks see averages
+    attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # inserted first, so that later callbacks see averages
     if attachments.world.ranks_over(settings.over) > 1:
         attachments.refuse_with(outer.refuse)
     keep_state(attachments, outer)

@@ -2,9 +2,9 @@
 
 Adam divides by the root of v, a mean of squared gradients over about 1 / (1 - beta2) steps. Each of N replicas computes
 the gradient g of 1 / N of the batch. The noise of g has N times the variance of the mean gradient's noise, so v is too
-large. Also, if only one replica reads a rare token, g is large there in one step, and v shrinks the only step in which
-the token can be learned. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's first
-moment m replaces the mean of g:
+large. Also, if only one replica reads a rare token, g is large on that replica in one step, and v shrinks the only step
+in which the token can be learned. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's
+first moment m replaces the mean of g:
 
     v <- beta v + (1 - beta) (g^2 / N + (1 - 1/N) m^2)
 

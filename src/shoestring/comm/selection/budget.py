@@ -177,7 +177,7 @@ class BudgetedCodec(Wrapper):
         return grads | sums
 
     def _summarise(self, grads: Grads, M: Grads) -> Tensor:
-        """Summarise each layer by ‖g‖, ‖M‖ and, for selectors that learn (else 0), ⟨g, previous M⟩: (3 x layers,)."""
+        """Summarise each layer by ‖g‖, ‖M‖ and ⟨g, previous M⟩ (0 unless the selector learns): (3 x layers,)."""
         before = (self.state.get("unsent", {}) | self.state.get("delivered", {})) if self.selector.learns else {}
         zero = torch.zeros((), device=next(iter(grads.values())).device)
         gains = [

@@ -38,7 +38,7 @@ class GainKnapsack(Selector):
     has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead of the average.
 
     Args:
-        memory: decay of the average.
+        memory: decay of the average over steps.
         least: lower bound of a layer's value per byte, as a fraction of the mean over layers, so that every layer is
             sent eventually.
     """

@@ -72,7 +72,7 @@ class LocalSteps(Feature):
     estimates the second moment of all replicas' mean gradient, with which a step learns more if `every` is small.
     Neither setting sends data, and optimizers other than Adam are not changed."""
     replica: Literal["auto", "host", "rank"] = "auto"
-    """Unit that forms a replica: a host with all its ranks, or each rank. "auto" means hosts if there are several
+    """Unit that forms a replica: a host with all its ranks, or a single rank. "auto" means hosts if there are several
     hosts, or if another feature shards or replicates the model inside a host, so that such a run can continue on one
     host; else ranks."""
 

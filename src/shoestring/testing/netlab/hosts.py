@@ -153,8 +153,7 @@ def start_switch() -> tuple[subprocess.Popen[str], int]:
 
 
 def start_relay(init: int, name: str, delay: float) -> subprocess.Popen[str]:
-    """Start the relay that delays the frames of the host whose first process is `init`; the relay ends with the
-    host."""
+    """Start the relay that delays the frames of the host with first process `init`; the relay ends with the host."""
     relay = Path(__file__).with_name("relay.py")
     inside = ["nsenter", "--target", str(init), "--net", "--pid"]
     return spawn([*inside, sys.executable, "-I", "-S", str(relay), name, str(delay)])[0]

@@ -65,8 +65,7 @@ class LabRecord:
         )
 
     def abandoned(self) -> bool:
-        """Whether the owner has certainly ended; False if the owner is in a PID namespace that this process cannot
-        see."""
+        """Whether the owner has certainly ended; False if the owner's PID namespace is not visible to this process."""
         if self.boot != _boot():
             return True
         return self.pid_namespace == namespace("self") and not self.owner.alive()

@@ -133,7 +133,7 @@ def htb(device: str, bits: int) -> list[str]:
     queue.
 
     htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, htb
-    sends twice as much at once.
+    sends twice as many frames at once.
     """
     burst, limit = bits // 8 // 1000, bits // 8 * 50 // 1000
     both = f"rate {bits}bit ceil {bits}bit burst {burst} cburst {burst} quantum {_FRAME}"

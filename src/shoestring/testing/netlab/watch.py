@@ -17,7 +17,7 @@ def main() -> None:
     ipv6 = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
     if os.path.exists(ipv6):  # noqa: PTH110 (pathlib costs more to import than the rest together)
         with open(ipv6, "w") as file:  # noqa: PTH123
-            file.write("1")  # IPv6 is off, so that no neighbour discovery adds to the counted bytes
+            file.write("1")  # IPv6 is off, so that neighbour discovery does not add to the counted bytes
     owner = select.poll()
     owner.register(int(sys.argv[1]), select.POLLIN)
     sys.stdout.write(os.readlink("/proc/self") + "\n")  # noqa: PTH115
