@@ -48,7 +48,7 @@ class Search:
 
     @classmethod
     def over(cls, total: int, share: float, start: float) -> Self | None:
-        """Create a search over a share of the run's `total` steps; None if `share`, `start` or `total` is 0
+        """Create a search over a share of the run's `total` steps; None if `share` or `start` is 0, or `total` is 0
         (unknown)."""
         steps = math.ceil(share * total)
         return cls(steps, start) if steps and start else None

@@ -127,7 +127,7 @@ def torch_default_mask(weight: Tensor) -> Tensor:
 
 
 def _greedy(weight: Tensor, order: Tensor) -> Tensor:
-    """Greedy transposable mask that visits entries from the largest to the smallest `order`, in all tiles at once."""
+    """Greedy transposable mask that visits entries in descending order of the scores `order`, in all tiles at once."""
     tiles = _tiles(order.detach()).flatten(0, 1).flatten(1)
     mask = torch.zeros_like(tiles, dtype=torch.bool)
     room = torch.full((2, len(tiles), 4), 2, device=weight.device)  # number of entries a row or column may still keep

@@ -36,7 +36,7 @@ class ProductTrial:
     """The result of the trial for one shape of product."""
 
     faster: bool
-    """Whether the sparse product is faster; products of the shape then run sparse."""
+    """Whether the sparse product is faster; if so, all products of this shape run sparse."""
     algorithm: int
     """cuSPARSELt's number of the fastest algorithm."""
     speedup: float

@@ -173,7 +173,7 @@ def _right(batch: MatrixBatch, table: Tensor, Qt: Tensor) -> Tensor:
 
     (n, m), r = batch.shape, Qt.shape[1]
     R = _power(r)
-    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # 64 sums per thread
+    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # a thread holds 64 sums
     blocks, steps, splits = _split(n, at.BN, m, at.BM, len(batch))
     out = Qt.new_empty(len(batch), splits, n, r)
     inputs, launch = (table, Qt.contiguous(), out, n, m, r), lowrank_kernel.right[blocks, splits, len(batch)]

@@ -49,7 +49,7 @@ def right(
     g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
     Qt += matrix * r * m
     rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
-    THIN: tl.constexpr = R < 16  # if thin: elementwise products, summed in separate registers until the end
+    THIN: tl.constexpr = R < 16  # if true, products are elementwise, and summed in separate registers until the end
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
     for step in range(STEPS):
         cols = (split * STEPS + step) * BM + tl.arange(0, BM)

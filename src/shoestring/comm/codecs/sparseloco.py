@@ -3,8 +3,8 @@
 Three things differ from the paper's code. First, the two bits of an entry are the sign and the choice between two
 magnitudes per chunk; the paper's code has magnitudes per tensor. Magnitudes per chunk cost 4 bytes per chunk, and a
 chunk of zeros is sent as zeros. Second, the mean is over all ranks, not only over the ranks that sent an entry, so that
-sent entries and residuals add up to the gradient. Third, indices take 8 bits instead of 12, because they are sent in
-ascending order.
+sent entries and residuals add up to the gradient. Third, indices take 8 bits, not 12 as in the paper's code, because
+they are sent in ascending order.
 """
 
 from __future__ import annotations

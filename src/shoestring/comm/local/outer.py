@@ -119,7 +119,7 @@ class ReplicaChannel:
 
 
 class OuterOptimizer:
-    """The outer optimizer of one rank, which merges the replicas."""
+    """Runs the outer optimizer on one rank, and merges the replicas."""
 
     def __init__(self, attachments: Attachments, settings: LocalSteps) -> None:
         self.attachments, self.settings = attachments, settings
@@ -177,7 +177,8 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter that was frozen or missing when the feature was attached is trained now.
         """
-        # Appended only here, to run after checkpoints have copied the moments, which the estimate changes.
+        # The estimate changes the moments, so it is appended only here, to run after checkpoints have copied the
+        # moments.
         waits = self.attachments.phases[Phase.WAIT]
         if self.moments is not None and self.estimate_moments not in waits:
             waits.append(self.estimate_moments)

@@ -22,8 +22,8 @@ LOGS = ROOT / "logs"
 """Path of the lab's log folder, as processes on a host see it."""
 
 # Arguments: host name, size of /dev/shm, size of the scratch disk, lab folder, log folder, shared folder or "". The
-# folders for ROOT are mounted elsewhere and then moved to ROOT, because the lab folder, which is needed for mounting,
-# lies below ROOT and is hidden afterwards.
+# folders for ROOT are mounted in the lab folder first, and then moved to ROOT, because the move hides the lab folder,
+# which lies below ROOT.
 _START = f"""
 set -e
 read -r pid _ </proc/self/stat

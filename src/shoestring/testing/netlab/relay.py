@@ -1,7 +1,7 @@
 """Emulates a cable with a delay: a script, run on a host, that passes frames between two TAP devices after the delay.
 
 The relay replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the
-delay of each frame in seconds. The device at the host's end is `eth0`. Both devices are made here, in the host's
+delay of each frame in seconds. The device at the host's end is `eth0`. The script makes both devices in the host's
 network namespace; the lab then moves the bridge's device to the bridge's namespace.
 """
 
