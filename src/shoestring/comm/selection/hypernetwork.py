@@ -21,14 +21,14 @@ class Hypernetwork(Selector):
     """A network with one hidden layer that maps a layer's features to the probability p of sending the layer.
 
     The network is trained by gradient ascent on J = Σ p (v - λ b), summed over layers. Here b is the layer's share of
-    all bytes, and v the layer's share of the loss reduction by sending. To first order, a layer's loss reduction is ⟨g,
-    M⟩ with the gradient g of the next step, whose noise is independent of M. The value v is known for sent and for
-    unsent layers, so no layer has to be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds
-    the budget, and falls otherwise.
+    all bytes, and v the layer's share of the loss reduction by sending. To first order, the loss reduction is ⟨g, M⟩
+    with the gradient g of the next step, whose noise is independent of M. The value v is known for sent and for unsent
+    layers, so no layer has to be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the
+    budget, and falls otherwise.
 
     All numbers are fp64 and computed only by + - x / and √, in a fixed order. IEEE processors round these operations
-    identically, so ranks with different processors make the same choice. To use only these operations, the code has x /
-    (1 + |x|) instead of tanh, and a piecewise linear logarithm.
+    identically, so ranks with different processors make the same choice. To use only these operations, the code
+    replaces tanh by x / (1 + |x|), and the logarithm by a piecewise linear function.
 
     Args:
         hidden: number of hidden units.

@@ -33,9 +33,10 @@ class Knapsack(Selector):
 class GainKnapsack(Selector):
     """Maximises the loss reduction, to first order, by sending layers within the allowed bytes.
 
-    The loss reduction of a layer is ⟨g, M⟩ with g from the next step; one step later, it is known for sent and unsent
-    layers. For each layer, ⟨g, M⟩ divided by the number of gradients in M is averaged over steps. The M of a layer that
-    has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead of the average.
+    The loss reduction of a layer is ⟨g, M⟩ with g from the next step; this value is known one step later, for sent and
+    unsent layers. For each layer, ⟨g, M⟩ divided by the number of gradients in M is averaged over steps. The M of a
+    layer that has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead of the
+    average.
 
     Args:
         memory: decay of the average over steps.

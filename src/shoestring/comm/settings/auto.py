@@ -110,7 +110,7 @@ class Auto(Feature):
         return {call: parse_method(call) for call in ("dense", *self.allow)}
 
     def find_worth(self, total: int) -> dict[str, float]:
-        """Number of DDP steps that a step of each method is worth, by call; 0 if unknown (`check` refuses it then).
+        """Number of DDP steps that a step of each method is worth, by call; 0 if unknown (`check` refuses 0).
 
         Args:
             total: number of steps of the run; 0 if the end is unknown.
