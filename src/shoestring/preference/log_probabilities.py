@@ -13,10 +13,10 @@ from shoestring.core.task import IGNORED
 
 
 class _TargetLogProbabilities(torch.autograd.Function):
-    """hidden (N, C), weight (V, C), bias (V,), targets (N,) -> log softmax(W h + b)[target], (N,).
+    """Computes log softmax(W h + b)[target], (N,), from hidden (N, C), weight (V, C), bias (V,) and targets (N,).
 
-    The backward pass computes the logits of each chunk again, so that the logits of the whole batch are never in
-    memory. The forward pass cannot compute the gradients, because the loss is not a sum over tokens.
+    The backward pass recomputes the logits chunk by chunk, so that the logits of the whole batch are never in memory.
+    The forward pass cannot compute the gradients, because the loss is not a sum over tokens.
     """
 
     @staticmethod
@@ -105,12 +105,12 @@ def sums_by_answer(values: Tensor, targets: Tensor, answers: Tensor, kinds: int)
     Args:
         values: log-probabilities (B, T).
         targets: (B, T); tokens whose target is -100 are left out.
-        answers: integers (B, T) that say which answer a token belongs to: kinds * n + k for kind k of the n-th answer
-            (or pair) of the row, -1 for tokens of no answer.
+        answers: index of the answer to which a token belongs, integers (B, T): kinds * n + k for kind k of the n-th
+            answer (or pair) of the row; -1 for tokens outside answers.
         kinds: number of kinds of answer, such as chosen and rejected.
 
     Returns:
-        Sums of shape (B, N, kinds); N is an upper bound on the answers of a row that follows from T alone.
+        Sums of shape (B, N, kinds). N depends only on T, and is an upper bound on the number of answers in a row.
     """
     rows, length = values.shape
     numbers = length // 2 + 1  # upper bound: a record consists of at least two sequences of one token each

@@ -2,7 +2,7 @@
 
 Each function returns a loss for every pair, (P,), to be minimized. `chosen` and `rejected` are `AnswerScores`, which
 hold the log-probabilities of answers, summed over tokens, under the policy (with gradients) and under the reference
-(without).
+(without gradients).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Variant = Literal["sigmoid", "ipo", "hinge", "normalized"]
 
 
 class Compared(NamedTuple):
-    """The reference of an objective."""
+    """The reference model of an objective, and the cache of the model's log-probabilities."""
 
     reference: str
-    """Name of its model; empty for the model that training starts from."""
+    """Name of the reference model; empty for the model that training starts from."""
     cache_folder: str
-    """Folder that keeps its log-probabilities; empty to compute them each time."""
+    """Folder in which the reference's log-probabilities are cached; empty to compute them every time."""
 
 
 class AnswerScores(NamedTuple):
@@ -48,10 +48,10 @@ class AnswerScores(NamedTuple):
 
 
 def dpo(chosen: AnswerScores, rejected: AnswerScores, *, beta: float, variant: Variant, smoothing: float) -> Tensor:
-    """Loss of direct preference optimization (DPO, Rafailov et al., 2023) or of a variant.
+    """Loss of direct preference optimization (DPO, Rafailov et al., 2023) or of one of its variants.
 
-    Let h be the log-ratio of the chosen answer minus that of the rejected one, h̄ the same difference of log-ratios per
-    token, and ε the smoothing:
+    Let h be the log-ratio of the chosen answer minus the log-ratio of the rejected answer, h̄ the same difference after
+    both log-ratios are divided by the answers' numbers of tokens, and ε the smoothing:
     - `sigmoid`: −(1 − ε) log σ(β h) − ε log σ(−β h); ε > 0 is conservative DPO (Mitchell, 2023);
     - `ipo`: (h̄ − 1 / 2β)² (Azar et al., 2023);
     - `hinge`: max(0, 1 − β h) (SLiC, Zhao et al., 2023);
@@ -95,7 +95,7 @@ def kto(
 ) -> tuple[Tensor, Tensor]:
     """Losses of Kahneman–Tversky optimization (KTO, Ethayarajh et al., 2024) for desirable and undesirable answers.
 
-    The loss is 1 − σ(β (r − z)) for a desirable answer and 1 − σ(β (z − r)) for an undesirable one, where r is the
+    The loss is 1 − σ(β (r − z)) for a desirable answer and 1 − σ(β (z − r)) for an undesirable answer, where r is the
     answer's log-ratio and z the divergence. No gradient flows through z.
 
     Args:
@@ -108,6 +108,6 @@ def kto(
 def _log1mexp(x: Tensor) -> Tensor:
     """Compute log(1 − exp(x)) for x ≤ 0, accurately near 0 and for very negative x (Mächler, 2012); −inf at 0."""
     near = x > -0.6931471805599453
-    inner = torch.where(near, x, -1.0)  # a constant where this branch is not used, so that its gradient stays finite
+    inner = torch.where(near, x, -1.0)  # where this branch is unused, a constant keeps its gradient finite
     outer = torch.where(near, -1.0, x)
     return torch.where(near, torch.log(-torch.expm1(inner)), torch.log1p(-torch.exp(outer)))

@@ -1,4 +1,4 @@
-"""The objective of preference optimization: log-probabilities under policy and reference, and losses of pairs."""
+"""Implements the objective of preference optimization: log-probabilities under policy and reference, and the loss."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from shoestring.preference.settings import Preference
 
 ROWS = "rows"
-"""Name of the entry of a batch that has the number of rows of each record, where that is not 1."""
+"""Key of a batch's entry for the number of rows per record; a batch without this entry has one row per record."""
 
 
 class LogProbabilities(NamedTuple):
-    """What a model returns in place of logits: the log-probabilities of its target tokens, (B, T)."""
+    """Log-probabilities of the target tokens, (B, T), which the model returns in place of logits."""
 
     values: Tensor
 
 
 class Pairs(NamedTuple):
-    """The answers of a batch, by kind; index p is the same record in all three.
+    """The answers of a batch, by kind; index p belongs to the same record in all three fields.
 
     All tensors have the shape (P,); a record without an answer of a kind has 0 tokens there.
     """
@@ -49,14 +49,15 @@ class Pairs(NamedTuple):
     chosen: AnswerScores
     rejected: AnswerScores
     mismatched: AnswerScores
-    """AnswerScores that belong to other prompts, from which KTO estimates the divergence."""
+    """Answers to other prompts; KTO estimates the divergence from their scores."""
 
 
 class Objective:
     """Replaces the loss of a job by the loss of a preference feature, both in training and in evaluation.
 
-    A batch has its texts in rows of T tokens, (B, T), in which several answers may be packed; or as (B, R, T) for
-    models in which packed texts would see each other: R rows for each record, one for each of its answers.
+    A batch usually consists of rows of T tokens, (B, T), and several answers may be packed into one row. For models in
+    which packed texts would attend to each other, the batch has the shape (B, R, T): R rows per record, one for each
+    answer.
     """
 
     def __init__(self, attachments: Attachments, settings: Preference) -> None:
@@ -92,10 +93,10 @@ class Objective:
             )
 
     def check_reference(self) -> None:
-        """Check that the reference stays the same in training, once adapters have been added.
+        """After adapters have been added, check that training will not change the reference.
 
         Raises:
-            ConfigError: the reference is the model with adapters switched off, and more than the adapters is trained.
+            ConfigError: the reference is the model with adapters switched off, but other parameters are trained too.
         """
         if self.compared is None or self.frozen is not None:
             return
@@ -114,7 +115,8 @@ class Objective:
     def _opened_cache(self) -> SampleCache | None:
         """The cache of the reference's log-probabilities on disk; None if the settings ask for none.
 
-        Its identity holds the hashes of all frozen weights, so that no other reference's values are read.
+        The cache's identity includes the hashes of all frozen weights, so that values of another reference are never
+        read.
         """
         if self.cache is None and self.compared is not None and self.compared.cache_folder:
             kind = self.attachments.world.device.type
@@ -145,7 +147,7 @@ class Objective:
         """Return the reference's log-probability of each answer, (rows, N, K), from the cache or by a forward pass.
 
         Args:
-            computed: whether a forward pass is made in any case.
+            computed: whether to run the forward pass even if the cache holds the values.
         """
         cache = self._opened_cache()
         keys = [] if cache is None else sample_keys(batch, also=("labels", "targets", ANSWERS))
@@ -214,8 +216,8 @@ class Objective:
         return torch.where(counts, losses, 0).sum(), count
 
     def mean_over_ranks(self, total: Tensor, count: Tensor) -> Tensor:
-        """Sum `total` and `count` over the data-parallel ranks, and return the quotient without gradients. A
-        collective."""
+        """Sum `total` and `count` over the data-parallel ranks with a collective, and return their quotient without
+        gradients."""
         group = self.attachments.world.group(self.attachments.data_axes)
         sums = torch.stack((total.detach(), count.to(total.dtype)))
         if group is not None:
@@ -235,7 +237,7 @@ class FlushedWithCheckpoints:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing to restore: samples that are on disk are found there."""
+        """Restore nothing: cached samples are read from disk."""
 
 
 def has_answers(batch: Batch) -> bool:
@@ -243,7 +245,7 @@ def has_answers(batch: Batch) -> bool:
 
 
 def in_rows(batch: Batch) -> Batch:
-    """Return a batch with all texts in rows, (B · R, T), if each record has R rows; its entry `ROWS` is then R."""
+    """Reshape texts (B, R, T) to rows (B · R, T), and store R in the entry `ROWS`; return any other batch unchanged."""
     if not has_answers(batch) or batch[ANSWERS].ndim < 3:
         return batch
     flat = {name: value.flatten(0, 1) for name, value in batch.items() if isinstance(value, Tensor) and value.ndim == 3}
@@ -251,18 +253,18 @@ def in_rows(batch: Batch) -> Batch:
 
 
 def _joined(sums: Tensor, batch: Batch) -> Tensor:
-    """Add up the rows of each record: (B · R, N, K) -> (B, N, K), where each answer is in one row alone."""
+    """Sum over the R rows of each record: (B · R, N, K) -> (B, N, K); an answer has nonzero values in only one row."""
     rows = batch.get(ROWS, 1)
     return sums if rows == 1 else sums.unflatten(0, (-1, rows)).sum(1)
 
 
 def _answers_predicted(batch: Batch) -> Tensor:
-    """The answer of the token that each position predicts, (rows, T): position t predicts token t + 1."""
+    """Index of the answer whose token each position predicts, (rows, T); position t predicts token t + 1."""
     return F.pad(batch[ANSWERS], (0, 1), value=-1)[:, 1:]
 
 
 def _places(batch: Batch) -> Tensor:
-    """Where a token of an answer to the record's own prompt is predicted, (rows, T) bool."""
+    """Mask of the positions that predict a token of an answer to the record's own prompt, (rows, T) bool."""
     answers = _answers_predicted(batch)
     return (targets_of(batch) != IGNORED) & (answers >= 0) & (answers % KINDS != MISMATCHED)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Feature):
-    """Base class of the objectives that learn from preferences."""
+    """Base class of objectives that learn from preferences."""
 
     tokens: int = 1024
     """Number of tokens whose logits are in memory at a time. A smaller number takes less memory; below a few hundred it
@@ -33,7 +33,7 @@ class Preference(Feature):
 
     @property
     def compared(self) -> Compared | None:
-        """The reference that the objective compares the model with; None if it has none."""
+        """The reference that the objective compares the model with; None for an objective without a reference."""
         return None
 
     @property
@@ -82,14 +82,14 @@ class Referenced(Preference):
 
     reference: str = ""
     """Reference model: a run folder, a model folder or `hf:NAME`, with the tokenizer of the trained model. Defaults to
-    the model that training starts from. Where adapters are trained, the reference is the model with adapters switched
-    off; otherwise a frozen copy takes memory."""
+    the model that training starts from. If adapters are trained, the reference is the model with adapters switched off;
+    otherwise it is a frozen copy, which takes memory."""
     cache_folder: str = "reference"
     """Folder in which the reference's log-probabilities are cached by sample, so that later epochs need no forward pass
     of the reference. A relative path is inside the run folder. If empty, nothing is cached."""
     held_out_kl: bool = True
     """Whether evaluations also measure the KL divergence from the reference, as the mean over the tokens of held-out
-    answers, in nats per token. It takes a forward pass of the reference in each evaluation."""
+    answers, in nats per token. The measurement takes a forward pass of the reference in each evaluation."""
 
     def placed(self, folder: Path) -> Self:
         return replace(self, cache_folder=str(folder / self.cache_folder)) if self.cache_folder else self
@@ -124,7 +124,7 @@ class DPO(Referenced):
     """
 
     beta: float = 0.1
-    """Strength β of the pull towards the reference: a larger one keeps the trained model closer to the reference."""
+    """Strength β of the pull towards the reference: a larger value keeps the trained model closer to the reference."""
     variant: Literal["sigmoid", "ipo", "hinge", "normalized"] = "sigmoid"
     """Loss of a pair. `sigmoid` is DPO's own loss. `ipo` is the squared distance from a margin of 1 / 2β per token,
     which does not overfit where one answer always wins. `hinge` is the loss of SLiC. `normalized` is DPO on log-ratios
@@ -163,10 +163,10 @@ class SimPO(Preference):
     """
 
     beta: float = 2.0
-    """Scale β of the difference of mean log-probabilities: a larger one sharpens the preference."""
+    """Scale β of the difference of mean log-probabilities: a larger value sharpens the preference."""
     margin: float = 1.0
-    """Target margin γ: how far the scaled mean log-probability of the chosen answer should exceed the rejected
-    one's."""
+    """Target margin γ, by which the scaled mean log-probability of the chosen answer should exceed that of the rejected
+    answer."""
     smoothing: float = 0.0
     """Assumed probability, below 0.5, that the labels of a pair are swapped. 0 trusts all labels."""
 
@@ -188,7 +188,7 @@ class SimPO(Preference):
 class ORPO(Preference):
     """Learn from pairs of answers by odds-ratio preference optimization (ORPO, Hong et al., 2024), without a reference.
 
-    The model learns the chosen answers as in fine-tuning, and raises their odds over those of the rejected answers.
+    The model learns the chosen answers as in fine-tuning, and raises their odds over the odds of the rejected answers.
     """
 
     weight: float = 0.1
@@ -217,9 +217,9 @@ class KTO(Referenced):
     """
 
     beta: float = 0.1
-    """Strength β of the pull towards the reference: a larger one keeps the trained model closer to the reference."""
+    """Strength β of the pull towards the reference: a larger value keeps the trained model closer to the reference."""
     desirable_weight: float = 1.0
-    """Weight of the loss on desirable answers; choose a larger one where they are rarer than undesirable answers."""
+    """Weight of the loss on desirable answers; choose a larger weight if they are rarer than undesirable answers."""
     undesirable_weight: float = 1.0
     """Weight of the loss on undesirable answers."""
 
@@ -254,8 +254,8 @@ def complete(pairs: Pairs) -> tuple[AnswerScores, AnswerScores, Tensor]:
     """Prepare pairs for a loss that needs both answers.
 
     Returns:
-        The chosen answers, the rejected answers, and whether each pair has both, (P,) bool. A missing answer has one
-        token of log-probability -1.
+        The chosen answers, the rejected answers, and whether each pair has both, (P,) bool. A missing answer is
+        replaced by one token with log-probability -1.
     """
     counts = (pairs.chosen.tokens > 0) & (pairs.rejected.tokens > 0)
     chosen, rejected = (side._replace(tokens=side.tokens.clamp_min(1)) for side in pairs[:2])

@@ -42,7 +42,7 @@ def prune(
         metric: score that decides which two of four weights are kept: `magnitude`, or magnitude times the norm of the
             input (`wanda`).
         batches: calibration batches for `wanda`, on the model's device; about 128 samples suffice.
-        forward: (model, batch) -> output, for batches of another form than `Job` takes by default.
+        forward: function (model, batch) -> output, for batches in a form that `Job` does not take by default.
 
     Raises:
         ConfigError: no layer can be pruned, or the metric is `wanda` and there are no batches.

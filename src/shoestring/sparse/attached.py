@@ -28,7 +28,7 @@ log = logging.getLogger("shoestring")
 
 
 class SparseMethod(Protocol):
-    """An algorithm that computes sparse weights from dense ones. In all methods `name` is the name of a layer."""
+    """An algorithm that computes sparse weights from dense weights. In all methods, `name` is the name of a layer."""
 
     dense: bool  # whether layers use dense weights at present
     fp8: bool  # whether the inputs of products are rounded to 8 bits
@@ -45,7 +45,7 @@ class SparseMethod(Protocol):
         """Drop the state of a layer that turned out to stay dense."""
 
     def weight(self, name: str, weight: Tensor) -> Tensor:
-        """The sparse weight, differentiable: the gradient reaches all entries of `weight`."""
+        """Compute the sparse weight differentiably: the gradient reaches all entries of `weight`."""
         ...
 
     def pruned(
@@ -65,7 +65,7 @@ class SparseMethod(Protocol):
         """Called after gradient clipping and before the optimizer's step."""
 
     def mask(self, name: str, weight: Tensor) -> Tensor:
-        """Compute the mask of `weight`, this rank's rows, from the current values; packed to bits."""
+        """Compute the mask of `weight` (this rank's rows) from its current values, packed to bits."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -74,7 +74,8 @@ class SparseMethod(Protocol):
 
 
 def install(attachments: Attachments, settings: Sparsity, seam: Seam) -> None:
-    """Attach what belongs to `seam`: MODEL patches the layers, STEP adds the hooks around the optimizer step."""
+    """Attach the part of a method that belongs to `seam`: MODEL patches layers, STEP adds hooks around optimizer
+    steps."""
     attached = attachments.carry(settings, lambda: SparseLayers(attachments, settings))
     if seam is Seam.MODEL:
         attached.patch()
@@ -93,7 +94,7 @@ class SparseLayers:
         self.calls: dict[str, Tensor] = {}  # number of forward passes of each layer
         self.numbers = {name: number for number, name in enumerate(self.choice.sparse)}
         self.place = attachments.world.index_over(attachments.data_axes)
-        self.operands: dict[str, SparseOperand] = {}  # this and `units`: empty if there are no sparse units
+        self.operands: dict[str, SparseOperand] = {}  # `operands` and `units` are empty without sparse units
         self.units: dict[str, SparseUnits] = {}
 
     def patch(self) -> None:
@@ -127,7 +128,7 @@ class SparseLayers:
         units = self.units.get(name) if self.method.two_four and on_units(x, layer.weight) else None
         weight = layer.weight if units else self.method.weight(name, layer.weight)
         if units and not torch.compiler.is_compiling() and is_fake(weight) and self._is_whole(name):
-            # This is a dry run on fake tensors, which predicts memory. Products on fake tensors pack no weights.
+            # Fake tensors mean a dry run that predicts memory. Products on fake tensors pack no weights.
             self.operands[name].imagine(weight, autocast_dtype(x) or weight.dtype)
         draws = self.settings.mvue and layer.training and torch.is_grad_enabled()
         key = self.key(name) if draws else None
@@ -139,7 +140,7 @@ class SparseLayers:
         return next_key(self.calls[name], self.settings.seed * 2**20 + self.numbers[name])
 
     def start(self) -> None:
-        """Start the algorithm, and add its hooks around the optimizer step. The features of SHARD have already been
+        """Start the algorithm, and add its hooks around the optimizer step. Features of Seam.SHARD have already been
         applied."""
         attachments, trained = self.attachments, self.attachments.trained
         for name in list(self.choice.sparse):

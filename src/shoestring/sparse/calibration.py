@@ -1,10 +1,10 @@
 """Searches for the decay factor of masked weights during the first steps of the run.
 
 In the paper (Hu et al., 2024), the factor is chosen so that masks flip a little less often than in dense training: the
-ratio of the two flip rates should lie in [0.60, 0.95]. The authors measure this ratio with short runs, one per factor
-and one dense run. But whether a weight's mask flips depends only on the gradient and decay of that weight. So here one
-run measures all factors at once, at the same learning rate: each row of 4×4 tiles is assigned to one factor or to dense
-training.
+ratio of the two flip rates should lie in [0.60, 0.95]. The authors measure the ratio of flip rates with short runs, one
+per factor and one dense run. However, whether a weight's mask flips depends only on the gradient and decay of that
+weight. One run can therefore measure all factors at once, at the same learning rate: each row of 4×4 tiles is assigned
+to one factor or to dense training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Search:
 
     Args:
         steps: duration of the search in steps.
-        start: decay factor around which the search tries others.
+        start: decay factor around which the search tries other factors.
     """
 
     def __init__(self, steps: int, start: float) -> None:
@@ -48,7 +48,7 @@ class Search:
 
     @classmethod
     def over(cls, total: int, share: float, start: float) -> Self | None:
-        """Create a search over a share of the run's `total` steps; None if `share`, `start` or `total` is 0
+        """Create a search over a share of the run's `total` steps; None if `share` or `start` is 0, or `total` is 0
         (unknown)."""
         steps = math.ceil(share * total)
         return cls(steps, start) if steps and start else None
@@ -111,8 +111,8 @@ def interpolated(factors: list[float], ratios: list[float], aim: float = AIM) ->
 
     Args:
         factors: ascending.
-        ratios: one per factor. Ratios should fall with the factor; a rise is taken for noise and replaced by the lowest
-            earlier ratio.
+        ratios: one per factor. Ratios should fall as the factor grows; a rise is treated as noise and replaced by the
+            lowest earlier ratio.
     """
     falling = [min(ratios[: index + 1]) for index in range(len(ratios))]
     if falling[0] <= aim:

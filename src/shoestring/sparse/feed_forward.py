@@ -5,8 +5,8 @@ The forward pass of a module is traced to a graph (torch.fx). The module is a fe
 to one or two linear layers, their outputs pass through operations without parameters to a last linear layer, and the
 module returns the output of the last layer. Activation and form are identified by trial: on random numbers, in double
 precision, in training and in evaluation mode, the operations between the linear layers must return the same numbers as
-`gates`. So an activation is recognised under any name, and a layer with dropout, a clamp or a scale in between is left
-alone.
+`gates`. An activation is therefore recognised under any name, while a layer with dropout, a clamp or a scale in between
+is left unchanged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find(model: nn.Module, layers: Mapping[str, nn.Linear]) -> Iterator[tuple[st
 
 
 def recognise(module: nn.Module) -> GatedLayers | None:
-    """Recognise a module as a feed-forward layer whose activation `gates` computes; None if it is not one."""
+    """Recognise a feed-forward layer whose activation `gates` computes; return None for any other module."""
     if isinstance(module, nn.Linear | nn.ModuleList | nn.ModuleDict) or "forward" in vars(module):
         return None
     modes = {submodule: submodule.training for submodule in module.modules()}
@@ -91,7 +91,7 @@ class _LinearTracer(fx.Tracer):
 
 
 def _matched(module: nn.Module, graph: fx.Graph) -> GatedLayers | None:
-    """Match a traced forward pass with the structure of a feed-forward layer; None if it differs."""
+    """Match a traced forward pass with the structure of a feed-forward layer; return None if the structure differs."""
     nodes = list(graph.nodes)
     modules = {node: module.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
     linear = [node for node, submodule in modules.items() if isinstance(submodule, nn.Linear)]

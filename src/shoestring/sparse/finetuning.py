@@ -98,7 +98,7 @@ class AnnealedMasks(Masks):
         wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, wide, strict=True)]
         squares = torch.stack(norms).square().view(-1, 2)
-        summed(squares, next(iter(weights.values())))  # FSDP2 shards all layers over the same ranks: one all-reduce
+        summed(squares, next(iter(weights.values())))  # one all-reduce: all layers are sharded over the same ranks
         ratios = (squares[:, 0] / squares[:, 1].clamp_min(torch.finfo(squares.dtype).tiny)).sqrt()
         return dict(zip(weights, ratios, strict=True))
 
@@ -121,7 +121,7 @@ class AnnealedMasks(Masks):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self.squares.keys() <= state_dict["squares"].keys():  # empty if the saved run had `metric = "magnitude"`
+        if self.squares.keys() <= state_dict["squares"].keys():  # none are saved with `metric = "magnitude"`
             self.measured = state_dict["measured"]
             for name, squares in self.squares.items():
                 squares.copy_(state_dict["squares"][name])

@@ -1,4 +1,4 @@
-"""Triton kernels of `gates`, for tensors of any strides. Import this only if Triton is installed.
+"""Triton kernels of `gates`, for tensors of any strides. Import this module only if Triton is installed.
 
 Each program processes a square tile of tokens by columns, so that memory accesses are coalesced in row-major and in
 column-major layout: Triton orders the threads along the dimension with stride 1, and moves values between threads if
@@ -37,7 +37,7 @@ def with_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def gated_kernel(
-    gate: tl.tensor,  # this and the next two are (rows, columns)
+    gate: tl.tensor,  # `gate`, `up` and `out` are (rows, columns)
     up: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
@@ -65,7 +65,7 @@ def gated_kernel(
 
 @triton.jit
 def gated_backward_kernel(
-    grad: tl.tensor,  # this and the next four are (rows, columns)
+    grad: tl.tensor,  # the first five tensors are (rows, columns)
     gate: tl.tensor,
     up: tl.tensor,
     of_gate: tl.tensor,

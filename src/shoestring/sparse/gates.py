@@ -1,13 +1,13 @@
-"""Gated activations of feed-forward layers, fused with the product by the gate, in any memory layout.
+"""Gated activations of feed-forward layers, fused with the multiplication by the gate, in any memory layout.
 
 cuSPARSELt computes W·xᵀ, so the cheapest layout of a sparse layer's output (tokens, hidden) is column-major, with
-`stride(0) == 1`. An operation that reads this output row by row reads a cache line for each entry. Here one kernel
-reads gate and input in their layout, and writes the result in the same layout, which the next product and the random
-draws also read.
+`stride(0) == 1`. An operation that reads a column-major output row by row reads a cache line for each entry. Here one
+kernel reads gate and input in their layout, and writes the result in the same layout, which the next product and the
+random draws also read.
 
-Memory traffic for each hidden entry in 16 bits is 6 bytes forward (2 entries read, 1 written) and 10 backward (3 read,
-2 written). Without fusion, silu and product move 10 bytes forward and 22 backward, and each copy to the other layout
-moves 4 more.
+Memory traffic per 16-bit hidden entry is 6 bytes in the forward pass (2 entries read, 1 written) and 10 bytes in the
+backward pass (3 read, 2 written). Without fusion, silu and product move 10 bytes forward and 22 backward, and each copy
+to the other layout moves 4 bytes more.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _(x: Tensor, other: Tensor | None, activation: str, form: str) -> Tensor:
 
 @torch.library.custom_op("shoestring::gated_backward", mutates_args=())
 def _gated_backward(grad: Tensor, x: Tensor, other: Tensor | None, activation: str, form: str) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and of `other`; the second is an empty tensor if `other` is None."""
+    """The gradients of `x` and of `other`; the gradient of `other` is an empty tensor if `other` is None."""
     gate, up = parts(x, other, form)
     of_x, of_other = empty_like(x, x.shape[1]), empty_like(x, x.shape[1] if form == "apart" else 0)
     of_gate, of_up = parts(of_x, of_other if form == "apart" else None, form)

@@ -90,11 +90,12 @@ def pruned(
         weight: (rows, columns), row-major.
         mask: mask packed by `product.pack`.
         straight: whether to return the masked weight.
-        transposed: whether to return its transpose.
+        transposed: whether to return the transpose of the masked weight.
 
     Returns:
-        (rows, columns) and (columns, rows), each None unless requested. Memory traffic from an fp32 weight to both
-        results in bf16 is 8.1 bytes per entry: 4 bytes and a bit read, 2 + 2 bytes written.
+        The masked weight (rows, columns) and its transpose (columns, rows), each None unless requested. Memory traffic
+        from an fp32 weight to both results in bf16 is 8.1 bytes per entry: 4 bytes and one mask bit are read, and 2 + 2
+        bytes are written.
     """
     from shoestring.sparse.triton_kernels import prune_kernel
 
@@ -112,7 +113,7 @@ def pruned(
 
 
 def shrunk(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale` times `product.shrink` of a weight, in `dtype`; memory traffic from fp32 to bf16 is 6 bytes per entry."""
+    """Compute `scale * product.shrink(weight)` in `dtype`; memory traffic from fp32 to bf16 is 6 bytes per entry."""
     from shoestring.sparse.triton_kernels import shrink_kernel
 
     kernel: Any = shrink_kernel

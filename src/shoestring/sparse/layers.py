@@ -31,8 +31,8 @@ class LinearLayers:
 
     @property
     def share(self) -> float:
-        """The fraction of the weights of all linear layers, and of their multiplications per token, that is in sparse
-        layers."""
+        """Fraction of the weights of all linear layers that belongs to sparse layers; also the fraction of
+        multiplications per token."""
         return self.sparse_weights / max(self.weights, 1)
 
     @property

@@ -86,8 +86,8 @@ class Masks:
         return pack(self._mask(self.scores(name, weight)))
 
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """Scores of `weight`, this rank's rows; entries with the largest |score| are kept. Here the scores are the
-        weights."""
+        """Scores of `weight` (this rank's rows); masks keep the entries with the largest |score|. Here the scores are
+        the weights."""
         return weight
 
     def before_step(self) -> None:
@@ -118,10 +118,10 @@ class Masks:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Add the decay of masked weights to their gradients.
+        """Add the decay term of masked weights to the gradients of these weights.
 
         The decay is added after clipping, which would reduce it, and before the optimizer: Adam divides the decay by
-        the root of the second moment, so that it has more effect where gradients are small.
+        the root of the second moment, so that the decay has more effect where gradients are small.
         """
         if self.dense or not (self.factor or self.search):
             return

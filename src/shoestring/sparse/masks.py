@@ -4,7 +4,7 @@ A mask is a bool tensor of the weight's shape, true where a weight is kept. Mask
 own pruning compares signed values by default; `torch_default_mask` does the same, as a baseline.
 
 A transposable mask (Hubara et al., 2021) keeps two entries in every row and every column of each 4×4 tile. There are 90
-such patterns, so the pattern of a tile is stored as a code of one byte.
+transposable patterns, so the pattern of a tile is stored as a code of one byte.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BLOCK = 8192
 
 
 def row_mask(scores: Tensor) -> Tensor:
-    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row; among equals, the first.
+    """Mask that keeps the two largest magnitudes of every four consecutive entries of a row, the first of equal ones.
 
-    NaN counts as larger than any number. So every group keeps exactly two entries, and NaN is not hidden.
+    NaN counts as larger than any number. Every group therefore keeps exactly two entries, and NaN is not hidden.
 
     Args:
         scores: (…, columns), weights or scores of weights.
@@ -120,17 +120,17 @@ def greedy_mask(weight: Tensor) -> Tensor:
 def torch_default_mask(weight: Tensor) -> Tensor:
     """Greedy transposable mask by signed value, as torch's semi-structured pruning makes it by default.
 
-    This is only a baseline: it drops large negative weights first. It keeps 0.57 of the sum of squares of Gaussian
-    weights; selection by magnitude keeps 0.82.
+    This mask is only a baseline: it drops large negative weights first. Of the sum of squares of Gaussian weights, it
+    keeps 0.57; selection by magnitude keeps 0.82.
     """
     return _greedy(weight, weight)
 
 
 def _greedy(weight: Tensor, order: Tensor) -> Tensor:
-    """Greedy transposable mask that visits entries from the largest to the smallest `order`, in all tiles at once."""
+    """Greedy transposable mask that visits entries in descending order of the scores `order`, in all tiles at once."""
     tiles = _tiles(order.detach()).flatten(0, 1).flatten(1)
     mask = torch.zeros_like(tiles, dtype=torch.bool)
-    room = torch.full((2, len(tiles), 4), 2, device=weight.device)  # remaining entries to keep, of each row and column
+    room = torch.full((2, len(tiles), 4), 2, device=weight.device)  # number of entries a row or column may still keep
     for place in tiles.argsort(dim=1, descending=True, stable=True).unbind(1):
         row, column = (place // 4)[:, None], (place % 4)[:, None]
         fits = (room[0].gather(1, row) > 0) & (room[1].gather(1, column) > 0)
@@ -178,7 +178,8 @@ def require_2_4(weight: Tensor) -> Tensor:
     """Return the weight if it is 2:4: at most two of every four consecutive entries of a row are not zero.
 
     Raises:
-        ConfigError: the weight is not 2:4. Torch would pack it to wrong values without an error (pytorch issue 159872).
+        ConfigError: the weight is not 2:4. Torch would pack such a weight to wrong values without an error (pytorch
+            issue 159872).
     """
     _require_multiple_of_four(weight, columns=True)
     crowded = (weight.unflatten(-1, (-1, 4)) != 0).sum(-1) > 2

@@ -7,7 +7,7 @@ probabilities are intervals that fill [0, 2), and the two entries whose interval
 (systematic sampling, Madow 1949). If fewer than two entries are nonzero, the probabilities add up to less than 2, and
 only the nonzero entries are kept.
 
-The random number of a group is a bijection of the group's index, mixed with the key of the call. So no two groups of a
+The random number of a group is a bijection of the group's index, mixed with the key of the call. No two groups of a
 call share a random number, and results do not depend on how groups are divided among threads or ranks.
 """
 

@@ -62,7 +62,7 @@ def prune_model(
         )
         for name, layer in group.items():
             weight = layer.weight
-            # An expert that received no token has no inputs to measure, so it is pruned by magnitude.
+            # An expert that received no token has no inputs to measure, so its weights are pruned by magnitude.
             scores = weight.to(norms[name]) * norms[name] if name in norms and norms[name].any() else weight
             mask = row_mask(scores)
             result.kept_energy[name] = float(kept_energy(weight, mask))

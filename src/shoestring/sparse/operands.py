@@ -1,16 +1,16 @@
 """Packed sparse weights, computed once per optimizer step and shared by all matrix products of the step.
 
 A step multiplies by each weight at least twice, forward and backward, and again for every further micro-batch and for
-recomputed activations. The weight does not change during the step. So it is pruned, rounded to 16 bits and packed when
-it is first needed, and the packed form is dropped before the optimizer changes the weight.
+recomputed activations. A weight does not change during a step. The weight is therefore pruned, rounded to 16 bits and
+packed when it is first needed, and the packed form is dropped before the optimizer changes the weight.
 
-Memory traffic per step and fp32 weight, if both directions are sparse: 6.1 bytes to prune (4 bytes and the mask's bit
-read, 2 written), and 4.3 to pack W and Wᵀ by torch's tile kernel (2 read, 2 · 9/8 written). If cuSPARSELt packs
-instead, W and Wᵀ are written in one pass, and the two costs are 8.1 and 6.3 bytes. Without the cache, every product
-would prune and pack again, at 6.1 + 3.1 bytes, and the backward product would also transpose, at 4 bytes.
+Memory traffic per step and fp32 weight, if both directions are sparse: 6.1 bytes to prune (4 bytes and one mask bit are
+read, 2 bytes written), and 4.3 bytes to pack W and Wᵀ by torch's tile kernel (2 read, 2 · 9/8 written). If cuSPARSELt
+packs instead, W and Wᵀ are written in one pass, pruning moves 8.1 bytes, and packing 6.3 bytes. Without the cache,
+every product would prune and pack again, at 6.1 + 3.1 bytes, and the backward product would also transpose, at 4 bytes.
 
-Memory held from the first product to the optimizer's step: 9/8 bytes per weight for each packed direction, and 2 for
-each dense direction. Dense layers hold 2 bytes per weight, for autocast's copy.
+Memory held from the first product to the optimizer's step: 9/8 bytes per weight for each packed direction, and 2 bytes
+for each dense direction. Dense layers hold 2 bytes per weight, for autocast's copy.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class WeightForms:
         return self._packed[transposed]
 
     def pack(self, *, transposed: bool) -> list[Tensor]:
-        """Pack the pruned weight or its transpose without using the cache. With `both`, the other one follows in the
-        list."""
+        """Pack the pruned weight or its transpose without using the cache. With `both`, the other packed matrix follows
+        in the list."""
         if not self.both:
             return [cslt_compress(self._pruned(transposed=True) if transposed else self._straight())]
         shape, device = self.weight.shape, self.weight.device

@@ -1,7 +1,7 @@
 """Matrix products of sparse linear layers, with straight-through gradients to the dense weight.
 
-They are autograd functions made of torch's operations and custom operators, so that torch.compile traces them without a
-graph break.
+The products are autograd functions made of torch's operations and custom operators, so that torch.compile traces them
+without a graph break.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pruned(torch.autograd.Function):
 
 def shrink(weight: Tensor) -> Tensor:
     """The soft threshold of S-STE. In every four entries of a row, magnitudes shrink by the third largest magnitude,
-    down to zero. So at most two of four entries stay nonzero, and the result is continuous in the weight."""
+    down to zero. At most two of four entries stay nonzero, and the result is continuous in the weight."""
     # The third largest of four is min(the larger of the two pairs' minima, the smaller of the two pairs' maxima).
     a, b, c, d = weight.abs().unflatten(-1, (-1, 4)).movedim(-1, 0).contiguous()
     lower = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
@@ -61,7 +61,7 @@ def shrink(weight: Tensor) -> Tensor:
 
 
 class Shrinking(torch.autograd.Function):
-    """scale * shrink(weight), from a weight and a scale (0-d); the gradient passes unchanged to the weight."""
+    """Computes scale * shrink(weight) from a weight and a scale (0-d); the gradient passes unchanged to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SparseUnits:
-    """How a layer's products run on the sparse units of a GPU."""
+    """Operand and memory layouts of a layer's products on the sparse units of a GPU."""
 
     operand: int
     """Number of the layer's `operands.SparseOperand`."""
@@ -118,7 +118,7 @@ class SparseUnits:
 
 
 class UnitProduct(torch.autograd.Function):
-    """`Product` on a GPU's sparse units. Of the weight, only the dense form is saved for the backward pass, because the
+    """`Product` on a GPU's sparse units. Only the dense form of the weight is saved for the backward pass, because the
     layer's `SparseOperand` holds the packed forms."""
 
     @staticmethod
@@ -179,7 +179,7 @@ def product(
 
 
 def on_units(x: Tensor, weight: Tensor) -> bool:
-    """Whether type and shape allow a layer's products to run on sparse units; uses only what is known at compile
+    """Whether type and shape allow a layer's products to run on sparse units; uses only information known at compile
     time."""
     dtype = autocast_dtype(x)
     same = dtype is not None or x.dtype == weight.dtype

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from shoestring.sparse.attached import SparseMethod
 
 LOOK = 25
-"""Steps between two measurements of the masks; each takes two passes over all weights."""
+"""Steps between two measurements of the masks; a measurement takes two passes over all weights."""
 SMALL = 2048
 """Width up to which sparse products are not expected to be faster: with cuSPARSELt on an H100 in bf16, SlideSparse
 (2026) measured 0.97x at 2048 and 1.53x at 4096."""
-# Names, and prefixes of names, of the run's facts.
+# Keys, and prefixes of keys, in the run's facts (`trace.facts`).
 ADAPTERS = "adapter weights"
 FUSED, PRODUCT = "fused feed-forward layers", "sparse product of "
 FLIPS, ENERGY, CHANGED = "sparse flip rate of ", "sparse kept energy of ", "sparse dense because "
@@ -42,7 +42,7 @@ def explained(choice: LinearLayers, products: int, device: torch.device) -> str:
         name, why = next(iter(choice.dense.items()))
         line += f"; dense: `{name}`" + (f" and {len(choice.dense) - 1} more" if len(choice.dense) > 1 else "")
         line += f" ({why})"
-    gain = 1 / (1 - choice.share * products / 3 / 2)  # a sparse product takes at least half as long as a dense one
+    gain = 1 / (1 - choice.share * products / 3 / 2)  # a sparse product takes at least half as long as a dense product
     line += f"; at most {gain:.2f}x in linear layers where products are twice as fast"
     narrow = min((min(layer.weight.shape) for layer in choice.sparse.values()), default=SMALL)
     if device.type != "cuda":

@@ -25,10 +25,10 @@ log = logging.getLogger("shoestring")
 MULTIPLE = 16  # in 16-bit types cuSPARSELt requires token counts and weight sizes that are multiples of this
 TILE_MULTIPLE = 128  # torch's tile kernel requires row and column counts that are multiples of this
 RUNS, ROUNDS = 10, 5  # a trial times each product in 5 rounds of 10 runs
-WORTHWHILE = 1.02  # smallest speed-up for which a sparse product is used; smaller ones are timer noise
+WORTHWHILE = 1.02  # smallest speed-up for which a sparse product is used; smaller speed-ups are timer noise
 TOLERANCE = 0.02  # largest accepted relative difference of results; 16-bit products differ by about 2⁻⁸
 COMPARED = 512  # maximum number of rows compared, evenly spaced, so that a trial needs little memory
-PROBES = 64  # columns of the random matrix that checks whether a matrix was packed correctly
+PROBES = 64  # number of random vectors that a packed matrix is multiplied by, to check the packing
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ProductTrial:
     """The result of the trial for one shape of product."""
 
     faster: bool
-    """Whether the sparse product is faster; products of the shape then run sparse."""
+    """Whether the sparse product is faster; if so, all products of this shape run sparse."""
     algorithm: int
     """cuSPARSELt's number of the fastest algorithm."""
     speedup: float
@@ -47,8 +47,8 @@ class ProductTrial:
 trials: dict[tuple[Any, ...], ProductTrial] = {}
 """Trials run in this process, by device, type, shape and layouts."""
 tiled: dict[tuple[Any, ...], bool] = {}
-"""Whether torch's tile kernel packs in the format that cuSPARSELt reads, by device, type and shape; tested once
-each."""
+"""Whether torch's tile kernel packs in the format that cuSPARSELt reads, by (device, type, shape); tested once per
+key."""
 
 
 def speedups() -> dict[str, float]:
@@ -69,21 +69,22 @@ def available(device: torch.device) -> bool:
 
 
 def usable(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> bool:
-    """Whether sparse products of this type and shape are possible; uses only what is known at compile time."""
+    """Whether sparse products of this type and shape are possible; uses only information known at compile time."""
     fits = dtype in (torch.bfloat16, torch.float16) and not any(size % MULTIPLE for size in shape)
     return fits and available(device)
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured. Then nothing can be timed, and cached tensors must not be used."""
+    """Whether a CUDA graph is being captured; during capture, nothing can be timed, and no cached tensors may be
+    used."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def readable(dense: Tensor) -> Tensor:
     """The dense operand in a layout that cuSPARSELt reads, row-major or column-major; copied if it has neither.
 
-    Torch assumes that a non-contiguous tensor is the transpose of a contiguous one. It would read the wrong memory for
-    a slice or an expanded gradient.
+    Torch assumes that a non-contiguous tensor is the transpose of a contiguous one. Torch would read the wrong memory
+    for a slice or an expanded gradient.
     """
     return dense if dense.is_contiguous() or dense.t().is_contiguous() else dense.contiguous()
 
@@ -182,9 +183,9 @@ def _(sparse: Tensor, dense: Tensor) -> Tensor:
 def tiles_fit(shape: torch.Size, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]) -> bool:
     """Whether torch's tile kernel packs matrices of this shape in the format that cuSPARSELt reads on this device.
 
-    The kernel writes a layout that torch's authors worked out for Ampere; cuSPARSELt does not document it. So the
-    kernel is tested once per shape: the matrix that `make` returns and its transpose are packed and multiplied with
-    random numbers.
+    The kernel writes a layout that torch's authors worked out for Ampere; cuSPARSELt does not document this layout. The
+    kernel is therefore tested once per shape: the matrix that `make` returns and its transpose are packed and
+    multiplied with random numbers.
     """
     key = (device, dtype, tuple(shape))
     if any(size % TILE_MULTIPLE for size in shape):

@@ -110,13 +110,13 @@ class Sparsity(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class SSTE(Sparsity):
-    """S-STE (Hu et al., 2024): in each group of four weights, all magnitudes shrink by the third largest, down to zero,
-    so that sparse weights are continuous in the dense ones. The dense weights are trained with straight-through
-    gradients."""
+    """S-STE (Hu et al., 2024): in each group of four weights, all magnitudes shrink by the third largest magnitude,
+    down to zero, so that sparse weights are continuous functions of the dense weights. The dense weights are trained
+    with straight-through gradients."""
 
     fp8: bool = False
-    """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients). This simulates
-    the effect of FP8 on the loss, and makes no step faster."""
+    """Round the inputs of every product of a sparse layer to 8 bits (e4m3 forward, e5m2 for gradients). The setting
+    simulates the effect of FP8 on the loss, and makes no step faster."""
 
     @property
     def inexact(self) -> Inexact:
@@ -138,8 +138,8 @@ class SSTE(Sparsity):
 class Masked(Sparsity):
     """Base class of the methods with masks: the dense weights are trained with the gradients of the masked weights."""
 
-    # These are properties, not fields, with the values for methods without such a setting. Subclasses replace some by
-    # fields.
+    # The properties below hold the values for methods that have no setting of the same name. Subclasses replace some of
+    # these properties by fields.
     @property
     def mask(self) -> MaskName:
         return "rows"
@@ -225,10 +225,11 @@ class STEP(Masked):
     train with 2:4 masks of rows (a baseline). With SGD, which has no second moments, masks begin after `earliest`."""
 
     earliest: float = 0.1
-    """Share of the steps before which masks never begin."""
+    """Earliest point at which masks may begin, as a share of the run's steps."""
     latest: float = 0.5
-    """Share of the steps after which masks begin in any case. They begin earlier if the second moments are stable,
-    which means that their mean change per step, over 1 / (1 - beta2) steps, is below the optimizer's epsilon."""
+    """Latest point at which masks begin, as a share of the run's steps. Masks begin earlier once the second moments are
+    stable, that is, once their mean change per step, averaged over 1 / (1 - beta2) steps, is below the optimizer's
+    epsilon."""
 
     def check(self, attachments: Attachments) -> None:
         Masked.check(self, attachments)

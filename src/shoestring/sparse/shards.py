@@ -53,7 +53,7 @@ def gathered(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def own_rows(whole: Tensor, weight: Tensor) -> Tensor:
-    """Slice this rank's rows out of a tensor that every rank holds whole, as `weight` is sharded; no communication."""
+    """Slice this rank's rows, as in `weight`, out of a tensor that every rank holds whole; no communication."""
     if not isinstance(weight, DTensor):
         return whole
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -22,7 +22,7 @@ __all__ = ["Shrunk", "least_squares_scale", "shrink"]
 def least_squares_scale(weight: Tensor) -> Tensor:
     """The scale b that minimises |weight - b shrink(weight)|², or 1 if shrinking leaves only zeros; fp64, 0-d.
 
-    For a DTensor it is the scale of the whole weight: ranks all-reduce two numbers.
+    For a DTensor, the result is the scale of the whole weight: ranks all-reduce two numbers.
     """
     part = local(weight).detach()
     shrunk = shrink(part).double()

@@ -1,8 +1,8 @@
-"""Triton kernels that compute masks and random draws, launched by `kernels`. Import this only if Triton is installed.
+"""Triton kernels of masks and random draws, launched by `kernels`. Import this module only if Triton is installed.
 
-Results are bit-identical to those of torch's operations: comparisons and the integer arithmetic of draws are exact, and
-sums add the same terms in the same order. There are two exceptions: the scores of tiles, because the order of summation
-depends on the device, and entries beside NaN.
+Results are bit-identical to the results of torch's operations: comparisons and the integer arithmetic of draws are
+exact, and sums add the same terms in the same order. There are two exceptions: the scores of tiles, because the order
+of summation depends on the device, and entries in the same group as a NaN.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def row_mask_kernel(
     groups: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """See `masks.row_mask`: 1 at the two largest magnitudes of each group, among equals at the first; NaN is
-    largest."""
+    """See `masks.row_mask`: 1 at the two largest magnitudes of each group; of equal magnitudes, at the first. NaN
+    counts as largest."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
     a = tl.abs(tl.load(scores + 4 * group, mask=inside, other=0.0))
@@ -42,7 +42,7 @@ def row_mask_kernel(
 
 @triton.jit
 def tile_codes_kernel(
-    weight: tl.tensor,  # (rows, 4 across)
+    weight: tl.tensor,  # (rows, 4 * across)
     bank: tl.tensor,  # (PATTERNS, 16)
     codes: tl.tensor,  # (tiles,) uint8
     tiles: tl.tensor,

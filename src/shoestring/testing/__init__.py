@@ -1,9 +1,9 @@
-"""Tests of features: the conformance suite, a pool of ranks, and (in `netlab`) virtual hosts on one machine.
+"""Tools for testing features: a conformance suite, a pool of ranks, and (in `netlab`) virtual hosts on one machine.
 
     class TestHalve(FeatureSuite):
         feature = Halve(share=0.5)
 
-Each public name is imported when it is first used, because not all of them need pytest and torch.
+Each public name is imported when it is first used, because some names need neither pytest nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private interfaces of torch that only the conformance suite uses; `shoestring/_torch.py` has the other ones.
+"""Private interfaces of torch that only the conformance suite uses; `shoestring/_torch.py` has all others.
 
 Checked with torch 2.11 to 2.13.
 """

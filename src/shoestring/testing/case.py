@@ -49,7 +49,7 @@ class Case:
     baselines: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def company(self, ranks: int, *features: Feature) -> list[Feature]:
-        """Add to the features what they need: the declared companions, and DDP if several ranks would lack it."""
+        """Add the declared companions to the features, and DDP if several ranks have no feature at the seam SHARD."""
         several = [*self.companions, *features]
         if ranks > 1 and not any(Seam.SHARD in feature.seams for feature in several):
             several.insert(0, DDP())

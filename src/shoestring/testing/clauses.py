@@ -1,4 +1,4 @@
-"""The clauses of the conformance suite, which are the requirements that each feature must meet.
+"""The clauses of the conformance suite: the requirements that every feature must meet.
 
 A clause is a function of a `Case` that raises ViolationError if the feature violates the requirement. Runs that do the
 same arithmetic in the same order are compared bitwise. Runs that differ in the order of sums are compared in fp64 with
@@ -35,7 +35,7 @@ Clause = Callable[[Case], None]
 
 
 def neutral_is_absence(case: Case) -> None:
-    """With its neutral setting, the feature leaves the results of a job bit-identical to those without the feature."""
+    """With its neutral setting, the feature does not change a single bit of a job's results."""
     neutral = type(case.feature).neutral
     if neutral is None:
         raise NotApplicableError("states no neutral setting")
@@ -93,7 +93,8 @@ def explains_its_fields(case: Case) -> None:
 
 
 def one_rank_equals_two(case: Case) -> None:
-    """Training on several ranks gives the same result as on one, even if ranks have different numbers of targets."""
+    """Training on several ranks gives the same result as on one rank, even with different numbers of targets per
+    rank."""
     if not case.exact_across_ranks or len(case.ranks) < 2:
         raise NotApplicableError("is not declared exact across ranks")
     one = case.train(case.ranks[0], case.feature, steps=STEPS, precise=True, ragged=True)
@@ -103,7 +104,7 @@ def one_rank_equals_two(case: Case) -> None:
 
 
 def converges(case: Case) -> None:
-    """The final held-out loss exceeds that of a job without the feature by at most the declared tolerance."""
+    """The final held-out loss is at most the declared tolerance above the loss of a job without the feature."""
     ranks = case.ranks[-1]
     without = case.without(ranks, steps=case.steps)[0]["held_out"]
     try:
@@ -152,7 +153,7 @@ def releases_what_it_takes(case: Case) -> None:
     for ranks in case.ranks:
         for ending in ENDINGS:
             if ending == "in backward" and splits_replicas(case.feature) and ranks > 1:
-                continue  # only the last stage has a loss that can fail, and the others would wait for it
+                continue  # only the last stage has a loss that can fail, and the other stages would wait for it
             company = case.company(ranks, case.feature)
             arguments = {"ending": ending, "returns_model": case.returns_model}
             for held in case.run(scenarios.release, ranks, company, **arguments):
@@ -163,8 +164,8 @@ def releases_what_it_takes(case: Case) -> None:
 def attaches_to_a_foreign_loop(case: Case) -> None:
     """In a user's own training loop, `attach` gives a feature the same effect as `compose` does in a job.
 
-    A feature at the seam LOSS cannot change the loss of such a loop, and must be refused. So must one whose ranks each
-    run a part of the model.
+    A feature at the seam LOSS cannot change the loss of such a loop, and must be refused. A feature whose ranks run
+    different parts of the model must be refused too.
     """
     for ranks in case.ranks:
         shared = [*case.companions, case.feature]
@@ -220,9 +221,9 @@ def imports_no_other_area(case: Case) -> None:
 
 
 def composes(case: Case) -> None:
-    """The feature trains together with the representative of each other area.
+    """The feature trains together with the representative of every other area.
 
-    All ranks then have equal weights, parameters keep their names, and a resumed run has the same bits.
+    After training, all ranks have equal weights, parameters keep their names, and a resumed run has the same bits.
     """
     if not case.representative:
         raise NotApplicableError("is not its area's representative")
@@ -259,8 +260,8 @@ CLAUSES: tuple[Clause, ...] = (
 
 
 def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **arguments: Any) -> list[dict[str, Any]]:
-    """Train with checkpoints, which are added unless one of the features writes some: plain ones where the first rank
-    has the whole model."""
+    """Train with checkpoints. Unless a feature writes checkpoints, add `Plain`, or `Tiered` if no rank has the whole
+    model."""
     several = [*others, case.feature]
     if not any(isinstance(feature, Plain | Tiered) for feature in several):
         several.insert(0, Tiered() if any(splits_replicas(feature) for feature in several) else Plain())
@@ -269,9 +270,9 @@ def _with_checkpoints(case: Case, ranks: int, folder: str, *others: Feature, **a
 
 
 def _partners(case: Case) -> Iterator[Feature]:
-    """Yield the representatives of other areas to test with; a representative skips those before it in the list.
+    """Yield the representatives of other areas to test with; a representative skips the ones before it in the list.
 
-    So each pair of representatives is tested once.
+    Each pair of representatives is thus tested once.
     """
     kinds = [type(partner) for partner in case.partners]
     after = kinds.index(type(case.feature)) + 1 if type(case.feature) in kinds else 0
@@ -296,7 +297,7 @@ def _pair(case: Case, partner: Feature, names: list[str]) -> None:
 
 
 def _refused(attempt: Callable[[], object], reason: str) -> None:
-    """Require that an attempt is refused by ConfigError or ConflictError; `reason` says why it cannot work."""
+    """Require that an attempt is refused by ConfigError or ConflictError; `reason` says why the attempt cannot work."""
     try:
         attempt()
     except RankError as error:
@@ -306,7 +307,7 @@ def _refused(attempt: Callable[[], object], reason: str) -> None:
 
 
 def _settings(feature: Feature) -> Iterator[Feature]:
-    """Yield the feature under test, its neutral setting if it has one, and its defaults if all fields have one."""
+    """Yield the feature under test, its neutral setting if any, and its defaults if all fields have a default."""
     kind = type(feature)
     yield feature
     if kind.neutral is not None:
@@ -325,7 +326,7 @@ def _round_trip(feature: Feature) -> Feature:
 
 
 def _is_exported(feature: Feature) -> bool:
-    """Whether a feature of a package outside of shoestring is found by way of `run.packages`."""
+    """Whether a run file can name this feature of a package outside of shoestring through `run.packages`."""
     try:
         return type(feature) in run.techniques(area_of(type(feature))).values()
     except ConfigError:

@@ -31,9 +31,10 @@ PRELOADED = (
 
 @cache
 def fork_server(number: int, faketime: str = "") -> ForkServer:
-    """Return the fork server with a number; it starts at the first call and ends with this process.
+    """Return the fork server with this number; the server starts at the first call and ends with this process.
 
-    The number seeds the hashes of strings, so that sets have another order in the processes of another server.
+    The number seeds the hashes of strings, so that the order of sets differs between the processes of different
+    servers.
 
     Args:
         faketime: path of libfaketime, a library that shifts the clock of the forked processes as their environment

@@ -27,7 +27,7 @@ HOST_BYTES = 1 << 20  # growth of Python's memory in bytes that does not count a
 
 
 def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()) -> Counter[str]:
-    """Count all resources that are held now, by name; `after - before` counts those taken and not released."""
+    """Count all resources that are held now, by name; `after - before` counts the resources taken and not released."""
     gc.collect()
     held = Counter(_process_resources())
     if model is not None:
@@ -39,7 +39,7 @@ def held_resources(model: nn.Module | None, optimizers: Iterable[Optimizer] = ()
 
 @contextmanager
 def fresh_garbage() -> Iterator[None]:
-    """Context in which garbage collection only examines objects made inside it, which is about 100 times faster."""
+    """Context in which garbage collection only examines objects made in it, and so is about 100 times faster."""
     gc.freeze()
     try:
         yield

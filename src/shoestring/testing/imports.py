@@ -1,4 +1,4 @@
-"""Finds the areas that a feature's code imports, in its source code and in a fresh interpreter."""
+"""Finds the areas that a feature's code imports, by reading its source and by importing it in a fresh interpreter."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ HELD_OUT = 1_000_000  # number of the first held-out batch; training batches cou
 
 
 class ResidualBlock(nn.Module):
-    """A residual block whose input is each token's hidden state and the previous token's."""
+    """A residual block that reads the hidden states of a token and of the token before it."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Tiny language model from tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
+    """Tiny language model that maps tokens (batch, sequence) to logits (batch, sequence, VOCABULARY)."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def tiny(dropout: float = 0.0) -> nn.Module:
 
 
 def sgd(lr: float = 0.2) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return a function that makes the optimizer for features that make none: SGD with momentum.
+    """Return a function that builds SGD with momentum, the optimizer for features that build none.
 
     An adaptive optimizer such as Adam would hide changes of the gradients' scale.
     """

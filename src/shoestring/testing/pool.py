@@ -1,10 +1,10 @@
 """A pool of ranks: processes in one Gloo process group on this machine, which run test functions called scenarios.
 
     with Pool(2) as pool:
-        pool.call(scenario, steps=3)      # [what rank 0 returned, what rank 1 returned]
+        pool.call(scenario, steps=3)      # [result of rank 0, result of rank 1]
 
-A scenario is a top-level function of a module. Its name (`module:name`), its arguments and its result are sent as JSON,
-so nothing is pickled. Ranks are forked by two fork servers with different hash seeds, so that tests fail if ranks
+A scenario is a top-level function of a module. A scenario's name (`module:name`), arguments and result are sent as
+JSON, so nothing is pickled. Ranks are forked by two fork servers with different hash seeds, so that tests fail if ranks
 depend on the order of a set.
 """
 
@@ -45,11 +45,12 @@ class RankError(AssertionError):
 class Pool:
     """A pool of `ranks` processes, which start with the first `call` and end with `close`.
 
-    After a scenario has failed, an all-reduce tests the process group; if that fails too, new processes are started.
+    After a scenario has failed, an all-reduce tests the process group; if the all-reduce fails too, new processes are
+    started.
 
     Args:
-        timeout: time limit of a scenario in seconds. After it, RankError gives the ranks' call stacks, and the
-            processes are killed.
+        timeout: time limit of a scenario in seconds. When the limit is exceeded, RankError contains the ranks' call
+            stacks, and the processes are killed.
         patience: seconds that the other ranks may still take after one rank has failed.
     """
 
@@ -80,14 +81,14 @@ class Pool:
         if not self._usable(failed):
             self._kill()
 
-        def order(failure: tuple[int, Reply]) -> tuple[bool, int]:  # ranks that died first, then by time of failure
+        def order(failure: tuple[int, Reply]) -> tuple[bool, int]:  # dead ranks first, then in order of failure
             return failure[1]["kind"] != "Died", failure[1].get("order", 1 << 30)
 
-        rank, first = min(failed, key=order)  # the first failure explains those of the other ranks
+        rank, first = min(failed, key=order)  # the first failure explains the other failures
         raise RankError(first["kind"], f"rank {rank}: {first['message']}", first["detail"])
 
     def close(self) -> None:
-        """Ask the processes to end, and kill those that do not."""
+        """Ask the processes to end, and kill the processes that do not."""
         for worker in self._workers:
             worker.requests.close()
         deadline = time.monotonic() + GRACE
@@ -113,7 +114,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shoestring-pool-")
         folder = Path(self._folder.name)
-        servers = [fork_server(number) for number in range(min(self.ranks, 2))]  # both import torch concurrently
+        servers = [fork_server(number) for number in range(min(self.ranks, 2))]  # the servers import torch concurrently
         self._workers = [
             _Worker(rank, self.ranks, folder, self.timeout, servers[rank % 2]) for rank in range(self.ranks)
         ]
@@ -132,7 +133,7 @@ class Pool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[Reply]:
-        """Receive one reply from each rank; after a failure the others get only `patience` seconds more.
+        """Receive one reply from each rank; after a failure, the other ranks get only `patience` seconds more.
 
         Other ranks may wait for the failed rank in a collective.
         """
@@ -201,7 +202,7 @@ class _Worker:
         return self.output.read_text(errors="replace")[-4000:]
 
     def await_end(self, deadline: float) -> None:
-        """Wait until the rank has closed its pipe, which it does when it ends, or until the deadline."""
+        """Wait until the rank ends, which closes its pipe, or until the deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0 and selector.select(left):
@@ -237,7 +238,7 @@ def healthy() -> bool:
 
 
 def serve(requests: int, replies: int, rank: int, size: int, store: str, timeout: float) -> None:
-    """Run the scenarios that the parent requests, until the pipe is closed, as it also is when the parent dies."""
+    """Run the scenarios that the parent requests, until the pipe is closed; the parent's death closes it too."""
     import torch
     import torch.distributed as dist
 

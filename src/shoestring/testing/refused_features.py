@@ -44,7 +44,7 @@ class OptimOwner(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class RefusesEveryJob(Feature):
-    """A feature whose check refuses every job; the check runs after those of all other features."""
+    """A feature whose check refuses every job; the check runs after the checks of all other features."""
 
     seams: ClassVar = (Seam.STEP,)
 

@@ -74,7 +74,7 @@ def build(model: str, *, dropout: float = 0.0, precise: bool = False) -> nn.Modu
 
 
 def features_of(encoded: Iterable[Encoded], folder: str = "") -> list[Feature]:
-    """Decode features; features that write files get `folder` to write to, unless it is empty."""
+    """Decode features; features that write files get `folder` to write to, unless `folder` is empty."""
     features = [decode(feature) for feature in encoded]
     return [feature.placed(Path(folder)) if folder else feature for feature in features]
 
@@ -135,7 +135,7 @@ def train(
 
 
 def exported(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> list[float]:
-    """Return the held-out loss of a trained job, and that of a model without features that has its exported weights."""
+    """Return the held-out losses of a trained job, and of a model without features with the job's exported weights."""
     world = here()
     several = features_of(features, folder)
     with compose(Job(build(model), optimizer=jobs.sgd(), progress=Progress(total=steps), world=world), several) as job:
@@ -157,7 +157,7 @@ def _held_out(job: Job) -> float:
 
 
 def _share(job: Job) -> tuple[int, int]:
-    """Index of this rank among those that read different samples, and their number."""
+    """Return the index of this rank among the ranks that read different samples, and the number of such ranks."""
     return job.world.index_over(DATA), job.world.ranks_over(DATA)
 
 
@@ -188,7 +188,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def _weights(model: nn.Module, attachments: Attachments | None = None) -> dict[str, Any]:
-    """All weights of a model, also those that other ranks train (stages of a pipeline)."""
+    """All weights of a model, including weights that other ranks train (stages of a pipeline)."""
     state = ModelState(model).state_dict()
     if attachments is None:
         whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
@@ -204,7 +204,7 @@ def _weights(model: nn.Module, attachments: Attachments | None = None) -> dict[s
 
 @_in_empty_folder
 def foreign(*, model: str, features: Sequence[Encoded], steps: int, folder: str) -> dict[str, Any]:
-    """Train in a loop like a user's own, with one call of `attach`; on several ranks the loop itself uses DDP."""
+    """Train in a loop such as users write, with one call of `attach`; on several ranks the loop itself uses DDP."""
     world = here()
     network = build(model)
     several = features_of(features, folder)
@@ -273,7 +273,7 @@ def _left(built: nn.Module, several: list[Feature], ending: str, returns_model: 
     )  # the first optimizer imports torch's compiler, which sets environment variables
     before = held_resources(built if returns_model else None)
     several += [Stumble()] if ending == "while attaching" else []
-    # A stage of a pipeline sees that another one has failed.
+    # A stage of a pipeline sees that another stage has failed.
     failures = (PlannedError, RuntimeError) if any(map(splits_replicas, several)) else PlannedError
     cycles = list[str]()
     with suppress(*([failures] if isinstance(failures, type) else failures)):
@@ -327,7 +327,7 @@ def _use(
 def refuse(*, model: str, features: Sequence[Encoded], folder: str) -> dict[str, Any]:
     """Compose features that must be refused; returns the error, and the resources that were taken nevertheless.
 
-    Resources are compared for the second of two attempts, because the first one may import modules.
+    Resources are compared for the second of two attempts, because the first attempt may import modules.
     """
     with suppress(Exception):
         compose(Job(build(model), optimizer=jobs.sgd(), world=here()), features_of(features, folder))

@@ -31,7 +31,7 @@ REPRESENTATIVES: tuple[Feature, ...] = (
     Clip(max_norm=0.5),
     Tiered(),
 )
-"""One feature of each area; features of the other areas are tested together with it."""
+"""One representative feature per area; features of the other areas are tested together with it."""
 
 
 class FeatureSuite:
@@ -63,12 +63,12 @@ class FeatureSuite:
     companions: ClassVar[Sequence[Feature]] = ()
     """Features that the feature under test needs in order to work."""
     partners: ClassVar[Sequence[Feature]] = REPRESENTATIVES
-    """Representatives to test the feature with; those of its own area are left out."""
+    """Representatives to test the feature with; the representative of its own area is left out."""
     clashes: ClassVar[Mapping[str, str]] = {}
     """Maps the names (`area.technique`) of partners that must be refused beside the feature to the reason."""
     model: ClassVar[str] = "shoestring.testing.jobs:tiny"
-    """Function that makes the model, as `module:callable`, from a dropout rate, with the same weights at every call.
-    The model maps tokens to logits."""
+    """Function that builds the model, written as `module:callable`. The function takes a dropout rate, and returns the
+    same weights at every call. The model maps tokens to logits."""
 
     @pytest.fixture
     def case(self, request: pytest.FixtureRequest, tmp_path: Path) -> Case:

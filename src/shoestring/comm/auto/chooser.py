@@ -1,9 +1,9 @@
 """Implements `comm.Auto`: at the first forward pass it measures costs, predicts the time of each candidate exchange,
-and attaches the best one.
+and attaches the best exchange.
 
 Gradients are not exchanged while costs are measured. The measured forward and backward passes run as in gradient
-accumulation, their gradients are dropped, and random state and buffers are restored. So the first step is the same as
-if the user had set the chosen exchange.
+accumulation, their gradients are dropped, and random state and buffers are restored. As a result, the first training
+step is the same as if the user had configured the chosen exchange.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Chooser:
         codecs: codecs that may be chosen, in order of preference; keys are calls such as `PowerSGD(rank=4)`.
         trials: number of forward and backward passes that are timed.
         torus: whether codecs may be restricted to the traffic between hosts (2D torus).
-        install: attaches the exchange of a candidate to the job.
-        worth: maps a codec's call to the number of DDP steps that one step with the codec is worth; 1 if missing.
+        install: function that attaches a candidate's exchange to the job.
+        worth: number of DDP steps that one step with a codec is worth, by the codec's call; 1 for codecs not listed.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Chooser:
         return {"choice": states[0]["choice"], "inner": inner}
 
     def _adopt_saved(self, state: Mapping[str, Any]) -> None:
-        """Use the exchange that the resumed run had chosen, because training would differ with another one."""
+        """Use the exchange that the resumed run had chosen, because training would differ with another exchange."""
         saved = json.loads(state["choice"])
         if saved and self.choice is None:
             self.adopt(Candidate.from_json(saved))

@@ -1,11 +1,11 @@
 """Predicts the time of a step with DDP or with a codec's exchange, from one traced step.
 
-This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed formulas.
+This is the cost model of HiPress (Bai et al., SOSP 2021), with a simulator instead of closed-form formulas.
 
-In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter, of `nbytes` bytes, is computed.
-The spans up to the last gradient are the forward and the backward pass. Spans after the last gradient wait until all
-gradients are averaged. The cost of coding a gradient depends on the gradient's byte position in the coordinator's
-order.
+In a traced step, each span with `nbytes` > 0 ends when the gradient of one parameter has been computed; the gradient
+has `nbytes` bytes. The spans up to the last gradient are the forward and the backward pass. Spans after the last
+gradient wait until all gradients are averaged. The cost of coding a gradient depends on the gradient's byte position in
+the coordinator's order.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PricedExchange:
     """An exchange by the coordinator, with one or several codecs.
 
     Args:
-        costs: the cost of the codec of each cohort; the last entry also applies to all later cohorts.
+        costs: the cost of each cohort's codec; the last entry also applies to all later cohorts.
         cohorts: the names of the gradients in each cohort.
         bucket: bytes of DDP's buckets; 0 if gradients are exchanged only after the backward pass.
         shard: number of ranks per host under a 2D torus, where each rank codes one shard and sends it to other hosts;
@@ -159,8 +159,8 @@ class PricedExchange:
         return simulate([*tasks, *finish_step(trace, len(tasks))], cluster.slowdown)
 
     def _price_torus(self, cluster: Cluster, cohort: PricedCohort, channel: str) -> tuple[list[Task], list[Task]]:
-        """Build the tasks of reduce-scatter and all-gather inside a host, each half of an all-reduce; empty without a
-        torus."""
+        """Build the tasks of reduce-scatter and all-gather inside a host; each takes half the time of an all-reduce.
+        Both lists are empty without a torus."""
         if self.shard == 1:
             return [], []
         ring = cluster.collective("all-reduce", self.inner)
@@ -182,8 +182,8 @@ class PricedExchange:
 
 
 def split_compute(trace: Trace, bucket: float) -> tuple[list[Task], list[PricedBucket]]:
-    """Convert a traced step, up to the last gradient, to tasks, and group the gradients into buckets of `bucket`
-    bytes."""
+    """Convert the spans of a traced step up to the last gradient into tasks, and group the gradients into buckets of
+    `bucket` bytes."""
     tasks: list[Task] = []
     buckets: list[PricedBucket] = []
     names: list[str] = []
@@ -215,7 +215,7 @@ def _count_arrived(trace: Trace) -> int:
 def place_cohorts(
     cohorts: Sequence[Sequence[str]], buckets: Sequence[PricedBucket], trace: Trace
 ) -> list[PricedCohort]:
-    """Place cohorts one after the other, in bytes. A cohort is ready once all buckets that hold its gradients are
+    """Assign consecutive byte ranges to the cohorts. A cohort is ready once all buckets that hold its gradients are
     ready."""
     ready = {name: bucket.ready for bucket in buckets for name in bucket.names}
     nbytes = {span.name: span.nbytes for span in trace.spans if span.nbytes}

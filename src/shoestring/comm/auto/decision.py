@@ -81,7 +81,7 @@ class Measurements:
     Args:
         sizes: bytes of each gradient, in the order of a forward pass.
         arrival: names of the gradients in the order in which the backward pass computes them.
-        pieces: bytes of each piece, the consecutive gradients in the coordinator's order on which codecs were timed.
+        pieces: bytes of each group of consecutive gradients (in the coordinator's order) on which codecs were timed.
         bucket, lanes: DDP's bucket size in bytes, and the number of all-reduces that DDP runs at a time.
         shard: number of ranks per host under a 2D torus, else 1.
     """
@@ -112,12 +112,13 @@ class Measurements:
         return trace
 
     def cluster(self) -> Cluster:
-        """The measured links, with slowdown factors of concurrent work averaged over ranks. Channels share one link."""
+        """The measured links and slowdown factors of concurrent work, averaged over ranks. Two channels share one link,
+        so each slows the other down by a factor of 2."""
         factors = {key: mean(rank.slowdown[key] for rank in self.ranks) for key in self.ranks[0].slowdown}
         return Cluster(collectives=self.links, slowdown=factors | {"wire beside wire": 2.0})
 
     def costs(self) -> dict[str, CodecCost]:
-        """The cost of each codec by call, from the slowest rank's time in each stage."""
+        """Cost of each codec, by the codec's call, computed from the slowest rank's time in each stage."""
         costs = {}
         for call in self.ranks[0].coded:
             slowest = [
@@ -132,8 +133,8 @@ def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> 
     """Choose the candidate that reaches a given loss fastest, if it beats unchanged DDP by more than `MARGIN`; else
     DDP.
 
-    The parts of the gradients that are exchanged first stay uncompressed if their exchange is fully overlapped with
-    computation, because compression would then save no time.
+    If the exchange of the first parts of the gradients is fully overlapped with computation, these parts stay
+    uncompressed, because compression would save no time.
     """
     trace, cluster, costs = measured.trace(), measured.cluster(), measured.costs()
     ddp, *others = list_candidates(measured)
@@ -151,7 +152,7 @@ def decide(measured: Measurements, worth: Mapping[str, float] | None = None) -> 
 
 
 def explain_spread(measured: Measurements) -> str:
-    """Explain why the predicted times are rough; empty if they are precise."""
+    """Text that explains why the predicted times are rough; empty if they are precise."""
     passes = [seconds for rank in measured.ranks for seconds in rank.passes]
     if not passes or max(passes) <= WIDE * min(passes):
         return ""
@@ -195,8 +196,8 @@ def price(candidate: Candidate, measured: Measurements, costs: Mapping[str, Code
 def leave_first_parts_whole(
     candidate: Candidate, measured: Measurements, costs: Mapping[str, CodecCost], trace: Trace, cluster: Cluster
 ) -> Iterator[tuple[Candidate, float]]:
-    """Yield (variant of the candidate whose first parts are uncompressed, predicted seconds), most uncompressed parts
-    first."""
+    """Yield variants of the candidate with uncompressed first parts, and their predicted seconds. The variant with the
+    most uncompressed parts comes first."""
     if candidate.codec in ("", "dense"):
         return
     parts = deal_cohorts(measured.sizes, candidate.parts)

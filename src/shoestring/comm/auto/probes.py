@@ -36,8 +36,8 @@ def time_codec(
 ) -> CodecTiming:
     """Time the codec's own computation on copies of `grads`: the median of `repeats` exchanges after one warm-up.
 
-    No network is used: answers are made as if all ranks had sent the same data. Codecs may alternate between two kinds
-    of steps, so the bytes are the mean of two steps, and an even number of repeats has as many steps of each kind.
+    No network is used: answers are computed as if all ranks had sent the same data. Because codecs may alternate
+    between two kinds of steps, the bytes are the mean of two steps, and `repeats` should be even.
     """
     codec, device = make(), next(iter(grads.values())).device
     times: list[list[float]] = []
@@ -54,14 +54,14 @@ def time_codec(
 
 
 def _timed(coding: Coding, device: torch.device, seconds: list[float]) -> Coding:
-    """Wrap a codec's generator: the time that it computes before, between and after requests is appended to
+    """Wrap a codec's generator, and append the times of its computation before, between and after requests to
     `seconds`."""
     answers = None
     while True:
         synchronize(device)
         began = time.perf_counter()
         if len(seconds) == 1 and answers is not None:
-            all_finite(answers)  # `Wire.run` does this with the first answers
+            all_finite(answers)  # `Wire.run` also makes this check of the first answers, so its time counts
         requests = advance(coding, answers)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
@@ -79,7 +79,7 @@ def measure_slowdown(
     """Measure how much `one` and `other` slow each other down on this rank.
 
     Args:
-        other: function that does its work n times for an argument n; it runs on a separate thread.
+        other: function that repeats its work n times when called with n; it runs on a separate thread.
         alone: seconds of `one`, and of one repetition of `other`, when nothing else runs.
 
     Returns:
@@ -104,8 +104,8 @@ def measure_slowdown(
 def solve_slowdown(one: float, other: float, one_beside: float, other_beside: float) -> dict[str, float]:
     """Compute the slowdown factors of two kinds of work from their times alone and side by side.
 
-    Both kinds of work begin at the same time and slow down while both run. After the shorter one ends, the rest of the
-    longer one runs at full speed.
+    Both kinds of work begin at the same time and slow down while both run. After the shorter work ends, the rest of the
+    longer work runs at full speed.
     """
     both = min(one_beside, other_beside)
     shares = {"one": (one, one_beside), "other": (other, other_beside)}

@@ -1,8 +1,8 @@
-"""Chooses between exchanges at every step and local steps, for a model without DDP.
+"""Chooses between local steps and gradient exchanges at every step, for a model without DDP.
 
-Both can still be attached at the first forward pass, because the model is not wrapped in DDP. Without DDP, exchanges at
-every step run right before the optimizer's step, and do not overlap with the backward pass. Until the choice is made,
-checkpoints are set up for local steps: replicas may differ, and each rank saves its own state.
+Either method can still be attached at the first forward pass, because the model is not wrapped in DDP. Without DDP,
+exchanges at every step run right before the optimizer's step, and do not overlap with the backward pass. Until the
+choice is made, checkpoints are set up for local steps: replicas may differ, and each rank saves its own state.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from shoestring.comm.settings.local_steps import LocalSteps
     from shoestring.comm.settings.per_step import Exchange
 
-GRADIENTS = " of gradients"  # suffix of the codec name for a method's first steps, which average gradients
+GRADIENTS = " of gradients"  # suffix that names the codec of a method's first steps, which average gradients
 
 
 @dataclass(frozen=True)
 class PricedLocalSteps:
-    """Cost model of local steps: an average step over the whole run.
+    """Cost model of local steps; predicts the average time of a step over the whole run.
 
     Args:
         merge: the exchange of all fragments at once.
-        gradients: the exchange of gradients in one of the first steps.
+        gradients: the exchange of gradients in a step at the start of the run.
         merges: number of merges per step.
-        starting: fraction of the run's steps that average gradients.
+        starting: fraction of the run's steps, at its start, that average gradients.
         delay: number of steps computed while one of the `fragments` is being exchanged.
     """
 
@@ -121,7 +121,7 @@ def choose_method(
 
 
 class ReplicaChooser(Chooser):
-    """`Chooser` for a model without DDP: the baseline is the first exchange at every step, not DDP."""
+    """`Chooser` for a model without DDP: the baseline is the first of `exchanges`, not DDP."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ReplicaChooser(Chooser):
         return decision, Candidate(decision.choice, 1, 1, 0)
 
     def adopt(self, choice: Candidate) -> None:
-        """Attach the chosen method."""
+        """Attach the chosen method, and join its saved states into one."""
         self.choice = choice
         before = set(self.attachments.kept)
         self.install(choice)

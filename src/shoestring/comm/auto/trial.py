@@ -31,7 +31,7 @@ LARGEST = 1 << 25  # bytes of the largest message
 
 
 class Trial:
-    """Measures on this rank, and gathers the measurements of all ranks."""
+    """Takes the measurements of this rank, and gathers the measurements of all ranks."""
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class Trial:
         self.parameters = {n: p for n, p in attachments.module.named_parameters() if p.requires_grad}
         self.total = sum(parameter.nbytes for parameter in self.parameters.values())
         self.torus = torus and min(self.world.ranks_over([axis]) for axis in DATA) > 1
-        self.order = list(reversed(self.parameters))  # the coordinator's order
+        self.order = list(reversed(self.parameters))  # names in the coordinator's order
 
     def measure(self) -> Measurements:
-        """Take all measurements. Every rank must call this, and gets the same result."""
-        # This runs inside a forward pass, under autocast. Codecs must run without autocast; `computing` turns it on
-        # again.
+        """Measure on this rank, and gather the measurements of all ranks. Every rank must call this, and gets the same
+        result."""
+        # This method runs inside a forward pass, under autocast. Codecs must run without autocast; `computing` turns
+        # autocast on again.
         with restoring(self.attachments), torch.autocast(self.world.device.type, enabled=False):
             self.local_pass()
             passes = [self._timed_pass() for _ in range(self.trials)]
@@ -96,7 +97,8 @@ class Trial:
             parameter.grad = None
 
     def _timed_pass(self) -> dict[str, float]:
-        """Time one pass: seconds from its start to the end of the forward pass, to each gradient, and to the end."""
+        """Time one pass; return the seconds from its start to the end of the forward pass, to each gradient, and to the
+        end."""
         clock = Clock(self.world.device)
         names = {parameter: name for name, parameter in self.parameters.items()}
         hooks = [p.register_post_accumulate_grad_hook(lambda p: clock.mark(names[p])) for p in names]
@@ -123,8 +125,8 @@ class Trial:
         return [run for run in runs if run]
 
     def _time_codecs(self) -> dict[str, list[Any]]:
-        """Time each codec on each piece and then on all gradients. All ranks do so at once, because ranks of a host
-        share cores."""
+        """Time each codec on each piece and then on all gradients. All ranks time codecs at once, because ranks of a
+        host share cores."""
         size = self.world.ranks_over([HOSTS] if self.torus else DATA)
         context = ExchangeContext(self.world.rank % size, size, LATE)
         grads = {name: torch.randn_like(p) * 1e-3 for name, p in self.parameters.items()}
@@ -140,7 +142,7 @@ class Trial:
         pass."""
         ring = next(link for link in links if (link.kind, link.over) == ("all-reduce", DATA))
         alone = self._agreed(backward)
-        nbytes = int((alone / 4 - ring.latency) * ring.bandwidth)  # all-reducing these takes a quarter of a pass
+        nbytes = int((alone / 4 - ring.latency) * ring.bandwidth)  # all-reducing this takes 1/4 of a pass
         message = torch.zeros(max(1024, min(self.total, nbytes) // 4), device=self.world.device)
         reduce_seconds = self._agreed(_seconds(lambda: self._reduce(message, 3), self.world.device) / 3)
         self.world.barrier()

@@ -21,9 +21,9 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (rows, count) from 0 to 2^bits - 1 into bytes (rows, packed_bytes); bits from 1 to 32.
 
-    Codes have any integer dtype. A period is the smallest number of codes that fills whole bytes. A row of codes is
-    split into one contiguous plane for each code of a period, and the packed bytes into one plane for each byte, so
-    that all copies are contiguous.
+    Codes have any integer dtype. A period is the smallest number of codes that fills whole bytes. If a period of p
+    codes fills b bytes, a row of codes is split into p contiguous planes, and the packed bytes into b contiguous
+    planes, so that all copies are contiguous.
     """
     per, filled = _period(bits)
     missing = -codes.shape[1] % per
@@ -37,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (rows, count), in uint8 for up to 8 bits, else in int64."""
+    """Convert the bytes from `pack` back to codes (rows, count), in uint8 for up to 8 bits, else in int64."""
     per, filled = _period(bits)
     parts = packed.unflatten(1, (filled, -1))
     dtype = torch.uint8 if bits <= 8 else torch.int64
@@ -63,17 +63,17 @@ def _overlaps(plane: int, bits: int) -> list[tuple[int, int]]:
 
 
 def index_bytes(count: int, n: int) -> int:
-    """Bytes of `count` indices below n as `encode_indices` writes them."""
+    """Number of bytes that `encode_indices` writes for `count` indices below n."""
     low = _low_bits(count, n)
     return packed_bytes(count, low) * (low > 0) + packed_bytes(_marks(count, n, low), 1)
 
 
 def encode_indices(indices: Tensor, n: int) -> Tensor:
-    """Encode ascending indices (rows, count) below n as bytes (rows, index_bytes); indices may repeat.
+    """Encode indices (rows, count) below n, ascending in each row, as bytes (rows, index_bytes); indices may repeat.
 
-    The code is that of Elias and Fano (1974). The low bits of each index are stored unchanged. The high bits are stored
-    as one set bit per index, at the value of the high bits plus the index's position in its row. The code takes 2 +
-    log2(n / count) bits per index, at most half a bit above the entropy.
+    This is the Elias-Fano code (1974). The low bits of each index are stored unchanged. The high bits are stored in a
+    bit vector: the i-th index of a row, with high bits h, sets bit h + i. The code takes 2 + log2(n / count) bits per
+    index, at most half a bit above the entropy.
     """
     rows, count = indices.shape
     low = _low_bits(count, n)
@@ -87,7 +87,7 @@ def decode_indices(packed: Tensor, count: int, n: int) -> Tensor:
     """The inverse of `encode_indices`: (rows, count), int64."""
     rows, low = len(packed), _low_bits(count, n)
     length = packed_bytes(count, low) if low else 0
-    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # includes the padding, which is zero
+    marks = unpack(packed[:, length:], 1, 8 * (packed.shape[1] - length))  # includes the padding bits, which are zero
     before = torch.arange(rows, device=packed.device)[:, None] * marks.shape[1]
     high = marks.view(-1).nonzero().view(rows, count).sub_(_positions(marks[:, :count])).sub_(before)
     return torch.add(unpack(packed[:, :length], low, count), high, alpha=2**low) if low else high

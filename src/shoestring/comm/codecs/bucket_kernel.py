@@ -1,12 +1,12 @@
-"""Triton kernels of `kernel_buckets`. Import this only if Triton is installed.
+"""Triton kernels of `kernel_buckets`. Import this module only if Triton is installed.
 
 Each program processes ROWS buckets. The codes of a bucket take WIDE bytes, of which the first `width` are used. Byte w
-holds the codes of the PER entries w, width + w, …, starting at the lowest bit, in the layout of `bits.pack`. So a block
-of entries has the shape (ROWS, PER, WIDE).
+holds the codes of the PER entries w, width + w, …, starting at the lowest bit, in the layout of `bits.pack`. A block of
+entries has the shape (ROWS, PER, WIDE).
 
 `table` (5, tensors + 1), int64, has a column for each tensor: address, address of the residual, size, number of the
-first bucket, and number of the data type. The extra last column holds the number of used buckets. A launch processes
-the tensors of one data type.
+first bucket, and number of the data type. The extra last column of `table` holds the number of used buckets. A launch
+processes the tensors of one data type.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 KEYS = ("low_key", "high_key")
-"""Arguments that differ in every call. Triton must not specialise on them: it would compile another kernel whenever one
-of them is 1."""
+"""Kernel arguments that differ in every call. Triton must not specialise on these arguments: it would compile another
+kernel whenever one of them is 1."""
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def read(
     begin: tl.tensor,
     at: tl.tensor,
     inside: tl.tensor,
-    whole: tl.tensor,  # whether all entries are inside
+    whole: tl.tensor,  # whether all entries are inside the tensor
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
@@ -162,8 +162,8 @@ def levels_of(
 
 @triton.jit
 def scale_of(x: tl.tensor, count: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
-    """Scale of each bucket, (ROWS,): the largest magnitude divided by TOP, or the mean magnitude if TOP is 0. It is
-    non-finite if an entry is."""
+    """Scale of each bucket, (ROWS,): the largest magnitude divided by TOP, or the mean magnitude if TOP is 0. The scale
+    is non-finite if any entry is non-finite."""
     if TOP == 0:
         total = tl.sum(tl.sum(tl.abs(x), 2), 1)
         scale = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
@@ -287,7 +287,7 @@ def encode_average(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Encode the mean over ranks of M, decoded for other ranks and exact for this rank, and write the coding errors."""
+    """Encode the mean of M over ranks, and write the coding errors. Only the M of this rank is exact, not decoded."""
     b = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     handled = handled & (b < last)
@@ -353,10 +353,10 @@ def decode(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Decode the codes into g, and copy the errors of this rank's own row into e, if the exchange has succeeded.
+    """If the exchange has succeeded, decode the codes into g, and copy the errors of this rank's own row into e.
 
-    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g. If
-    the restored value may be only rounding error, as beside gradients that have overflowed, set e to 0.
+    If the exchange failed, set g to NaN, and restore e as it was before `encode`, up to rounding: e + decoded - g.
+    Where the restored value may consist only of rounding error, as it does if gradients have overflowed, set e to 0.
     """
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)

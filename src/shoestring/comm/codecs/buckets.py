@@ -1,5 +1,5 @@
-"""Treats gradients as rows of buckets, which are read and written in ranges that fit the cache, without a copy of
-all."""
+"""Treats gradients as rows of buckets, and reads and writes them in ranges that fit the cache, without copying all of
+them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from shoestring._torch import foreach_add_, foreach_copy_
 
-BLOCK = 2**17  # entries processed at once, so that they and their results fit the cache
+BLOCK = 2**17  # number of entries processed at once; they and their results fit the cache
 
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Consecutive buckets, and the entries of the tensors in them."""
+    """Consecutive buckets, and the tensor entries that they contain."""
 
     start: int
     stop: int
     bucket: int
     pieces: tuple[tuple[int, slice, slice], ...]
-    """(index of a tensor, slice of its entries, their position in the range), for each piece of the range."""
+    """One tuple per piece of the range: (index of the tensor, slice of the tensor's entries, slice of the range)."""
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the entries of the flat tensors that lie in this range, one per piece."""
+        """Views of the flat tensors' entries in this range, one per piece."""
         return [flats[index][entries] for index, entries, _ in self.pieces]
 
     def within(self, x: Tensor) -> list[Tensor]:
@@ -36,7 +36,7 @@ class BucketRange:
         return [flat[where] for _, _, where in self.pieces]
 
     def read(self, summands: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Read this range of the sum of several lists of flat tensors: (buckets, bucket) in fp32; padding is zero."""
+        """Read the sum of several lists of flat tensors in this range: (buckets, bucket) in fp32; padding is zero."""
         first, *others = summands
         x = torch.zeros(self.stop - self.start, self.bucket, device=first[0].device)
         if self.pieces:
@@ -55,7 +55,7 @@ class BucketLayout:
     """Maps flat tensors to positions in (rows, buckets, bucket). Each tensor starts a new bucket, and its last bucket
     is padded with zeros.
 
-    So no bucket holds entries of two tensors. The last row may end with unused buckets.
+    No bucket holds entries of two tensors. The last row may end with unused buckets.
     """
 
     def __init__(self, flats: Sequence[Tensor], rows: int, bucket: int) -> None:
@@ -94,8 +94,8 @@ class BucketLayout:
 
 
 class LateBuckets:
-    """Base of buckets whose residuals change only in `decode`, so that nothing must be undone if an exchange is given
-    up."""
+    """Base class of buckets whose residuals change only in `decode`, so that a failed exchange leaves nothing to
+    undo."""
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
         """See `quantize.Buckets`."""

@@ -1,16 +1,16 @@
 """Defines codecs: algorithms that average gradients over ranks, written as in their papers, without networking code.
 
-A codec's method `code` is a generator. It encodes gradients, yields requests for collectives, receives the answers, and
-decodes them:
+A codec's method `code` is a generator. The generator encodes gradients, yields requests for collectives, receives the
+answers, and decodes them:
 
     def code(self, grads, context):
         P = {name: M @ self.Q[name] for name, M in grads.items()}
         P, = yield [Mean(tensor) for tensor in P.values()]
         ...
 
-The caller of the generator, through `advance`, decides how requests are carried out. `exchange.wire.Wire` packs all
-requests of one yield into at most one collective of each kind; `lockstep` runs the generators of several ranks in one
-process.
+The caller runs the generator through `advance`, and decides how requests are carried out. `exchange.wire.Wire` packs
+all requests of one yield into at most one collective of each kind; `lockstep` runs the generators of several ranks in
+one process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shoestring.comm.codecs.verdict import ALWAYS, ExchangeVerdict
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. fp16 and bf16 are
-    rounded as a ring all-reduce rounds them.
+    """Requests the mean of a tensor over ranks, in the same shape and dtype: fp32, fp16 or bf16. Means in fp16 and bf16
+    are rounded as in a ring all-reduce.
 
     The answer may be the request's own tensor, overwritten.
     """
@@ -98,7 +98,7 @@ class Codec(ABC):
     """
 
     stages: int
-    """Number of yields of `code`, rounds of collectives that must follow each other."""
+    """Number of yields of `code`; each yield is one round of collectives, and rounds run one after the other."""
     shared: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -113,30 +113,30 @@ class Codec(ABC):
                 names in the same order on all ranks. The codec may overwrite the gradients from the start.
 
         The caller may close the generator at any yield: at the first one if a gradient of any rank is not finite, at a
-        later one if an answer is too large to decode. The codec must then restore its state from before the exchange,
-        up to rounding. Until the generator is closed, the caller does not change `grads`. If a gradient of any rank is
-        non-finite, the first answers must be non-finite on every rank. Later floating-point answers must be equal on
-        all ranks.
+        later one if an answer is too large to decode. When the generator is closed, the codec must restore its state
+        from before the exchange, up to rounding. Until the generator is closed, the caller does not change `grads`. If
+        a gradient of any rank is non-finite, the first answers must be non-finite on every rank. Later floating-point
+        answers must be equal on all ranks.
         """
 
     def guards(self, grads: Grads) -> bool:
-        """Whether `code` itself handles a failed exchange of gradients like `grads`, using `context.verdict`.
+        """Whether `code` itself handles a failed exchange of `grads`, using `context.verdict`.
 
-        If so, the caller never closes the generator because of an answer, so that the host need not wait for the
-        device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores the
-        codec's state.
+        If true, the caller does not inspect answers to decide whether to close the generator, so the host need not wait
+        for the device. If the verdict is that the exchange has failed, `code` sets all gradients to NaN and restores
+        the codec's state.
         """
         return False
 
     @property
     def replays(self) -> bool:
-        """Whether `decode_average` can decode the last stage's answers again. Such a codec must have no state."""
+        """Whether `decode_average` can decode the last stage's answers again. If true, the codec must have no state."""
         return False
 
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """Decode the last stage's answers into `grads`, as `code` does at the end.
 
-        Only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
+        May be called only for codecs whose `replays` is true. Answers are not changed, and `context.rank` is not used.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode the answers again")
 
@@ -154,12 +154,12 @@ class Codec(ABC):
         return [self.get_state(kind, name, grad) for name, grad in grads.items()]
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Put an average that the model did not use back into the residual, equally on all ranks."""
+        """Add an average that was not applied to the model back to the residual, on all ranks alike."""
         if name in self.state.get("residual", {}):
             self.state["residual"][name].add_(average.view_as(self.state["residual"][name]))
 
     def norm(self, kind: str) -> float:
-        """The 2-norm of all of this rank's state of one kind."""
+        """The 2-norm of this rank's state of one kind, over all parameters."""
         return float(torch.nn.utils.get_total_norm(list(self.state.get(kind, {}).values())))
 
     # -- saved state -------------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ class Codec(ABC):
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Build the state that every rank takes when a run resumes with another number of ranks.
 
-        State that is not in `shared` becomes the mean over the former ranks. So the mean residual over ranks, the part
-        of the gradients that was not applied yet, does not change with the number of ranks.
+        State that is not in `shared` becomes the mean over the former ranks. So the mean residual over ranks (the part
+        of the gradients not yet applied) does not change with the number of ranks.
         """
 
         def merge(kind: str, name: str) -> Tensor:

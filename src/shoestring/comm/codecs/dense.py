@@ -23,7 +23,7 @@ class DenseCodec(Codec):
         self.dtype = dtype
 
     def guards(self, grads: Grads) -> bool:
-        """See `Codec`: the codec has no state to restore, and a kernel sets gradients to NaN."""
+        """See `Codec`; true where a kernel can set gradients to NaN. The codec has no state to restore."""
         return all(fused.is_available(grad.device) for grad in grads.values())
 
     def code(self, grads: Grads, context: ExchangeContext) -> Coding:
@@ -39,7 +39,7 @@ class DenseCodec(Codec):
     def decode_average(self, grads: Grads, answers: Sequence[Tensor], context: ExchangeContext) -> None:
         """See `Codec`."""
         for flat, tensors in zip(answers, self._by_dtype(grads).values(), strict=True):
-            if flat.data_ptr() != tensors[0].data_ptr():  # otherwise they were averaged in place
+            if flat.data_ptr() != tensors[0].data_ptr():  # addresses are equal if averaged in place
                 unflatten(flat, tensors)
 
     def _by_dtype(self, grads: Grads) -> dict[torch.dtype, list[Tensor]]:
@@ -53,7 +53,7 @@ class DenseCodec(Codec):
 def join(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """All entries as one 1-d tensor of `dtype`: a view if the tensors follow each other in memory, else a copy.
 
-    The tensors follow each other in a DDP bucket that holds exactly these gradients, in this order.
+    A view is possible in a DDP bucket that holds exactly these gradients in this order.
     """
     first, place = tensors[0], tensors[0].data_ptr()
     memory = first.untyped_storage().data_ptr()

@@ -15,7 +15,7 @@ STAGES = 5  # number of stages of the warm-up
 class DGCCodec(SparseCodec):
     """Averages sparsified *velocities* over ranks, so the optimizer must be SGD without momentum.
 
-        u = m u + g;  v = v + u;  send the largest of v, and there u = 0 and v = 0
+        u = m u + g;  v = v + u;  send the largest entries of v, and set u = 0 and v = 0 there
         Nesterov: u = m (u + g);  v = v + u + g
 
     Vectors and scalars are not compressed. With density 1 nothing is compressed, and the result is SGD with momentum.

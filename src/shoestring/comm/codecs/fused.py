@@ -1,8 +1,8 @@
 """Selects entries by a threshold and applies error feedback in one pass over memory, on devices with Triton.
 
-The kernel reads gradient and residual once, and writes their sum and one bit per entry. The bit says whether the entry
-is above the threshold; a second kernel collects the entries above it. Torch's own operations read and write memory more
-than three times as often.
+The kernel reads gradient and residual once, and writes their sum and one bit per entry. An entry's bit says whether the
+entry is above the threshold; a second kernel collects the entries above the threshold. Torch's own operations read and
+write memory more than three times as often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WeightedSum:
     scale: float = 1.0
     momentum: float = 0.0
     table: GradTable | None = None
-    """The gradients in memory, if they have not been copied into `g` yet; else None."""
+    """Table of the gradients in memory; None once the gradients have been copied into `g`."""
 
     def __len__(self) -> int:
         return len(self.g)
@@ -57,7 +57,7 @@ class Taken:
 
     indices: Tensor  # (count,) int64, ascending
     values: Tensor  # (count,)
-    complete: bool  # whether the entries fitted the room; if not, both tensors are empty
+    complete: bool  # whether `room` was large enough; if not, both tensors are empty
     poison: Tensor  # 0, or NaN if an entry of M was not finite
 
 
@@ -70,12 +70,12 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
     """Build M in `terms.g`, and pick k of its entries above a threshold (a scalar on the device).
 
     Args:
-        largest: pick the k largest entries. If false, do so only if far more than k entries are above the threshold;
-            else pick k evenly spaced ones of the entries above it.
+        largest: always pick the k largest entries. If false, pick the k largest only if more than 1.3 k entries are
+            above the threshold; otherwise pick k evenly spaced entries of those above it.
 
     Returns:
-        Ascending indices, and values, which are NaN if M is not finite; None if the number of entries above the
-        threshold is below k or too large to collect.
+        Ascending indices, and values (all NaN if any entry of M is not finite). None if fewer than k entries are above
+        the threshold, or too many to collect.
     """
     taken = take_entries(terms, threshold, 4 * k + 64 if largest else 2 * k)
     count = len(taken.indices)
@@ -89,7 +89,7 @@ def pick_entries(terms: WeightedSum, k: int, threshold: Tensor, *, largest: bool
 
 
 def keep_largest(values: Tensor, k: int) -> Tensor:
-    """Ascending positions (k,) of the k largest magnitudes; among equals, the first."""
+    """Ascending positions (k,) of the k largest magnitudes; of equal magnitudes, the first ones."""
     sizes = values.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)  # comparisons with NaN are false
     least = sizes.topk(k, sorted=False).values.amin()
     places = (sizes >= least).nonzero().view(-1)

@@ -1,8 +1,9 @@
-"""Triton kernels of `fused` and `grad_table`. Import this only if Triton is installed.
+"""Triton kernels of `fused` and `grad_table`. Import this module only if Triton is installed.
 
 `table` (4, tensors + 1), int64, has a column for each tensor: address, index of the first entry in the flat vector,
-index of the first block of BLOCK entries, and number of the data type. The extra last column holds the total numbers of
-entries and of blocks. A launch processes the tensors of one data type. A block has entries of one tensor only.
+index of the first block of BLOCK entries, and number of the data type. The extra last column of `table` holds the total
+numbers of entries and of blocks. A launch processes the tensors of one data type. A block has entries of one tensor
+only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """Binary search in an ascending column of the table: the last tensor whose value is at most `at`."""
+    """Find the last tensor whose value in an ascending column of the table is at most `at`, by binary search."""
     low, high = at * 0, at * 0 + tensors
     for _ in range(DEPTH):
         middle = (low + high) // 2
@@ -127,7 +128,7 @@ def collect(
     first = start[:, None] + word[None, :] * 32
     while tl.sum(tl.sum((marks != 0).to(tl.int32), 1), 0) > 0:
         some = marks != 0
-        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # zeros below the lowest mark
+        index = first + ones((marks ^ (marks - 1)) >> 1).to(tl.int32)  # `ones` counts the zeros below the lowest mark
         tl.store(indices + place, index, mask=some)
         tl.store(values + place, tl.load(M + index, mask=some, other=0.0), mask=some)
         place += 1

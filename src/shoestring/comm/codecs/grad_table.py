@@ -18,7 +18,7 @@ from torch import Tensor
 from shoestring._torch import foreach_copy_, foreach_zero_
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK, WARPS = 2048, 4  # entries per program, all of one tensor, and its warps
+BLOCK, WARPS = 2048, 4  # entries per program (all of one tensor), and warps per program
 ROWS = 16  # blocks that one Triton program reads when it collects marked entries
 
 
@@ -38,7 +38,7 @@ def takes(tensors: Iterable[Tensor]) -> bool:
 
 
 class GradTable:
-    """Table of contiguous tensors in fp32, bf16 or fp16, whose entries are numbered one tensor after the other.
+    """Table of contiguous tensors in fp32, bf16 or fp16; entries are numbered consecutively across the tensors.
 
     `fused_kernel` describes the layout of the table.
     """
@@ -78,7 +78,8 @@ class GradTable:
         """Build M = scale g + e + momentum u, and mark the entries above a threshold (1,).
 
         Returns:
-            Marks as bits; the number of marks in each block; and for each block 0, or NaN if M is not finite there.
+            Marks as bits; the number of marks in each block; and for each block 0, or NaN if an entry of the block is
+            not finite.
         """
         from shoestring.comm.codecs.fused_kernel import split
 

@@ -1,12 +1,13 @@
-"""Quantises buckets by Triton kernels that read and write each entry once.
+"""Quantises buckets with Triton kernels that read and write each entry once.
 
-`quantize.Buckets` describes the operations. Unlike on a CPU, encoding updates the residuals at once, and gradients stay
-unchanged until decoding; a failed exchange is undone from the codes that were sent. Memory traffic in bytes per entry,
-for gradients of g bytes, codes of c = bits / 8 bytes and N ranks (the 4 bytes of a bucket's scale are not counted):
+`quantize.Buckets` describes the operations. Encoding already updates the residuals (unlike on a CPU), while gradients
+stay unchanged until decoding; a failed exchange is undone from the codes that were sent. Memory traffic in bytes per
+entry, for gradients of g bytes, codes of c = bits / 8 bytes and N ranks (the 4 bytes of a bucket's scale are not
+counted):
 
-- encoding: g + 4 are read and 4 + c written; without error feedback, g are read and c written;
-- averaging, of one entry in N: g + 4 and (N - 1) c are read, twice with `measure`; 4 + c are written;
-- decoding: c is read and g written; one residual in N is copied (8 bytes).
+- encoding: g + 4 bytes are read and 4 + c written; without error feedback, g bytes are read and c written;
+- averaging (one entry in N): g + 4 + (N - 1) c bytes are read and 4 + c written; `measure` also reads g + 4 bytes;
+- decoding: c bytes are read and g written; one residual in N is copied (8 bytes).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 2**13
-"""Maximum number of entries in a bucket, because a program holds its buckets in registers."""
-BLOCK, WARPS = 1024, 2  # minimum entries per program, and its warps: the best of six choices on an H100
+"""Maximum number of entries in a bucket; the limit exists because a program holds its buckets in registers."""
+BLOCK, WARPS = 1024, 2  # minimum entries and warps per program: the best of six choices on an H100
 
 
 class KernelBuckets:

@@ -21,7 +21,7 @@ from shoestring.comm.codecs.codec import (
 )
 from shoestring.comm.codecs.traffic import WireBytes, count_bytes
 
-LATE = 1 << 20  # a step after any warm-up, at which prices are measured; alternating codecs need the next step too
+LATE = 1 << 20  # a step after any warm-up, for measuring costs; alternating codecs are also measured at the next step
 
 Respond = Callable[[Sequence[Sequence[Request]]], list[list[Tensor]]]
 
@@ -47,7 +47,8 @@ def run_alone(coding: Coding, ranks: int) -> WireBytes:
 
 
 def _drive(codings: Sequence[Coding], respond: Respond) -> WireBytes:
-    """Run the ranks' generators in lockstep; `respond` turns the requests of all ranks into the answers of each."""
+    """Run the ranks' generators in lockstep; `respond` computes a list of answers for each rank from all ranks'
+    requests."""
     sent = WireBytes()
     requests = [advance(coding) for coding in codings]
     while requests[0] is not None:

@@ -22,14 +22,14 @@ from shoestring.comm.codecs.kernel_buckets import TYPES
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows (BN) and columns (BM) that a program processes at a time, and its number of warps."""
+    """Rows (BN) and columns (BM) that a program processes at a time, and the program's number of warps."""
 
     BN: int
     BM: int
     num_warps: int
 
 
-LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the fastest of several on an H100
+LEFT, OUTER, WIDE = Blocks(32, 128, 4), Blocks(32, 128, 8), Blocks(32, 64, 4)  # the fastest of several sizes on an H100
 PROGRAMS = 2048  # number of programs that keeps a GPU busy
 MOST = 64  # maximum rank at which a program fits the 99 kB of shared memory of a GeForce
 _SMALLEST = 16  # smallest side of a block that tl.dot supports
@@ -151,7 +151,7 @@ def _addresses(same: list[Matrix]) -> list[int]:
     """The addresses of each gradient and its residual; empty if the kernels do not support these matrices."""
     grad, basis, right = same[0].grad, same[0].basis, same[0].right
     thin = basis.shape[0 if right else 1] <= MOST
-    known = grad.dtype in TYPES and len(same) < 2**16  # limit of a grid's last axis
+    known = grad.dtype in TYPES and len(same) < 2**16  # the limit of a grid's last axis
     if not (thin and known and fused.is_available(grad.device)):
         return []
     if not all(matrix.grad.is_contiguous() and matrix.residual.is_contiguous() for matrix in same):
@@ -173,7 +173,7 @@ def _right(batch: MatrixBatch, table: Tensor, Qt: Tensor) -> Tensor:
 
     (n, m), r = batch.shape, Qt.shape[1]
     R = _power(r)
-    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # 64 sums per thread
+    at = WIDE if R >= _SMALLEST else Blocks(64 // R, 128, 4)  # a thread holds 64 sums
     blocks, steps, splits = _split(n, at.BN, m, at.BM, len(batch))
     out = Qt.new_empty(len(batch), splits, n, r)
     inputs, launch = (table, Qt.contiguous(), out, n, m, r), lowrank_kernel.right[blocks, splits, len(batch)]
@@ -204,8 +204,8 @@ def _outer(batch: MatrixBatch, table: Tensor, P: Tensor, Qt: Tensor, *, leaving:
 
 
 def _split(output: int, block: int, summed: int, step: int, matrices: int) -> tuple[int, int, int]:
-    """Divide a product among programs; returns the blocks along the output side, the steps of each program along the
-    summed side, and the programs along the summed side."""
+    """Divide a product among programs. Returns the number of blocks along the output dimension, and the numbers of
+    steps per program and of programs along the summed dimension."""
     blocks, steps = -(-output // block), -(-summed // step)
     # The number of steps is a power of 2, because the kernel is compiled anew for each number of steps.
     steps_each = _power(-(-steps // max(1, PROGRAMS // (blocks * matrices))))

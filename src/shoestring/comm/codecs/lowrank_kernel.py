@@ -1,10 +1,10 @@
-"""Triton kernels of `lowrank`. Import this only if Triton is installed.
+"""Triton kernels of `lowrank`. Import this module only if Triton is installed.
 
-A launch computes one product for each of several matrices of one shape; the grid's last axis counts the matrices.
+A launch computes one product for each of several matrices of one shape; the grid's last axis indexes the matrices.
 `table` (matrices, 2), int64, holds the addresses of g and e of each matrix, both (n, m). P (matrices, n, r) and Qᵀ
-(matrices, r, m) are stacks. All tensors are contiguous; g has the data type TYPE, the others fp32. ALIGNED means that
-all addresses are multiples of 16 bytes. R is r rounded up to a power of 2, and for tl.dot to at least 16. Products are
-computed in fp32, not in tf32.
+(matrices, r, m) are stacks of matrices. All tensors are contiguous; g has the data type TYPE, the others fp32. ALIGNED
+means that all addresses are multiples of 16 bytes. R is r rounded up to a power of 2, and for tl.dot to at least 16.
+Products are computed in fp32, not in tf32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def find(table: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl
     """Address of g (column 0) or e (column 1) of this program's matrix."""
     begin = tl.load(table + 2 * tl.program_id(2) + column).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        begin = tl.multiple_of(begin, 16)  # without it, every entry is loaded separately
+        begin = tl.multiple_of(begin, 16)  # without this hint, every entry is loaded separately
     return begin
 
 
@@ -49,7 +49,7 @@ def right(
     g, e = find(table, 0, TYPE, ALIGNED), find(table, 1, tl.float32, ALIGNED)
     Qt += matrix * r * m
     rows, ranks, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, R), tl.program_id(1)
-    THIN: tl.constexpr = R < 16  # elementwise products, summed in separate registers until the end
+    THIN: tl.constexpr = R < 16  # if true, products are elementwise, and summed in separate registers until the end
     acc = tl.zeros([BN, R, BM] if THIN else [BN, R], tl.float32)
     for step in range(STEPS):
         cols = (split * STEPS + step) * BM + tl.arange(0, BM)

@@ -1,4 +1,4 @@
-"""Quantises buckets by C functions that read and write each entry once; `quantize.Buckets` describes the operations."""
+"""Quantises buckets with C functions that read and write each entry once; see `quantize.Buckets` for the operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoestring import native
 from shoestring.comm.codecs.buckets import BucketLayout, LateBuckets
 
 LARGEST = 2**14
-"""Maximum number of entries in a bucket, because a thread holds two buckets on its stack."""
+"""Maximum number of entries in a bucket; the limit exists because a thread holds two buckets on its stack."""
 
 
 class Kernels(NamedTuple):
@@ -47,7 +47,7 @@ class NativeBuckets(LateBuckets):
     """`quantize.Buckets` for contiguous fp32 tensors on a CPU.
 
     Args:
-        bits: bits per entry, 8 or 4; 1 stands for signs times mean magnitudes.
+        bits: bits per entry, 8 or 4; 1 means signs times mean magnitudes.
         noise: generator for stochastic rounding; None rounds to nearest.
     """
 
@@ -105,7 +105,7 @@ class NativeBuckets(LateBuckets):
         """Draw 16 random bits for each entry."""
         if self.noise is None:
             return None
-        longs = -(-buckets * self.layout.bucket // 4)  # 64 bits are noise for four entries
+        longs = -(-buckets * self.layout.bucket // 4)  # 64 random bits serve four entries
         return torch.empty(longs, dtype=torch.int64).random_(-(2**63), None, generator=self.noise)
 
 

@@ -4,10 +4,10 @@ A matrix M = g + e (n x m), gradient plus residual, is sent as P (n x r) and Q�
 from the paper in two ways:
 
 - The residual is e = M - P (Mᵀ P)ᵀ, the error of this rank's own projection, not the error of the average. The mean
-  residual over ranks is the same, but a rank's residual does not contain M - mean(M). That term would be a random walk,
-  and would cancel out over ranks only while no rank is lost.
-- With `alternate`, a step computes only P or only Q, in turn. This halves the bytes and needs one round trip instead of
-  two, but the basis is one step old. The authors' later package (epfml/powersgd) does the same.
+  residual over ranks is the same as in the paper, but a rank's residual does not contain M - mean(M). The term M -
+  mean(M) would be a random walk, and would cancel out over ranks only while no rank is lost.
+- With `alternate`, a step computes only P or only Q, in turn. Alternating halves the bytes and needs one round trip
+  instead of two, but the basis is one step old. The authors' later package (epfml/powersgd) alternates too.
 
 A step is bandwidth-bound: it passes over memory six times (see `lowrank`). Q is stored transposed, so that both
 products read along rows. On a CPU the products take three to four times as long if Q is stored as (m, r).
@@ -35,7 +35,7 @@ from shoestring.comm.codecs.lowrank import (
     undo_sum,
 )
 
-RELATIVE_JITTER = 1e-12  # relative to the trace; lets matrices of lower rank be factorised
+RELATIVE_JITTER = 1e-12  # added to the diagonal, relative to the trace; allows rank-deficient matrices
 
 
 class PowerSGDCodec(Codec):
@@ -90,7 +90,7 @@ class PowerSGDCodec(Codec):
         mean = [Qt.clone() for Qt in own]  # `own` is needed for this rank's residual
         try:
             yield from average_tensors(mean, [], self.dtype)
-        except GeneratorExit:  # an answer is too large to decode
+        except GeneratorExit:  # raised if an answer is too large to decode
             for batch in batches:
                 undo_sum(batch)
             raise
@@ -127,15 +127,15 @@ class PowerSGDCodec(Codec):
         return (n + m) * min(self.rank, n, m) * self.least < n * m
 
     def _matrix(self, name: str, grad: Tensor) -> Matrix:
-        """A matrix with the basis from the previous step; in the first step with a random basis, the same on all
-        ranks."""
+        """Return a matrix with the basis from the previous step; in the first step, the basis is random, but the same
+        on all ranks."""
         if grad.ndim > 2:
             grad = grad.view(len(grad), -1)
         rank = min(self.rank, *grad.shape)
         # A residual saved by another codec has the parameter's shape.
         residual = self.get_state("residual", name, grad).view(grad.shape)
         P, Qt = self.state.setdefault("P", {}), self.state.setdefault("Qt", {})
-        if not self.alternate:  # may have been saved by a run with `alternate`
+        if not self.alternate:  # P may have been saved by a run with `alternate`
             P.pop(name, None)
         if name not in P and name not in Qt:
             Qt[name] = torch.randn(rank, grad.shape[1], generator=self._generator(name)).to(grad.device)
@@ -153,7 +153,7 @@ class PowerSGDCodec(Codec):
 def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
     """Change a basis (r, m) to `rank` rows, for a run resumed with another rank of the approximation.
 
-    The result has the first rows of the basis, or all of them followed by random rows of about the same length.
+    The result has the first rows of the basis, or all its rows followed by random rows of about the same norm.
     """
     r, m = basis.shape
     if r >= rank:
@@ -163,8 +163,7 @@ def resize_basis(basis: Tensor, rank: int, generator: torch.Generator) -> Tensor
 
 
 def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dtype = torch.float32) -> Coding:
-    """Replace factors, which are sent as `dtype`, and uncompressed gradients, sent as fp32, by their means over
-    ranks."""
+    """Average factors (sent as `dtype`) and uncompressed gradients (sent as fp32) over ranks, in place."""
     groups = [(tensors, kind) for tensors, kind in ((factors, dtype), (whole, torch.float32)) if tensors]
     answers = yield [Mean(flatten(tensors, kind)) for tensors, kind in groups]
     for answer, (tensors, _) in zip(answers, groups, strict=True):
@@ -174,8 +173,9 @@ def average_tensors(factors: list[Tensor], whole: list[Tensor], dtype: torch.dty
 def orthogonalise(stacks: Sequence[Tensor]) -> None:
     """Orthonormalise, in place, the columns of each matrix in stacks (matrices, n, r).
 
-    This uses the Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. It runs in fp64, because G
-    squares the condition number. A matrix of rank k < r gets k orthonormal columns; its other columns are small.
+    This uses the Cholesky factorisation: for G = AᵀA = L Lᵀ, A L⁻ᵀ has orthonormal columns. The factorisation runs in
+    fp64, because G squares the condition number. A matrix of rank k < r gets k orthonormal columns; its other columns
+    are small.
     """
     ranks: dict[int, list[Tensor]] = {}
     for stack in stacks:

@@ -1,10 +1,10 @@
 """Quantises gradients in buckets, for a compressed reduce-scatter and all-gather (CGX, Markov et al., 2022, after
 QSGD).
 
-Every rank owns an equal shard of the entries. Every rank compresses each shard and sends it to the owner. The owner
-averages in fp32, compresses the average, and sends it to all ranks. An owner's own entries enter the average
-uncompressed, because they are not sent before. So the owner's residual in its own shard is free for the error of the
-second compression. One residual thus serves both compressions, and its mean over ranks is exactly the part of the
+Every rank owns an equal shard of the entries. Every rank compresses all shards and sends them to their owners. The
+owner averages in fp32, compresses the average, and sends it to all ranks. An owner's own entries are not sent, and so
+enter the average uncompressed. The owner's residual in its own shard can therefore hold the error of the second
+compression. One residual per rank thus serves both compressions, and its mean over ranks is exactly the part of the
 gradients that was not applied yet.
 """
 
@@ -56,7 +56,7 @@ class ReduceScatterCodec(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, entries: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Encode x (buckets, bucket) as fp32 levels of the same shape and scales (buckets, 1): x ≈ levels * scales.
+        """Encode x (buckets, bucket) as fp32 levels (buckets, bucket) and scales (buckets, 1): x ≈ levels * scales.
 
         Levels are whole numbers; the scale of a bucket with a non-finite entry is non-finite.
 
@@ -84,7 +84,7 @@ class ReduceScatterCodec(Codec):
             sent, sent_scales, _ = yield [AllToAll(tensor) for tensor in (codes, scales, largest)]
             buckets.encode_average(rank, sent, sent_scales, codes[rank], scales[rank])
             everywhere = yield [AllGather(tensor) for tensor in (codes[rank], scales[rank])]
-        except GeneratorExit:  # an answer is not finite, or too large to decode
+        except GeneratorExit:  # raised if an answer is not finite, or too large to decode
             buckets.give_up()
             raise
         buckets.decode(*everywhere)
@@ -138,16 +138,16 @@ class ReduceScatterCodec(Codec):
 class Buckets(Protocol):
     """Encodes the entries of one exchange as codes and scales of buckets, and decodes them.
 
-    Residuals, if any, are added to the entries. The errors of compression are the new residuals once the exchange has
-    succeeded; an exchange may be given up before `decode`.
+    Residuals, if any, are added to the entries. Once the exchange has succeeded, the compression errors become the new
+    residuals. An exchange may fail before `decode`.
     """
 
     def remember(self, codes: Tensor, scales: Tensor) -> None:
         """Store the codes (rows, buckets, bytes) and scales that are sent, until the exchange ends."""
 
     def measure(self, row: int, scales: Tensor) -> None:
-        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); non-finite if an entry of the
-        bucket is."""
+        """Write the largest magnitude of each bucket of a row into scales (buckets, 1); a non-finite entry makes the
+        magnitude non-finite."""
 
     def encode(self, rows: slice, codes: Tensor, scales: Tensor) -> None:
         """Encode rows into codes (buckets, bytes) and scales (buckets, 1)."""
@@ -167,7 +167,7 @@ class Buckets(Protocol):
 
 
 class TorchBuckets(LateBuckets):
-    """`Buckets` by torch's operations, in blocks that fit the cache."""
+    """`Buckets` implemented with torch's operations, in blocks that fit the cache."""
 
     def __init__(
         self,
@@ -208,8 +208,8 @@ class TorchBuckets(LateBuckets):
             self._compress(average, part, row, ranks, codes, scales)
 
     def _compress(self, x: Tensor, part: BucketRange, row: int, ranks: int, codes: Tensor, scales: Tensor) -> None:
-        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, the number of ranks averaged
-        in x."""
+        """Store the codes and scales of x (buckets, bucket), and the errors times `ranks`, where x is a mean over
+        `ranks` ranks."""
         first = row * self.layout.buckets
         block = slice(part.start - first, part.stop - first)
         levels, scale = self.codec.encode(x, self.entries[part.start : part.stop], self.noise)
@@ -228,11 +228,11 @@ class TorchBuckets(LateBuckets):
 
 
 class QuantizeCodec(ReduceScatterCodec):
-    """Quantises entries to integers of `bits` bits times a scale per bucket, which the bucket's largest magnitude
-    determines.
+    """Quantises entries to integers of `bits` bits times a scale per bucket, derived from the largest magnitude in the
+    bucket.
 
-    The levels are symmetric about zero, so that a zero stays exactly zero. Otherwise Adam would turn the noise in those
-    rows of an embedding that no token used into full-size steps.
+    The levels are symmetric about zero, so that a zero stays exactly zero. If zeros did not stay zero, embedding rows
+    that no token used would receive noise, which Adam would turn into full-size steps.
 
     Args:
         rounding: "stochastic" is unbiased and needs no error feedback; "nearest" has a smaller error, but needs error

@@ -74,7 +74,7 @@ class RandomKCodec(FlatCodec):
             self.unflatten(grads, out)
 
     def _draw_for(self, grads: Grads, n: int, context: ExchangeContext) -> Tensor:
-        """Draw the indices of the entries that this exchange sends, out of n; the same on all ranks."""
+        """Draw the indices (below n) of the entries that this exchange sends; all ranks draw the same indices."""
         seed = zlib.crc32(repr((self.seed, context.step, *grads)).encode())
         return self.draw(n, seed, next(iter(grads.values())).device)
 

@@ -3,8 +3,8 @@
 Three things differ from the paper's code. First, the two bits of an entry are the sign and the choice between two
 magnitudes per chunk; the paper's code has magnitudes per tensor. Magnitudes per chunk cost 4 bytes per chunk, and a
 chunk of zeros is sent as zeros. Second, the mean is over all ranks, not only over the ranks that sent an entry, so that
-sent entries and residuals add up to the gradient. Third, indices take 8 bits instead of 12, because they are sent in
-ascending order.
+sent entries and residuals add up to the gradient. Third, indices take 8 bits, not 12 as in the paper's code, because
+they are sent in ascending order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHUNK = 4096  # number of entries in a chunk
 
 
 class SparseLoCoCodec(Codec):
-    """Sends the `k` largest entries of every chunk of 4096 of M = beta e + g; the residual e becomes M without the
-    entries sent.
+    """Sends the `k` largest entries of every chunk of 4096 entries of M = beta e + g; the unsent rest of M becomes the
+    residual e.
 
     State: "residual". Each tensor is divided into chunks in memory order.
 
     Args:
         k: number of entries sent per chunk.
-        beta: decay of the residual at each exchange.
+        beta: factor by which the residual decays at each exchange.
     """
 
     stages = 1

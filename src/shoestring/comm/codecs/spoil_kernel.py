@@ -1,4 +1,4 @@
-"""The Triton kernel of `ExchangeVerdict.spoil`. Import this only if Triton is installed."""
+"""The Triton kernel of `ExchangeVerdict.spoil`. Import this module only if Triton is installed."""
 
 from __future__ import annotations
 

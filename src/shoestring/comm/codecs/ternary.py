@@ -1,4 +1,4 @@
-"""Computes TernGrad's levels by Triton kernels, which read gradients twice and write them once.
+"""Computes TernGrad's levels with Triton kernels, which read gradients twice and write them once.
 
 Memory traffic in bytes per entry, for gradients of g bytes and N ranks: measuring reads g; encoding reads g and writes
 1/4; decoding reads N / 4 and writes g. Torch's operations would use five intermediate fp32 tensors.
@@ -15,8 +15,8 @@ from shoestring.comm.codecs.bits import packed_bytes
 from shoestring.comm.codecs.buckets import BucketLayout
 from shoestring.comm.codecs.kernel_buckets import EntryTable, keys, row_stride
 
-BUCKET = 1024  # entries; a tensor's last bucket is padded
-BLOCK = 1024  # buckets whose sums of squares are added at once
+BUCKET = 1024  # entries per bucket; a tensor's last bucket is padded
+BLOCK = 1024  # number of buckets whose sums of squares are added at once
 BITS = 2
 LARGE = {"block": 4096, "warps": 4}  # launch settings of kernels that write little or nothing
 

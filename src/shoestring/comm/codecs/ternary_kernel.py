@@ -1,4 +1,4 @@
-"""Triton kernels of `ternary`. Import this only if Triton is installed.
+"""Triton kernels of `ternary`. Import this module only if Triton is installed.
 
 Blocks, tables and arguments are as in `bucket_kernel`. A code is a level (-1, 0 or 1) plus 1.
 """
@@ -29,8 +29,8 @@ def measure(
     PER: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Compute the largest magnitude of each bucket (non-finite if an entry is) and the sum of squares of its
-    entries."""
+    """Compute the sum of squares and the largest magnitude of each bucket's entries; non-finite entries make them
+    non-finite."""
     b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tensor, begin, count, handled = find(table, b, tensors, bucket, DEPTH, KIND, FIRST)
     handled = handled & (b < buckets)

@@ -22,14 +22,14 @@ class TernGradCodec(Codec):
     state.
 
     The estimate is unbiased except for clipping, so there is no residual. Entries are clipped at s, the maximum over
-    ranks of min(max |g|, 2.5 σ). The paper clips at the rank's own value, which only adds bias, because all ranks use
+    ranks of min(max |g|, 2.5 σ). The paper clips at each rank's own bound; this only adds bias, because all ranks use
     the same scale.
 
     Args:
         clip: clipping bound as a multiple of σ, the root mean square. (The standard deviation about the mean would clip
             a tensor of equal entries to zero.)
-        reduce_scatter: let each rank sum one shard exactly, and gather the sums. This adds a third stage, but the bytes
-            do not grow with the number of ranks; from three ranks on, fewer bytes are sent.
+        reduce_scatter: let each rank sum one shard exactly, and gather the sums. The reduce-scatter adds a third stage,
+            but the bytes do not grow with the number of ranks; from three ranks on, fewer bytes are sent.
     """
 
     def __init__(self, *, clip: float = 2.5, reduce_scatter: bool = False, seed: int = 0) -> None:
@@ -65,7 +65,7 @@ class TernGradCodec(Codec):
         return True
 
     def _code_by_kernels(self, grads: Grads, context: ExchangeContext) -> Coding:
-        """`code` by Triton kernels, which read the gradients in place."""
+        """Run the steps of `code` by Triton kernels, which read the gradients in place."""
         entries = TernaryEntries([grad.view(-1) for grad in grads.values()])
         (scales,) = yield [AllGather(entries.scales(self.clip))]
         s = context.verdict.poison(scales.amax(0))

@@ -25,7 +25,7 @@ from shoestring.comm.codecs.grad_table import GradTable, takes
 Selection = Literal["exact", "sampled", "mstopk"]
 WireType = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
-RANK = 128  # position of the threshold among a sample's magnitudes, in descending order
+RANK = 128  # expected number of sampled magnitudes above the threshold
 SAMPLES = 2**17  # maximum number of entries in a sample
 BLOCK = 2**17  # entries compared at once, so that values and magnitudes fit the cache
 BUCKET = 512  # number of values quantised with the same smallest and largest magnitude
@@ -39,7 +39,7 @@ class FlatCodec(Codec):
     """
 
     reads_in_place = True
-    """Whether kernels, if available, read gradients in place instead of a flat copy."""
+    """Whether available kernels read gradients in place, instead of a flat copy of the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class FlatCodec(Codec):
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def flatten(self, grads: Grads) -> Tensor:
-        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes it the
-        state."""
+        """Copy all entries into one buffer. `unflatten` frees the buffer for reuse; `replace_state` makes the buffer
+        the state."""
         tensors, buffer = list(grads.values()), self._take_buffer(grads)
         foreach_copy_(split_like(buffer, tensors), tensors)
         return buffer
@@ -98,7 +98,7 @@ class FlatCodec(Codec):
         return whole
 
     def _forget(self, kind: str, grads: Grads) -> None:
-        """Free the flat tensors and buffers of former cohorts with any of these parameters."""
+        """Free the flat tensors and buffers of former cohorts that contain any of these parameters."""
         for key in [key for key in list(self._flats) if key[0] == kind and not grads.keys().isdisjoint(key[1:])]:
             del self._flats[key]
         for key in [key for key in list(self._buffers) if not grads.keys().isdisjoint(key) and key != tuple(grads)]:
@@ -112,7 +112,7 @@ class FlatCodec(Codec):
 
 
 class SparseCodec(FlatCodec):
-    """Base of codecs that send selected entries only. State: "residual".
+    """Base class of codecs that send only selected entries. State: "residual".
 
     Args:
         density: fraction of entries selected; at least one entry is selected.
@@ -213,10 +213,10 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
     values (k,)."""
     n = len(terms)
     if selection != "mstopk" and 4 * k <= n and fused.is_available(terms.g.device):
-        exact = selection == "exact"  # then a threshold that is too low costs little, one that is too high another pass
+        exact = selection == "exact"  # if exact, too low a threshold costs little, too high a threshold another pass
         threshold, _ = estimate_thresholds(terms.sample(_stride(n, k)).abs(), n, k, sigmas=4 if exact else 1.5)
         if exact:
-            threshold = threshold.nextafter(threshold.new_zeros(()))  # include entries equal to it
+            threshold = threshold.nextafter(threshold.new_zeros(()))  # include entries equal to the threshold
         if picked := fused.pick_entries(terms, k, threshold, largest=exact):
             return picked
         M = terms.g
@@ -230,7 +230,7 @@ def select_entries(terms: WeightedSum, k: int, selection: Selection) -> tuple[Te
 
 
 def select_exact(x: Tensor, k: int) -> Tensor:
-    """Select the k largest magnitudes; among equals, the first."""
+    """Select the k largest magnitudes; of equal magnitudes, the first ones."""
     if x.is_cuda or 4 * k > len(x):
         return keep_largest(x, k)
     hits = _candidates(x, k)
@@ -238,8 +238,8 @@ def select_exact(x: Tensor, k: int) -> Tensor:
 
 
 def select_sampled(x: Tensor, k: int) -> Tensor:
-    """Select k evenly spaced entries of those above a sampled threshold; the k largest if more than 1.3 k entries are
-    above it."""
+    """Of the entries above a sampled threshold, select k evenly spaced entries; if there are more than 1.3 k, select
+    the k largest."""
     if 4 * k > len(x):
         return select_exact(x, k)
     hits = _candidates(x, k)
@@ -304,8 +304,8 @@ def _candidates(x: Tensor, k: int) -> Tensor:
 
 
 def _stride(n: int, k: int) -> int:
-    """Stride of the sample for selecting k of n entries. It is odd, so that rows of even length are sampled in all
-    columns."""
+    """Stride of the sample for selecting k of n entries; odd, so that all columns of rows of even length are
+    sampled."""
     return max(1, k // RANK, n // SAMPLES) | 1
 
 
@@ -313,10 +313,10 @@ def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> 
     """Estimate two thresholds from a sample: at least k of n magnitudes are likely above the first, and very likely
     above the second.
 
-    The first is `sigmas` standard deviations below the estimated k-th largest magnitude. Both are scalars on the
-    sample's device.
+    The first threshold is `sigmas` standard deviations below the estimated k-th largest magnitude. Both thresholds are
+    scalars on the sample's device.
     """
-    rank = k / n * len(sample)  # expected position in the sample of the k-th largest magnitude
+    rank = k / n * len(sample)  # expected position of the k-th largest magnitude in the sorted sample
     ordered = sample.topk(min(len(sample), 2 * int(rank) + 16)).values
     return ordered[min(len(ordered) - 1, int(rank + sigmas * rank**0.5))], ordered[-1]
 
@@ -327,8 +327,8 @@ def estimate_thresholds(sample: Tensor, n: int, k: int, sigmas: float = 1.5) -> 
 def encode_values(values: Tensor, form: WireType) -> list[Tensor]:
     """Encode values (k,) as the tensors to all-gather.
 
-    Integer codes hold the sign and a level between the smallest and the largest magnitude of the bucket, because no
-    selected value is near zero. The rounding error is smaller than the value itself.
+    Integer codes hold the sign, and a level between the smallest and the largest magnitude of the bucket. Zero need not
+    be a level, because no selected value is near zero. The rounding error is smaller than the value itself.
     """
     if form in ("fp32", "bf16"):
         return [values.to(torch.bfloat16 if form == "bf16" else torch.float32)]

@@ -12,8 +12,7 @@ from torch import Tensor
 class ExchangeVerdict:
     """Whether all answers so far are finite and can be decoded; equal on all ranks.
 
-    A caller of a codec's generator that does not wait for the device sets `fine` before it sends each stage's answers
-    to the codec.
+    A caller that does not wait for the device sets `fine` before it sends a stage's answers to the codec's generator.
     """
 
     fine: Tensor | None = None
@@ -26,7 +25,7 @@ class ExchangeVerdict:
         return self.fine.view(1).to(torch.uint8)
 
     def poison(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or NaN if the exchange has failed."""
+        """Return the tensor, with all entries NaN if the exchange has failed."""
         return tensor if self.fine is None else torch.where(self.fine, tensor, torch.nan)
 
     def spoil(self, flat: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Base of codecs that wrap another codec, and functions that combine codecs' generators."""
+"""Base class of codecs that wrap another codec, and functions that combine codecs' generators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Wrapper(Codec):
 
 
 def run_together(codings: Sequence[Coding]) -> Coding:
-    """Run several codecs' generators as one generator, which yields their requests of each stage together, in order."""
+    """Run several codecs' generators as one generator, which yields the requests of all of them stage by stage."""
     try:
         requests: list[Sequence[Request] | None] = [advance(coding) for coding in codings]
         while any(own is not None for own in requests):

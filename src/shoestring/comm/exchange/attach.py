@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoestring")
 
-NORM_EVERY = 25  # steps between measurements of the norm of the residuals, which takes a pass over memory
+NORM_EVERY = 25  # steps between measurements of the residuals' norm; a measurement takes a pass over memory
 
 
 def install(attachments: Attachments, settings: Exchange) -> None:
     """Attach the codec of `settings`, so that every step exchanges gradients with it; does nothing on a single rank."""
-    # This exchange does not cross axes over which parameters are sharded, or replicas are merged by local steps.
+    # This exchange leaves out axes over which parameters are sharded, and axes over which local steps merge replicas.
     spread = {axis for axis in DATA if f"SHARD over {axis}" in attachments.owners}
     left = [axis for axis in DATA if axis not in {*attachments.replicas, *spread}]
     in_hook = isinstance(attachments.model, DistributedDataParallel) and attachments.world.ranks_over(left) == 1
@@ -71,7 +71,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
         broadcast_weights(weights, attachments.world.group(axes))
         attachments.exchange(axes)
         _skip_together(attachments)
-        # Gradients must be averaged before they are clipped, which happens in the same phase.
+        # Gradients must be averaged before they are clipped, and clipping happens in the same phase.
         tensors = dict(attachments.trained)
         attachments.at(Phase.CLIP, partial(_exchange, attachments, tensors, state, settings.name))
     attachments.keep(settings.name.split(".")[0], state, across="own", merge=state.merge)
@@ -81,7 +81,7 @@ def install(attachments: Attachments, settings: Exchange) -> None:
 def _skip_together(attachments: Attachments) -> None:
     """Make all ranks skip an optimizer step and its exchange if the loss scaler of any rank finds an overflow.
 
-    This is not needed with DDP, where all ranks have the same averaged gradients by then.
+    DDP does not need this, because all ranks then unscale the same averaged gradients.
     """
     group = attachments.world.group(attachments.replicas)
     if group is None or not attachments.scaler.is_enabled():
@@ -99,15 +99,15 @@ def _skip_together(attachments: Attachments) -> None:
 
 
 def _exchange(attachments: Attachments, tensors: Mapping[str, Tensor], state: ExchangeState, name: str) -> None:
-    """Exchange the gradients of `tensors`. Gradients are zero for parameters that a rank did not use or has frozen
-    since.
+    """Exchange the gradients of `tensors`. Parameters that a rank did not use, or has frozen since then, get zero
+    gradients.
 
     So all ranks exchange the gradients of the same parameters. The average of a frozen parameter is added to the
-    residual. In a replayed step nothing is exchanged, because its gradients are already averages.
+    residual. In a replayed step nothing is exchanged, because the gradients are already averages.
 
     Raises:
-        ConfigError: a parameter was frozen or missing when the exchange was attached and is trained now, or was
-            removed.
+        ConfigError: a parameter that was frozen or missing when the exchange was attached is trained now, or a
+            parameter was removed.
     """
     if state.replaying:
         return

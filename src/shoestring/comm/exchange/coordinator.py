@@ -3,11 +3,11 @@
 All parameters are divided into `parts` cohorts of about the same number of bytes, in the usual order in which a
 backward pass computes gradients. All data that a cohort sends in one stage are sent at once, so the number of
 collectives is parts x stages for any number of parameters and DDP buckets. Cohorts do not depend on the buckets,
-because DDP rebuilds its buckets after the first step of every start.
+because DDP rebuilds its buckets after the first step of every launch.
 
-Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread of
-the channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts
-are completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
+Each of the n channels has its own process groups, and handles every n-th cohort from start to end. A single thread per
+channel starts all of the channel's collectives. DDP passes on gradients in the same order on all ranks, so cohorts are
+completed and collectives are started in the same order too, however fast a rank is. (Torch's PowerSGD hook issues
 collectives from completion threads, in an order that depends on speed, and aborts on Gloo with several buckets.)
 """
 
@@ -69,11 +69,11 @@ class Channel:
         self.worker = Worker("shoestring-wire", device, threaded=threaded)
         overlaps = threaded and device.type == "cpu" and route.overlaps
         self.finisher = Worker("shoestring-decode", device) if overlaps else None
-        self._slots = threading.Semaphore(2)  # for cohorts in progress
+        self._slots = threading.Semaphore(2)  # limits the number of cohorts in progress
 
     def submit(self, cohort: Cohort) -> WorkerTask[None]:
-        # A stage has at most two collectives (a small mean is two all-to-alls); a 2D torus adds one before and one
-        # after.
+        # A stage has at most two collectives (a small mean consists of two all-to-alls); a 2D torus adds one before and
+        # one after.
         task = WorkerTask[None](str(cohort), (2 * self.codec.stages + 2) * self.route.timeout)
         exchange = self._exchange(cohort)
         if self.finisher is None:
@@ -122,8 +122,8 @@ class Channel:
             raise error
 
     def _average(self, cohort: Cohort) -> Stages:
-        """Average a cohort's gradients without the loss scale, because the scale changes between steps and residuals do
-        not."""
+        """Average a cohort's gradients without the loss scale, because the scale may change while residuals are
+        stored."""
         scale, grads = self.scale(), list(cohort.grads.values())
         if scale != 1:
             foreach_mul_(grads, 1 / scale)
@@ -141,8 +141,8 @@ class Coordinator:
         routes: one route for each channel.
         sizes: bytes of every parameter whose gradient arrives in each round, by name, in the order of a forward pass.
         parts: number of cohorts in a round.
-        scale: function that returns the loss scale of arriving gradients, which averages must have too; called once per
-            cohort.
+        scale: function, called once per cohort, that returns the loss scale of arriving gradients; averages get the
+            same scale.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Coordinator:
             channel.close()
 
     def begin(self) -> None:
-        """Begin a round; drops a round that is incomplete because of an error in a backward pass."""
+        """Begin a round; discard a previous round that an error in a backward pass left incomplete."""
         self._open.clear()
         self._running.clear()
         self._newest.clear()
@@ -180,7 +180,7 @@ class Coordinator:
 
     def arrive(self, grads: Grads, after: After) -> None:
         """Take gradients that have arrived; `after` is called on a channel's thread with None once all of them are
-        averaged, or with the error."""
+        averaged, or with an error if the exchange fails."""
         parts = {self._part[name] for name in grads}  # a bucket of DDP may belong to several cohorts
         once = _call_once_after(len(parts), after)
         for part in parts:
@@ -227,7 +227,7 @@ class Coordinator:
         self._running.append(channel.submit(cohort))
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
-        """Put an average that the model did not use back into the residual, unless the average is not finite."""
+        """Add an average that was not applied to the model back to the residual, unless the average is not finite."""
         if self._newest[self._part[name]].averaged:
             self.codec.return_to_residual(name, self.channels[0].route.own(average / self.scale()))
 
@@ -263,7 +263,7 @@ class Coordinator:
 
 
 def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """Divide the names, last first, into at most `parts` consecutive groups with about equal bytes."""
+    """Divide the names, in reverse order, into at most `parts` consecutive groups with about equal bytes."""
     runs: list[list[str]] = []
     passed, total = 0, sum(sizes.values())
     for name in reversed(sizes):
@@ -275,7 +275,7 @@ def deal_cohorts(sizes: dict[str, int], parts: int) -> list[list[str]]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Format names for a message: one or two names in full; for more, their number, the first and the last."""
+    """Format names for a message: one or two names in full; of more names, the number, the first and the last."""
     if len(names) < 3:
         return " and ".join(f"`{name}`" for name in names)
     return f"{len(names)} parameters (`{names[0]}` to `{names[-1]}`)"
@@ -292,8 +292,8 @@ def refuse_added(name: str, added: Sequence[str]) -> None:
 
 
 def _call_once_after(count: int, after: After) -> After:
-    """Make a callback for `count` calls. The last call calls `after` with the first error that any call got, or with
-    None."""
+    """Make a callback that expects `count` calls. The last call passes the first error that any call received, or None,
+    to `after`."""
     errors: list[Exception | None] = []
     lock = threading.Lock()
 

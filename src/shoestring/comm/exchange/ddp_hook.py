@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoestring._torch import GradBucket, after_backward, rebucket
 from shoestring.comm.exchange.coordinator import Coordinator
 
-SMALLEST = 2**20  # bytes of the smallest bucket: the size of DDP's first one, which torch.compile expects
+SMALLEST = 2**20  # bytes of the smallest bucket: the size of DDP's first bucket, which torch.compile expects
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Delivery:
 
     @property
     def used(self) -> bool:
-        """Whether DDP has set the parameter's gradient to the average in the bucket; it does not if no rank used the
-        parameter."""
+        """Whether DDP has set the parameter's gradient to the average in the bucket; DDP does not do so if no rank used
+        the parameter."""
         grad = self.parameter.grad
         if grad is None:
             return False
@@ -63,13 +63,12 @@ class HookState:
             rebucket(self.model, self.cap)
 
     def finish_backward(self) -> None:
-        """Wait for the averages at the end of a backward pass. DDP waits after this, but without a timeout."""
+        """Wait for the averages at the end of a backward pass. DDP also waits afterwards, but without a timeout."""
         after_backward(self.return_unused)
         self.coordinator.wait()
 
     def return_unused(self) -> None:
-        """Put the averages of parameters that no rank used back into the residual; called after DDP has set the
-        gradients.
+        """Add the averages of parameters that no rank used to the residual; called after DDP has set the gradients.
 
         If such a parameter has a gradient from an earlier backward pass, that gradient is part of the average, and is
         subtracted.

@@ -2,7 +2,8 @@
 
 The hierarchical route is the 2D torus (Mikami et al., arXiv 1811.05233) with the codec between hosts only (HiTopKComm,
 Shi et al., MLSys 2021): a reduce-scatter between the ranks of a host, the codec between hosts for each rank's shard of
-the rows, then an all-gather between the ranks of a host. So slow links carry only compressed gradients, once per host.
+the rows, then an all-gather between the ranks of a host. Slow links between hosts therefore carry only compressed
+gradients, once per host.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """Whether an exchange may begin while the previous one waits for its last answers; true if a single process
-        group runs all collectives."""
+        """Whether an exchange may begin while the previous exchange waits for its last answers; true if a single
+        process group runs all collectives."""
         return self.shards is None
 
     def run(

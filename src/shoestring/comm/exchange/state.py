@@ -1,4 +1,4 @@
-"""Saves and restores the state of an exchange, and replays steps from its compressed averages."""
+"""Saves and restores the state of an exchange, and replays steps from stored compressed averages."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ class ExchangeState:
         return f"{self.settings} {self.coordinator.channels[0].route.size} {self.coordinator.cohorts}"
 
     def keep_averages(self) -> None:
-        """From now on, store the answers from which each step's averages are decoded, until the next step."""
+        """From now on, store the answers of a step, from which its averages can be decoded, until the next step."""
         self.coordinator.keeps = True
 
     def averages(self) -> list[list[Tensor]] | None:
         """The answers from which the newest averages were decoded, equal on all ranks; None if the averages are not
         finite.
 
-        Nothing writes to these tensors again.
+        The returned tensors are never overwritten.
         """
         return self.coordinator.answers()
 
     @contextmanager
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Context with the gradients of all trained parameters set from stored averages; optimizer steps inside do not
-        exchange."""
+        """Context in which the gradients of all trained parameters are stored averages, and optimizer steps do not
+        exchange gradients."""
         grads = {name: torch.empty_like(tensor) for name, tensor in self.attachments.trained.items()}
         flat = {
             name: in_memory_order(local_shard(grad), like=local_shard(self.attachments.trained[name]))

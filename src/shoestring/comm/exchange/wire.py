@@ -37,7 +37,7 @@ Answer = Callable[[], list[Tensor]]
 Finish = Callable[[], Tensor | None]
 Stages = Generator[bool, None, bool | Tensor]
 SMALL = 2**19  # bytes below which a message is latency-bound
-FIRST = torch.finfo(torch.float32).max  # bound of first answers, on which ranks must agree although answers may differ
+FIRST = torch.finfo(torch.float32).max  # bound of first answers; ranks agree only on whether they are finite
 LATER = 2.0**100  # bound of later answers, which are equal on all ranks; decoding them cannot overflow
 ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewed as any dtype
 
@@ -45,8 +45,8 @@ ALIGNMENT = 16  # in bytes; packed tensors are aligned so that they can be viewe
 class StartedCollective:
     """A collective that has been started and may not have finished.
 
-    In the trace, its span begins at the start of the collective and ends when `finish` returns, on the thread that
-    calls `finish`. In a profile, the span begins at the call of `finish`.
+    In the trace, the collective's span begins when the collective starts and ends when `finish` returns, on the thread
+    that calls `finish`. In a profile, the span begins at the call of `finish`.
     """
 
     def __init__(self, name: str, sent: float, finish: Finish, dtype: torch.dtype | None = None) -> None:
@@ -87,7 +87,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, 1, device
         self.sent = 0  # bytes that this rank has sent, counted as ring collectives
-        self.guards_on_cpu = False  # whether codecs guard on a CPU too, where the host could check at once
+        self.guards_on_cpu = False  # whether to use `Codec.guards` on a CPU too, where the host could check at once
         self.group = None
         if group is not None:
             self.group = duplicate_group(group, device)
@@ -123,8 +123,9 @@ class Wire:
             keep: called with the answers of each stage; `Codec.decode_average` takes the answers of the last stage.
 
         Returns:
-            True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec guards, this
-            is a bool tensor on the device, so that the host does not wait for the device.
+            True; or False, with NaN in all `grads`, if a gradient of any rank was not finite. If the codec handles
+            failures itself (see `Codec.guards`), this is a bool tensor on the device, so that the host does not wait
+            for the device.
         """
         return exhaust(self.stages(codec, grads, step, sum_over_shards, keep))
 
@@ -136,11 +137,11 @@ class Wire:
         sum_over_shards: Callable[[Tensor], Tensor] = identity,
         keep: Callable[[list[Tensor]], object] | None = None,
     ) -> Stages:
-        """`run` as a generator, which yields while the collectives of a stage are in progress, and may be continued in
-        another thread.
+        """Does what `run` does, as a generator that yields while the collectives of a stage are in progress, and may be
+        continued in another thread.
 
         Yields:
-            Whether further collectives will be started when the generator is continued, while it waits for answers.
+            Whether the generator, once continued, will start further collectives while it waits for answers.
         """
         guarded = (self.device.type != "cpu" or self.guards_on_cpu) and codec.guards(grads)
         verdict = ExchangeVerdict() if guarded else ALWAYS
@@ -158,7 +159,7 @@ class Wire:
                     if guarded:
                         verdict.fine = fine if verdict.fine is None else verdict.fine & fine
                     elif not fine:  # waits for the device
-                        coding.close()  # first, because the codec may need the gradients to restore its state
+                        coding.close()  # closed first, because the codec may need the gradients to restore its state
                         for grad in grads.values():
                             grad.fill_(torch.nan)
                         return False
@@ -254,14 +255,14 @@ class Wire:
         return finish
 
     def _start_bytes(self, requests: Sequence[Request], answers: list[Tensor | None]) -> Iterator[StartedCollective]:
-        """Start the all-gather and the all-to-all. Both send plain bytes for any data type, because they only move
-        data."""
+        """Start the all-gather and the all-to-all. Both collectives send plain bytes for any data type, because they
+        only move data."""
         for kind in (AllGather, AllToAll):
             asked = [(index, request.tensor) for index, request in enumerate(requests) if isinstance(request, kind)]
             if not asked:
                 continue
             rows = 1 if kind is AllGather else self.size
-            padded = []  # as (rows, bytes), so that each answer starts at a multiple of the alignment
+            padded = []  # tensors (rows, bytes), padded so that each answer starts at a multiple of the alignment
             for _, tensor in asked:
                 flat = tensor.contiguous().view(rows, -1)
                 flat = flat.view(torch.uint8) if flat.numel() else flat.new_empty(rows, 0, dtype=torch.uint8)
@@ -302,7 +303,7 @@ def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
     members: dict[int, list[int]] = {}
     for rank, first in enumerate(rows[:, 0].tolist()):
         members.setdefault(first, []).append(rank)
-    # A store that outlives earlier ranks still holds the addresses of their groups, so new groups need other names.
+    # A store that outlives former processes still holds the addresses of their groups, so new groups need new names.
     name_groups_from(int(rows[0, 1]) + 1_000_000)
     # Every rank creates every group. Torch could create only the rank's own group (use_local_synchronization), but
     # would then reuse the name of a destroyed group.

@@ -31,7 +31,7 @@ class WorkerTask(Generic[T]):
     def __init__(self, what: str, limit: float) -> None:
         self.what, self.limit = what, limit + COMPUTING
         self._future: Future[T] = Future()
-        self._done: torch.Event | None = None  # on an accelerator, recorded at the end of the task's work
+        self._done: torch.Event | None = None  # recorded at the end of the task's work on an accelerator
 
     def result(self) -> T:
         """Wait for the task and for the work that it queued on the device; returns the task's result.
@@ -71,8 +71,8 @@ class WorkerTask(Generic[T]):
 class Worker:
     """A thread that runs tasks in the order of their submission, without autograd.
 
-    On a GPU it has its own stream, where each task waits for the work that was queued before the task was submitted.
-    Without a thread, the caller of `submit` runs the task itself.
+    On a GPU, the worker has its own stream, where each task waits for the work that was queued before the task was
+    submitted. Without a thread, the caller of `submit` runs the task itself.
     """
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool = True) -> None:
@@ -85,7 +85,7 @@ class Worker:
             self._thread.start()
 
     def submit(self, task: WorkerTask[T], work: Callable[[], T]) -> WorkerTask[T]:
-        """Run `work` on the thread; its result becomes the result of `task`.
+        """Run `work` on the thread; the result of `work` becomes the result of `task`.
 
         Raises:
             ShoestringError: the worker is closed.
@@ -109,8 +109,8 @@ class Worker:
         return task
 
     def close(self) -> bool:
-        """End the thread once the submitted tasks are done. Logs a warning and returns False if they do not finish in
-        time."""
+        """End the thread once the submitted tasks are done. Logs a warning and returns False if the tasks do not finish
+        in time."""
         self.closed = True
         if self._thread is None:
             return True
@@ -122,5 +122,5 @@ class Worker:
         return False
 
     def _work(self) -> None:
-        while (work := self._queue.get()) is not None:  # `close` puts None
+        while (work := self._queue.get()) is not None:  # `close` puts None into the queue
             work()

@@ -1,4 +1,4 @@
-"""Fragments: groups of parameters that are merged together, with the outer optimizer's copy of the parameters."""
+"""Fragments: groups of parameters that are merged at the same time, with the outer optimizer's copy of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assign_fragments(model: nn.Module, count: int, layout: str) -> list[list[str
 
 
 class Fragment:
-    """Parameters that are merged together, with the outer optimizer's copy of this rank's shards of the parameters.
+    """Parameters that replicas merge at the same time, with the outer optimizer's copy of this rank's shards of them.
 
     Args:
         momentum: whether the outer optimizer has a velocity.

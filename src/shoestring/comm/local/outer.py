@@ -3,12 +3,12 @@
 After H steps every replica sends Delta = theta_old - theta. The outer optimizer treats the mean of these
 pseudo-gradients as a gradient of theta_old, and all replicas continue from the result (DiLoCo, arXiv 2311.08105).
 In the first `start` steps gradients are averaged instead, which is more effective while the loss falls fast (post-local
-SGD, Lin et al., arXiv 1808.07217). Weights and optimizer state then stay equal on all replicas without being exchanged.
-Streaming (arXiv 2501.18512) merges one fragment of the layers after the other, and training continues during each
-exchange. `delay` steps after the exchange began, theta = alpha theta + (1 - alpha) theta_new. This undoes a part of the
-steps made during the exchange. By default nothing is undone: a replica adds the difference between the merged weights
-and the weights that it had sent, theta = theta + theta_new - theta_sent (like delayed averaging, DaSGD, arXiv
-2006.00441).
+SGD, Lin et al., arXiv 1808.07217). While gradients are averaged, weights and optimizer state stay equal on all replicas
+without being exchanged. Streaming (arXiv 2501.18512) merges one fragment of the layers after the other, and training
+continues during each exchange. `delay` steps after the exchange began, a replica sets theta = alpha theta + (1 - alpha)
+theta_new. Such mixing undoes a part of the steps made during the exchange. By default no step is undone: a replica adds
+the difference between the merged weights and the weights that it had sent, theta = theta + theta_new - theta_sent (like
+delayed averaging, DaSGD, arXiv 2006.00441).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class PendingMerge:
     buffers: list[Tensor]
     status: WorkerTask[Tensor]  # its result is the status rows of all ranks
     sent: list[Tensor]
-    """This replica's weights theta_sent when the exchange began; empty unless a late merge adds theta_new -
-    theta_sent."""
+    """This replica's weights theta_sent when the exchange began; empty unless the merge adds theta_new - theta_sent to
+    the weights."""
 
 
 class ReplicaChannel:
@@ -119,7 +119,7 @@ class ReplicaChannel:
 
 
 class OuterOptimizer:
-    """The outer optimizer of one rank, which merges the replicas."""
+    """Runs the outer optimizer on one rank, and merges the replicas."""
 
     def __init__(self, attachments: Attachments, settings: LocalSteps) -> None:
         self.attachments, self.settings = attachments, settings
@@ -139,7 +139,7 @@ class OuterOptimizer:
         persistent = attachments.module.state_dict(keep_vars=True)
         buffers = [buffer for name, buffer in attachments.module.named_buffers() if name in persistent]
         floating = [b for b in buffers if b.is_floating_point() and b.itemsize > 1]  # torch cannot add 8-bit floats
-        # A mask with entries that are infinite or the lowest number has no finite sum over ranks, so it is not
+        # A mask whose entries are infinite, or the lowest finite number, has no finite sum over ranks, so it is not
         # averaged. All ranks leave out the same buffers, because buffers are equal on all ranks when attached.
         self.buffers = [b for b in floating if all_finite([b * attachments.world.ranks_over(DATA)])]
         self.pending: list[PendingMerge] = []
@@ -147,7 +147,7 @@ class OuterOptimizer:
         self.error: NonFiniteError | None = None
         self.failed = 0  # step of `error`
         self.reported_tokens = attachments.progress.tokens  # target tokens up to this rank's latest status row
-        self.tokens_before = attachments.progress.tokens  # target tokens before the current step
+        self.tokens_before = attachments.progress.tokens  # number of target tokens before the current step
         self.metrics = _MergeMetrics(attachments, settings, self.channel)
         replicas = attachments.world.ranks_over(settings.over)
         self.alone = replicas == 1
@@ -177,7 +177,8 @@ class OuterOptimizer:
         Raises:
             ConfigError: a parameter that was frozen or missing when the feature was attached is trained now.
         """
-        # This is appended only now, to run after checkpoints have copied the moments that the estimate changes.
+        # The estimate changes the moments, so it is appended only here, to run after checkpoints have copied the
+        # moments.
         waits = self.attachments.phases[Phase.WAIT]
         if self.moments is not None and self.estimate_moments not in waits:
             waits.append(self.estimate_moments)
@@ -190,7 +191,7 @@ class OuterOptimizer:
                 self._average_gradients()
 
     def estimate_moments(self) -> None:
-        """Called at the end of Phase.WAIT, when gradients are final for the optimizer."""
+        """Adjust Adam's second moments; called at the end of Phase.WAIT, when the gradients no longer change."""
         assert self.moments is not None
         self.moments.before_step(averaged=self.equal and self.starting)
 
@@ -244,8 +245,8 @@ class OuterOptimizer:
         If replicas are equal already, only buffers are averaged.
 
         Args:
-            late: fragments that got an outer step at this step, from an exchange that began earlier. The steps since
-                that exchange began are averaged without the outer optimizer, whose velocity must not be applied twice.
+            late: fragments whose earlier exchange has ended with an outer step just now. The steps since that exchange
+                began are averaged without the outer optimizer, because the outer velocity must not be applied twice.
             merged: fragments that were sent and merged at this step.
         """
         late = [*late, *self._finish(self.pending)]
@@ -262,7 +263,7 @@ class OuterOptimizer:
             fragment.adopt()
 
     def _send(self, fragments: list[int], step: int, due: int, *, plain: bool = False, keep: bool = False) -> None:
-        """Start the exchange of the pseudo-gradients Delta = theta_old - theta of the given fragments.
+        """Start the exchange of the pseudo-gradients Delta = theta_old - theta of `fragments`.
 
         Buffers are sent with the first fragment, or alone if there are no fragments.
         """
@@ -318,7 +319,8 @@ class OuterOptimizer:
         Args: what: name of the tensors that were exchanged with the rows, for messages.
 
         Raises:
-            NonFiniteError: a replica has failed. All ranks raise; the rank whose loss failed raises its own error.
+            NonFiniteError: a replica has failed. All ranks raise this error; the rank whose loss failed raises its own
+                error.
         """
         if self.error is not None and any_failed(rows):
             raise self.error

@@ -31,7 +31,7 @@ def install(attachments: Attachments, settings: LocalSteps) -> None:
     outer = OuterOptimizer(attachments, settings)
     attachments.exits.callback(outer.close)
     attachments.at(Phase.OUTER, outer.after_step)
-    attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # first, so that others see averages
+    attachments.phases[Phase.CLIP].insert(0, outer.before_step)  # inserted first, so that later callbacks see averages
     if attachments.world.ranks_over(settings.over) > 1:
         attachments.refuse_with(outer.refuse)
     keep_state(attachments, outer)
@@ -57,7 +57,7 @@ def let_replicas_differ(attachments: Attachments, over: Sequence[str]) -> None:
     replicas, replica = attachments.world.ranks_over(over), attachments.world.index_over(over)
 
     def take_one(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Choose the state of one former rank: the same for all ranks of a replica, different ones for different
+        """Choose the state of one former rank: the same state for all ranks of a replica, but different states for
         replicas."""
         return states[replica * len(states) // replicas]
 
@@ -128,8 +128,8 @@ class SharedState:
         means = [torch.zeros_like(fragment.anchor) for fragment in fragments]
         for fragment, mean, named in zip(fragments, means, saved["means"], strict=True):
             fragment.load(mean, named)
-        # If the number of replicas has changed, all start from the mean weights, which then count as the weights sent.
-        # Otherwise `RankState` loads the weights that each replica has sent.
+        # If the number of replicas has changed, all replicas start from the mean weights, which then count as the
+        # weights sent. If the number is unchanged, `RankState` loads the weights that each replica has sent.
         moves = self.outer.settings.late_merge == "move"
         sent = [fragment.anchor - mean for fragment, mean in zip(fragments, means, strict=True)] if moves else []
         device = means[0].device

@@ -19,9 +19,9 @@ class MergeSchedule:
 
     Args:
         every: number of steps in the first period.
-        final_every: number of steps in a period at the end of the run. Lengths grow linearly with the progress,
-            starting at `every`; with a value below `every`, or without a known end of the run, all periods have `every`
-            steps.
+        final_every: number of steps in a period at the end of the run. Period lengths grow linearly with the progress,
+            starting at `every`; if `final_every` is below `every`, or the end of the run is unknown, all periods have
+            `every` steps.
         fragments: number of fragments, which are sent at equal intervals.
     """
 
@@ -34,7 +34,7 @@ class MergeSchedule:
 
         Args:
             before, after: position of the run before and after the step, in steps.
-            total: position of the end of the run; 0 if it has no known end.
+            total: position of the end of the run; 0 if the end is unknown.
         """
         marks = [
             (first + length * (fragment + 1) // self.fragments, fragment)
@@ -67,7 +67,7 @@ def merges_per_step(every: int, final_every: int, total: int) -> float:
 
 @cache
 def _growing_starts(every: int, final_every: int, total: int) -> tuple[int, ...]:
-    """First steps of all periods, up to the first period at or after `total`."""
+    """First steps of all periods, up to the first period that starts at or after `total`."""
     starts = [0]
     while starts[-1] < total:
         starts.append(starts[-1] + every + (final_every - every) * starts[-1] // total)

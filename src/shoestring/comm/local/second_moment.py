@@ -2,16 +2,17 @@
 
 Adam divides by the root of v, a mean of squared gradients over about 1 / (1 - beta2) steps. Each of N replicas computes
 the gradient g of 1 / N of the batch. The noise of g has N times the variance of the mean gradient's noise, so v is too
-large. Also, if only one replica reads a rare token, g is large there in one step, and v shrinks the only step in which
-the token can be learned. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's first
-moment m replaces the mean of g:
+large. Also, if only one replica reads a rare token, g is large on that replica in one step, and v shrinks the only step
+in which the token can be learned. Here v averages over N times as many steps, beta = 1 - (1 - beta2) / N, and Adam's
+first moment m replaces the mean of g:
 
     v <- beta v + (1 - beta) (g^2 / N + (1 - 1/N) m^2)
 
-If m were exact, v would be the mean square of the mean gradient. A gradient that occurs once on one replica then moves
-the mean of the replicas as far as it would in one joint batch. Replicas exchange nothing for this.
+If the first moment m were exact, v would be the mean square of the mean gradient. A gradient that occurs only once, on
+one replica, moves the mean of the replicas' weights as far as it would in one joint batch. Replicas exchange no data
+for this estimate.
 
-g is the tensor that the optimizer squares: with L2 weight decay (not decoupled), it includes the decay term. If
+g is the tensor that the optimizer squares: with L2 weight decay (not decoupled), g includes the decay term. If
 gradients have been averaged already, g is the mean gradient, and v averages g^2 with the same beta, because Adam's bias
 correction v / (1 - beta^t) is right only if beta is the same in all t steps.
 """
@@ -27,14 +28,15 @@ from shoestring.comm.exchange.replicas import local_shard
 from shoestring.core.attachments import Attachments
 
 AVERAGED_FOR = "averaged_for"
-"""Key in an optimizer's parameter group: the N whose beta = 1 - (1 - beta2) / N has been used for v so far."""
+"""Key in an optimizer's parameter group: number N of replicas for which beta = 1 - (1 - beta2) / N was last used."""
 
 
 class SecondMoments:
     """Adjusts Adam's second moment v around each step of one job's optimizer.
 
-    The optimizer's state must have `exp_avg` and `exp_avg_sq` in fp32 or fp64, as in torch's Adam. Other optimizers
-    with `betas` and `eps` only average over more steps; an optimizer without `betas` and `eps` is not changed.
+    The optimizer's state must have `exp_avg` and `exp_avg_sq` in fp32 or fp64, as in torch's Adam. In other optimizers
+    with `betas` and `eps`, only the averages run over more steps; an optimizer without `betas` and `eps` is not
+    changed.
 
     Args:
         replicas: the number N of replicas.
@@ -64,8 +66,8 @@ class SecondMoments:
             group["betas"] = first, beta = first, _longer(second, self.replicas)
             former = _longer(second, group.get(AVERAGED_FOR, 1))
             group[AVERAGED_FOR] = self.replicas
-            # The states of Adam in a precision in which v does not become negative when nearly all of g^2 is
-            # subtracted.
+            # Only Adam's states in fp32 or fp64: in a lower precision, v could become negative when nearly all of g^2
+            # is subtracted.
             states = {
                 parameter: state
                 for parameter in group["params"]

@@ -1,11 +1,11 @@
 """Sends only some layers in each step, within a budget of bytes; the other layers keep their gradients as residuals.
 
-All ranks choose the same layers, based on numbers that an earlier exchange has made equal on all ranks. So the layers
-can be summed, and the choice needs no separate exchange: three numbers per layer are averaged in the first stage of
-each exchange.
+All ranks choose the same layers, based on numbers that an earlier exchange has made equal on all ranks. The layers can
+therefore be summed, and the choice needs no separate exchange: three numbers per layer are averaged in the first stage
+of each exchange.
 
-A layer that waits gets a gradient of zero, and later its whole residual at once. This affects the optimizer: while the
-gradient is zero, momentum and Adam's averages decay, and weight decay continues.
+A layer that waits gets a gradient of zero, and later its whole residual at once. Waiting affects the optimizer: while
+the gradient is zero, momentum and Adam's averages decay, and weight decay continues.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Selector(ABC):
         choice.
 
         Args:
-            notes: notes that the previous choice returned; empty at first. They must not be modified, because the
-                exchange may be given up.
+            notes: notes that the previous choice returned; empty at first. The notes must not be modified, because the
+                exchange may fail.
         """
 
 
 class Uniform(Selector):
-    """Sends every layer equally often: first the layers sent least often, ties in random order. If a layer does not
-    fit, no later layer is sent."""
+    """Sends every layer equally often: the layers sent least often come first, and ties are broken at random. Once a
+    layer does not fit, no further layer is sent."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -96,7 +96,7 @@ class Uniform(Selector):
 
 
 def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> list[int]:
-    """Choose layers in the given order if they fit into the allowance, and skip those that do not fit.
+    """Go through the layers in `order`: choose layers that fit into the allowance, and skip layers that do not fit.
 
     A layer whose price is above `patience` is not skipped: no later layer is sent, so that the allowance grows until
     the layer fits.
@@ -114,7 +114,7 @@ def choose_fitting(order: Iterable[int], layers: Layers, *, patience: float) -> 
 @dataclass
 class _StepChoice:
     """The layers chosen in one step. The choice is stored in the state only after the last answers, because an exchange
-    may be given up."""
+    may fail."""
 
     step: int
     known: frozenset[str]
@@ -132,10 +132,12 @@ class BudgetedCodec(Wrapper):
     averages, if the selector learns; "notes" of the selector; and "inner", the state of the inner codec.
 
     Args:
-        make: creates the codec, and further codecs that measure each layer's price by an exchange of zeros.
+        make: function that creates the codec, and further codecs that measure each layer's price by an exchange of
+            zeros.
         budget: bytes that a rank may send per step, in all exchanges together. Unused bytes are carried over, up to the
             price of the largest layer, so any n steps together send at most n budgets plus this price. A codec that
-            sends more in its first steps exceeds the budget there; a codec that alternates keeps the budget on average.
+            sends more in its first steps exceeds the budget in these steps; a codec that alternates keeps the budget on
+            average.
         warmup: number of steps that send all layers regardless of the budget. A new layer is always sent.
         memory: decay of the average of ‖g‖² over steps.
     """
@@ -156,7 +158,7 @@ class BudgetedCodec(Wrapper):
         if not grads:
             return
         with self._lock:
-            if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all
+            if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all cohorts
                 self._choice = self._choose(context)
         choice, M = self._choice, self._add_residuals(grads)
         summary = self._summarise(grads, M)
@@ -167,7 +169,7 @@ class BudgetedCodec(Wrapper):
         self._deliver(grads, chosen)
 
     def _add_residuals(self, grads: Grads) -> Grads:
-        """M = g + e for each layer; the gradient itself, not a copy, if there is no residual."""
+        """Compute M = g + e for each layer; if a layer has no residual, M is the gradient itself, not a copy."""
         unsent = self.state.get("unsent", {})
         sums = {name: unsent[name].clone() for name in grads if name in unsent}
         if sums:
@@ -175,7 +177,7 @@ class BudgetedCodec(Wrapper):
         return grads | sums
 
     def _summarise(self, grads: Grads, M: Grads) -> Tensor:
-        """Summarise each layer by ‖g‖, ‖M‖ and, for selectors that learn (else 0), ⟨g, previous M⟩: (3 x layers,)."""
+        """Summarise each layer by ‖g‖, ‖M‖ and ⟨g, previous M⟩ (0 unless the selector learns): (3 x layers,)."""
         before = (self.state.get("unsent", {}) | self.state.get("delivered", {})) if self.selector.learns else {}
         zero = torch.zeros((), device=next(iter(grads.values())).device)
         gains = [

@@ -21,14 +21,14 @@ class Hypernetwork(Selector):
     """A network with one hidden layer that maps a layer's features to the probability p of sending the layer.
 
     The network is trained by gradient ascent on J = Σ p (v - λ b), summed over layers. Here b is the layer's share of
-    all bytes, and v the layer's share of the loss reduction by sending, to first order ⟨g, M⟩ with the gradient g of
-    the next step, whose noise is independent of M. The value v is known for sent and for unsent layers, so no layer
-    must be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the budget, and falls
-    otherwise.
+    all bytes, and v the layer's share of the loss reduction by sending. To first order, the loss reduction is ⟨g, M⟩
+    with the gradient g of the next step, whose noise is independent of M. The value v is known for sent and for unsent
+    layers, so no layer has to be sent just to learn its value. The price λ of bytes rises while Σ p b exceeds the
+    budget, and falls otherwise.
 
     All numbers are fp64 and computed only by + - x / and √, in a fixed order. IEEE processors round these operations
-    identically, so ranks with different processors make the same choice. That is why the code uses x / (1 + |x|)
-    instead of tanh, and a piecewise linear logarithm.
+    identically, so ranks with different processors make the same choice. To use only these operations, the code
+    replaces tanh by x / (1 + |x|), and the logarithm by a piecewise linear function.
 
     Args:
         hidden: number of hidden units.
@@ -66,7 +66,7 @@ class Hypernetwork(Selector):
         net["recent"] = np.concatenate([earlier, X[None]])
         draws = np.random.default_rng((self.seed, layers.step)).random(len(p))
         # Order: layers that have waited too long or for which bytes are being saved; then layers drawn at random with
-        # probability p; then the others by falling p.
+        # probability p; then the other layers in order of falling p.
         urgent = (layers.waited >= self.longest) | (np.arange(len(p)) == int(net["saving"]))
         order = np.lexsort((-p, draws >= p, ~urgent))
         chosen = choose_fitting(order, layers, patience=layers.budget)
@@ -86,8 +86,8 @@ class Hypernetwork(Selector):
         }
 
     def _features(self, layers: Layers) -> np.ndarray:
-        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; depth,
-        progress, 1."""
+        """Features (layers, 7): size, gradient, residual and waiting time, each standardised over layers; then depth,
+        progress, and a constant 1."""
         squares = np.maximum(layers.gradient, 1e-60)
         compared = [log2(layers.entries), log2(squares), log2(1 + layers.unsent**2 / squares), log2(1 + layers.waited)]
         depth = np.arange(len(squares)) / len(squares) - 0.5
@@ -95,8 +95,8 @@ class Hypernetwork(Selector):
         return np.stack([*map(standardise, compared), depth, done, np.ones(len(squares))], axis=1)
 
     def _learn(self, net: Weights, layers: Layers) -> Weights:
-        """Take a few steps of gradient ascent on J for the choice before the last one; the last exchange has measured
-        its v."""
+        """Take a few steps of gradient ascent on J for the second-newest choice, whose v the newest exchange has
+        measured."""
         v = layers.gain
         worth = v / max(float(np.abs(v).sum()), 1e-300) - net["price"] * layers.price / layers.price.sum()
         X, weights = net["recent"][0], {"W": net["W"], "w": net["w"]}

@@ -17,11 +17,11 @@ EXACTLY = 14  # maximum number of layers for which all subsets are compared
 class Knapsack(Selector):
     """Maximises the sum of u = ‖e + g‖² (1 + steps waited) over the layers sent, within the allowed bytes.
 
-    g is not known yet, so ‖e + g‖² is estimated by ‖e‖² + the average of ‖g‖². With an average of earlier ‖e + g‖², a
-    layer that has just been sent would be sent again.
+    g is not known yet, so ‖e + g‖² is estimated by ‖e‖² + the average of ‖g‖². An average of earlier ‖e + g‖² is not
+    used, because a layer that has just been sent would then be sent again.
 
     The choice is exact for few layers. For more layers, the greedy choice by u per byte is compared with the single
-    most valuable layer, and the better one is taken; this reaches at least half of the optimum (Dantzig 1957). If a
+    most valuable layer, and the better choice is taken; it reaches at least half of the optimum (Dantzig 1957). If a
     layer that costs more than a whole budget ranks first, no layer is sent until it fits.
     """
 
@@ -33,12 +33,13 @@ class Knapsack(Selector):
 class GainKnapsack(Selector):
     """Maximises the loss reduction, to first order, by sending layers within the allowed bytes.
 
-    The loss reduction of a layer is ⟨g, M⟩ with g from the next step; it is known one step later for sent and unsent
-    layers. For each layer, ⟨g, M⟩ divided by the number of gradients in M is averaged over steps. The M of a layer that
-    has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead.
+    The loss reduction of a layer is ⟨g, M⟩ with g from the next step; this value is known one step later, for sent and
+    unsent layers. For each layer, ⟨g, M⟩ divided by the number of gradients in M is averaged over steps. The M of a
+    layer that has waited n steps contains n + 1 gradients. Before the first measurement, ‖g‖² is used instead of the
+    average.
 
     Args:
-        memory: decay of the average.
+        memory: decay of the average over steps.
         least: lower bound of a layer's value per byte, as a fraction of the mean over layers, so that every layer is
             sent eventually.
     """
@@ -53,7 +54,7 @@ class GainKnapsack(Selector):
         known = {name: note.cpu().numpy() for name, note in notes.items()}
         rate, earlier = layers.gradient, held
         if known and len(known["rate"]) == len(held):
-            before, earlier = known["held"]  # at the choice that `gain` is for, and at the next one
+            before, earlier = known["held"]  # at the choice whose `gain` is now known, and at the choice after it
             rate = self.memory * known["rate"] + (1 - self.memory) * layers.gain / before
         least = self.least * (np.abs(rate) / layers.price).mean() * layers.price
         u = np.maximum(rate, least) * held

@@ -14,7 +14,7 @@ mask.
 Let P be the number of entries per shard in the layers that one rank has chosen (the maximum over ranks), and U the same
 number for the layers that at least one rank has chosen. Then each rank sends (ranks - 1) (P + U) entries: as many as a
 ring all-reduce if all ranks choose the same layers, and up to (ranks + 1) / 2 times as many if no two ranks choose the
-same.
+same layer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from shoestring.comm.selection.hypernetwork import Hypernetwork
 from shoestring.core.errors import ConfigError
 
 MEMORY = 0.9  # decay of the average of ‖g‖² over steps
-HEADER = 64  # maximum bytes to each other rank beside masks and entries: a norm, and padding of rows to 16 bytes
+HEADER = 64  # maximum bytes sent to each other rank besides masks and entries: a norm, and padding of rows to 16 bytes
 
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Entries of a layer that are chosen together: all entries, or a part of a layer that costs more than half the
+    """Entries of a layer that are chosen together: all entries, or a part of them if the layer costs over half the
     budget."""
 
     name: str
@@ -82,7 +82,7 @@ class Union:
 
 
 class PerNodeCodec(Codec):
-    """Averages over ranks the layers that each rank has chosen; a rank adds the gradients of its other layers to its
+    """Averages the layers that ranks have chosen. A rank adds the gradients of the layers that it has not chosen to its
     residual.
 
     State: "residual"; "delivered", the entries that this rank sent; "seen", data about this rank's pieces; "notes" of

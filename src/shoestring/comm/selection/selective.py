@@ -12,8 +12,8 @@ from shoestring.comm.codecs.wrapper import Wrapper, run_together
 
 
 class SelectiveCodec(Wrapper):
-    """Uses the codec `inner` for most parameters, and no compression for those in `uncompressed`. The same collectives
-    send both groups.
+    """Applies the codec `inner` to most parameters, and leaves the parameters in `uncompressed` uncompressed. The same
+    collectives send both groups.
 
     Args:
         uncompressed: parameter names, or shell-style patterns of names.

@@ -46,8 +46,8 @@ class Auto(Feature):
     """Number of forward and backward passes that are timed, after one warm-up pass. More passes make the prediction
     steadier and delay the first step."""
     torus: bool = True
-    """Whether a codec runs between hosts only, on sums formed inside each host (2D torus). This has an effect only if
-    several hosts have several ranks each."""
+    """Whether a codec runs between hosts only, on sums formed inside each host (2D torus). The setting has an effect
+    only if several hosts have several ranks each."""
 
     seams: ClassVar = (Seam.WIRE,)
     baselines: ClassVar[tuple[str, ...]] = ("DDP", "dense")
@@ -110,10 +110,10 @@ class Auto(Feature):
         return {call: parse_method(call) for call in ("dense", *self.allow)}
 
     def find_worth(self, total: int) -> dict[str, float]:
-        """Number of DDP steps that a step of each method is worth, by call; 0 if unknown, which `check` refuses.
+        """Number of DDP steps that a step of each method is worth, by call; 0 if unknown (`check` refuses 0).
 
         Args:
-            total: number of steps of the run; 0 if it has no known end.
+            total: number of steps of the run; 0 if the end is unknown.
         """
         configured = dict(zip(self.allow, self.worth or [0.0] * len(self.allow), strict=True))
         return {
@@ -163,7 +163,7 @@ class Auto(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class AutoReplicas(Auto):
-    """`Auto` if the methods include local steps."""
+    """`Auto` for a list of methods that includes local steps."""
 
     seams: ClassVar = (Seam.SHARD, Seam.STEP)
     baselines: ClassVar[tuple[str, ...]] = ("dense",)

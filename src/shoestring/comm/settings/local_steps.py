@@ -37,18 +37,18 @@ PLAIN = {
 class LocalSteps(Feature):
     """Base class of the settings of local steps, where replicas are merged every few steps.
 
-    The last of `job.progress.total` steps always merges all weights. If your own training loop does not set this total,
-    replicas are equal at the end only if the number of steps is a multiple of `every`, and never with `fragments` or
-    `delay`.
+    The last of `job.progress.total` steps always merges all weights. If your own training loop does not set
+    `job.progress.total`, replicas are equal at the end only if the number of steps is a multiple of `every`, and never
+    with `fragments` or `delay`.
     """
 
     every: int = 100
     """Number of steps that each replica trains on its own between two merges of the same weights. A larger value sends
     less, and lets the replicas drift further apart."""
     final_every: int = 0
-    """Number of steps between two merges at the end of the run, to which it grows linearly from `every`; 0 keeps
-    `every`. A larger value sends less while the loss falls slowly, and lets the replicas drift further apart then. In a
-    run without a known end the number stays `every`."""
+    """Number of steps between two merges at the end of the run. The number grows linearly from `every` to this value; 0
+    uses `every` in the whole run. A larger value sends less towards the end, where the loss falls slowly, and lets the
+    replicas drift further apart there. In a run without a known end the number stays `every`."""
     start: int = 0
     """Number of steps at the beginning that average gradients, as DDP does, instead of weights (post-local SGD). Such
     steps learn more while the loss falls fast, and each of them sends as many bytes as a merge."""
@@ -72,7 +72,7 @@ class LocalSteps(Feature):
     estimates the second moment of all replicas' mean gradient, with which a step learns more if `every` is small.
     Neither setting sends data, and optimizers other than Adam are not changed."""
     replica: Literal["auto", "host", "rank"] = "auto"
-    """Unit that forms a replica: a host with all its ranks, or each rank. "auto" means hosts if there are several
+    """Unit that forms a replica: a host with all its ranks, or a single rank. "auto" means hosts if there are several
     hosts, or if another feature shards or replicates the model inside a host, so that such a run can continue on one
     host; else ranks."""
 
@@ -306,7 +306,7 @@ class SparseLoCo(LocalSteps):
     outer_lr: float = 1.0
     """Learning rate of the outer optimizer. Without momentum, 1 moves the weights by the mean change that was sent."""
     outer_momentum: float = 0.0
-    """Decay of the outer optimizer's Nesterov velocity. It is 0 by default because the residual already acts like
+    """Decay of the outer optimizer's Nesterov velocity. The default is 0, because the residual already acts like
     momentum."""
 
     @property

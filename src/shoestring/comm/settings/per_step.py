@@ -72,13 +72,13 @@ class PowerSGD(Exchange):
     rank: int = 4
     """Rank of the approximation. A higher rank is more accurate and sends more bytes, in proportion."""
     alternate: bool = False
-    """Whether steps compute the two factors in turn, one factor per step. This halves the bytes and needs one round
-    trip instead of two, with a basis that is one step old."""
+    """Whether steps compute the two factors in turn, one factor per step. Alternating halves the bytes and needs one
+    round trip instead of two, with a basis that is one step old."""
     wire: Literal["fp32", "bf16"] = "fp32"
     """Data type of the two factors on the wire."""
     start: int = 0
-    """Number of steps at the beginning that send gradients uncompressed. Adam's averages then start from exact
-    gradients, and these steps send all bytes."""
+    """Number of steps at the beginning that send gradients uncompressed. Such steps send all bytes, and let Adam's
+    averages start from exact gradients."""
     seed: int = 0
     """Seed of the random basis that the first power iteration starts from."""
 
@@ -167,9 +167,9 @@ class TernGrad(Exchange):
     """Magnitude at which entries are clipped, in standard deviations of the tensor. A larger value clips less and adds
     more noise."""
     reduce_scatter: bool = False
-    """Whether each rank sums one shard and the sums are all-gathered, instead of the entries of all ranks. This needs
-    one more collective, but the bytes do not grow with the number of ranks; from three ranks on, fewer bytes are
-    sent."""
+    """Whether each rank sums one shard and the sums are all-gathered, instead of the entries of all ranks. A
+    reduce-scatter needs one more collective, but the bytes do not grow with the number of ranks; from three ranks on,
+    fewer bytes are sent."""
     seed: int = 0
     """Seed of the random rounding."""
 

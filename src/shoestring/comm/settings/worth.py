@@ -2,8 +2,8 @@
 takes.
 
 The values were measured with GPTs of 0.6 million parameters, trained from scratch for 100 to 600 steps by four replicas
-with AdamW, at learning rates tuned for each method. They depend on the model, the batch and the length of the run. They
-are only defaults, and `comm.auto.worth` overrides them.
+with AdamW, at learning rates tuned for each method. The values depend on the model, the batch and the length of the
+run. They serve only as defaults, which `comm.auto.worth` overrides.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ The period is the number of steps between two averages, plus twice the delay of 
 GLOBAL = ((4, 0.94), (8, 0.8), (16, 0.7), (32, 0.6), (128, 0.4))
 """(period, worth) if replicas estimate the second moment of their mean gradient; the last entry is extrapolated."""
 SIGNS = 0.85
-"""Maximum worth of averaging signs with this estimate, even in short periods. Without the estimate, signs are worth as
-much as fp32."""
+"""Maximum worth of averaging signs, even in short periods, if replicas estimate the second moment of their mean
+gradient. Without the estimate, signs are worth as much as fp32."""
 GRADIENT_SIGNS = ((64, 0.48), (512, 0.28))
 """(entries per scale, worth) of exchanging signs of gradients at every step; the first and last entries are
 extrapolated."""
 
 
 def estimate_worth(method: Exchange | LocalSteps, total: int) -> float | None:
-    """Estimate how many DDP steps a step is worth in a run of `total` steps (0: no known end); None if unknown."""
+    """Estimate how many DDP steps a step of `method` is worth, or None; `total` is the run's length (0 if unknown)."""
     if isinstance(method, Dense | BF16) or (isinstance(method, Quantize) and (method.feedback or method.bits == 8)):
         return 1.0
     if isinstance(method, PowerSGD):

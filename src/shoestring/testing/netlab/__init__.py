@@ -10,15 +10,15 @@
         job.check(timeout=600)
         print(lab.bytes(0))          # Traffic(rx=…, tx=…)
 
-Each host has its own network, mount, PID, UTS and IPC namespaces. It has a tmpfs of a given size as `/dev/shm`, another
-tmpfs as scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, and one network interface, `eth0`,
-whose bandwidth is limited in both directions. With `shared=`, all hosts see one folder as `SHARED`, as over NFS. The
-rest of the file system is the machine's. The hosts can reach only each other: the bridge between them is in a network
-namespace of its own, so the machine's network is not changed.
+Each host has its own network, mount, PID, UTS and IPC namespaces. A host has a tmpfs of limited size as `/dev/shm`,
+another tmpfs as scratch disk (`DISK`), an `/etc/hosts` in which `host0`, `host1` … resolve, and one network interface,
+`eth0`, whose bandwidth is limited in both directions. With `shared=`, all hosts see one folder as `SHARED`, as over
+NFS. The host shares the rest of the file system with the machine. The hosts can reach only each other: the bridge
+between them is in a network namespace of its own, so the machine's network is not changed.
 
 Emulating a fast link takes processor time from ranks that share cores, which a real cable would not.
-`netlab(rate="100mbit", coalesce=True)` takes less than half of that time, by changing a setting of the machine while
-the lab runs.
+`netlab(rate="100mbit", coalesce=True)` takes less than half of this processor time, by changing a setting of the
+machine while the lab runs.
 
 The lab needs root, iproute2 and util-linux; `netlab_available()` says what is missing.
 """

@@ -1,11 +1,11 @@
-"""The verbs `shoestring lab up`, `run` and `down`: a lab of virtual hosts for trying slow links by hand.
+"""The commands `shoestring lab up`, `run` and `down`: a lab of virtual hosts for trying slow links by hand.
 
     shoestring lab up --hosts 2 --rate 10mbit
     shoestring lab run --host host0 -- ping -c 3 host1
     shoestring lab run -- torchrun --nproc-per-node 1 train.py
     shoestring lab down
 
-`up` leaves a process running that owns the lab; `down` ends this process and so the lab.
+`up` leaves a process running that owns the lab; `down` ends this process and thereby the lab.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def up(
 
 
 def keep() -> None:
-    """Run the process that owns the lab: start the lab that the arguments describe, and keep it until a signal."""
+    """Main function of the process that owns the lab: start the lab described by `sys.argv`; wait for a signal."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # signals stay pending until the lab is complete
     hosts, rate, delay, shm, disk, shared, coalesce = sys.argv[1:]
@@ -108,7 +108,7 @@ def down() -> None:
 
 
 def run(command: Sequence[str], host: str | None = None) -> int:
-    """Run a command on one host, connected to this terminal, or on all hosts, with host names before output lines.
+    """Run a command on one host, connected to this terminal; or on all hosts, with host names before output lines.
 
     On all hosts, a command `torchrun …` gets options for a rendezvous on the first host, unless it has such options.
 

@@ -1,10 +1,10 @@
 """Switches on batching of frames on the links: frames of one millisecond pass at once (as in interrupt coalescing).
 
-The queueing discipline tbf sets a timer for each frame, at both ends of each link. On a virtual machine, these timers
-are the largest cost of a frame: at 100 Mbit/s, four ranks on two cores lost a tenth of their time to them, which a real
-cable would not cost. The queueing discipline htb sends all waiting frames at once if its hysteresis is on. Hysteresis
-is a setting of the kernel for all htb queues of the machine. It is switched on while a lab needs it and restored
-afterwards; if the lab's owner was killed, the next lab restores it.
+The queueing discipline tbf sets a timer for each frame, at both ends of each link. On a virtual machine, the timers of
+tbf are the largest cost of a frame: at 100 Mbit/s, four ranks on two cores lost a tenth of their time to them, a cost
+that a real cable does not have. The queueing discipline htb sends all waiting frames at once if its hysteresis is on.
+Hysteresis is a setting of the kernel for all htb queues of the machine. The setting is switched on while a lab needs it
+and restored afterwards; if the lab's owner was killed, the next lab restores it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def begin(folder: Path) -> None:
 
 
 def settle() -> None:
-    """Restore the machine's own setting of htb's hysteresis if no lab needs another one any more."""
+    """Restore the machine's own setting of htb's hysteresis if no lab needs hysteresis any more."""
     with contextlib.suppress(FileNotFoundError), _alone():
         before = lab_folders.ROOT / _BEFORE
         if before.exists() and not needed():
             SETTING.write_text(before.read_text())
             before.unlink()
-            with contextlib.suppress(OSError):  # not empty: another lab has a folder in it
+            with contextlib.suppress(OSError):  # ROOT is not empty: another lab has a folder in it
                 lab_folders.ROOT.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""A virtual host: namespaces that an idle first process keeps in existence, and commands that enter them."""
+"""A virtual host: namespaces that an idle first process keeps alive, and commands that enter the namespaces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOGS = ROOT / "logs"
 """Path of the lab's log folder, as processes on a host see it."""
 
 # Arguments: host name, size of /dev/shm, size of the scratch disk, lab folder, log folder, shared folder or "". The
-# folders for ROOT are mounted elsewhere and then moved to ROOT, because the lab folder, which is needed for mounting,
-# lies below ROOT and is hidden afterwards.
+# folders for ROOT are mounted in the lab folder first, and then moved to ROOT, because the move hides the lab folder,
+# which lies below ROOT.
 _START = f"""
 set -e
 read -r pid _ </proc/self/stat
@@ -62,7 +62,7 @@ class HostSpec:
     shared: Path | None = None
     """Folder of the machine that all hosts see as `SHARED`; None for no shared folder."""
     delay: float = 0.0
-    """One-way delay between any two hosts in seconds; each host's link has half of it."""
+    """One-way delay between any two hosts in seconds; each host's link adds half of this delay."""
 
     def __post_init__(self) -> None:
         for name in ("shm", "disk"):
@@ -76,7 +76,7 @@ class HostSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A running virtual host. Its processes, memory and disk vanish when its first process ends."""
+    """A running virtual host. The host's processes, memory and disk vanish when its first process ends."""
 
     number: int
     init: Identity
@@ -89,7 +89,8 @@ class Host:
         """Start host `number` inside the PID namespace of the process with id `switch`, without a network connection.
 
         Raises:
-            WorldError: the machine does not allow it; the error contains the message of the tool that failed.
+            WorldError: the machine does not allow virtual hosts; the error contains the message of the tool that
+                failed.
         """
         shared = str(spec.shared.resolve()) if spec.shared else ""
         arguments = [f"host{number}", spec.shm, spec.disk, str(folder), str(logs), shared]
@@ -103,11 +104,11 @@ class Host:
         return cls(number=number, init=identity, pid_namespace=namespace(pid), disk=spec.disk, waiters=waiters)
 
     def path(self, path: str | Path) -> Path:
-        """Convert a path on the host, such as `/dev/shm/x`, to a path by which other processes can open it."""
+        """Convert a path on the host, such as `/dev/shm/x`, to a path that processes outside the host can open."""
         return Path(f"/proc/{self.init.pid}/root") / str(path).lstrip("/")
 
     def fill(self, free: int) -> None:
-        """Shrink the scratch disk so that `free` bytes (at least one page) are free, which takes no memory."""
+        """Shrink the scratch disk, without using memory, so that only `free` bytes (at least one page) are free."""
         usage = os.statvfs(self.path(DISK))
         used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
         self._resize(str(max(used + free, usage.f_frsize)))
@@ -152,7 +153,7 @@ def start_switch() -> tuple[subprocess.Popen[str], int]:
 
 
 def start_relay(init: int, name: str, delay: float) -> subprocess.Popen[str]:
-    """Start the relay that delays the frames of the host whose first process is `init`; it ends with the host."""
+    """Start the relay that delays the frames of the host with first process `init`; the relay ends with the host."""
     relay = Path(__file__).with_name("relay.py")
     inside = ["nsenter", "--target", str(init), "--net", "--pid"]
     return spawn([*inside, sys.executable, "-I", "-S", str(relay), name, str(delay)])[0]

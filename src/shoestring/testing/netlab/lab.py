@@ -19,7 +19,7 @@ from shoestring.testing.netlab.programs import Program
 
 
 class Lab:
-    """A running lab of numbered virtual hosts; `netlab` makes one. Not thread-safe."""
+    """A running lab of numbered virtual hosts, created by `netlab`. Not thread-safe."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Lab:
     def remove(self, host: int) -> None:
         """End a host as a power failure would: other hosts get no message; processes, memory and disk are lost."""
         gone = self._host(host)
-        links.unplug(self._switch.pid, host)  # before the processes end, because their sockets would send a reset
+        links.unplug(self._switch.pid, host)  # unplugged first, because sockets of ending processes would send a reset
         gone.stop()
         del self._hosts[host]
         self._save()
@@ -106,14 +106,14 @@ class Lab:
         self._host(host).unfill()
 
     def path(self, host: int, path: str | Path) -> Path:
-        """Convert a path on a host, such as `DISK / "x"`, to one that this process can open while the host runs."""
+        """Convert a path on a host, such as `DISK / "x"`, to a path that this process can open while the host runs."""
         return self._host(host).path(path)
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
         """Send a signal to the worker process whose global rank is `rank`.
 
         Raises:
-            WorldError: no running worker has this rank, or several have it.
+            WorldError: no running worker has this rank, or several workers have it.
         """
         programs.find_rank(self._hosts, rank).kill(sig)
 
@@ -154,7 +154,7 @@ class Lab:
         hosts: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Program:
-        """Start torchrun with the same arguments on each host; the rendezvous is on the first of them.
+        """Start torchrun with the same arguments on each host; the rendezvous is on the first host.
 
         Args:
             script: the script with its arguments, or `["-m", "package.module", …]`.
@@ -163,7 +163,7 @@ class Lab:
             nnodes: number of hosts, or a range such as "2:4"; defaults to all of `hosts`.
             hosts: hosts to use; defaults to all.
             env: variables to add to this process's environment. Set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` where
-                workers are restarted; otherwise new workers may get addresses of dead ones
+                workers are restarted; otherwise new workers may get addresses of dead workers
                 (github.com/pytorch/pytorch/issues/135712).
         """
         members, name = self.hosts if hosts is None else tuple(hosts), self._name()
@@ -234,21 +234,21 @@ def netlab(
 ) -> Iterator[Lab]:
     """Context with a running lab, which ends with all its processes when the block is left.
 
-    First removes leftovers of labs whose owners were killed.
+    On entry, leftovers of labs whose owners were killed are removed.
 
     Args:
         hosts: number of hosts, which are called `host0`, `host1`, …
         rate: bandwidth of each link in each direction, in tc's notation ("100mbit"); None for no limit.
         delay: one-way delay between any two hosts in seconds. Because kernels may lack netem, a process for each host
-            delays the frames. It is accurate to about a millisecond, and keeps up with about 100 Mbit/s.
+            delays the frames. The delay is accurate to about a millisecond, at rates up to about 100 Mbit/s.
         shm: size of each host's `/dev/shm`.
         disk: size of each host's scratch disk.
         shared: folder of the machine that all hosts see as `SHARED`, as over NFS.
         logs: empty folder for the output of jobs; by default a folder that is deleted with the lab.
         standing: whether this is the lab of `shoestring lab up`, which `shoestring lab run` and `down` look for.
         coalesce: whether to send frames in batches of one millisecond where the bandwidth is above 12 Mbit/s, which
-            takes less than half of the processor time. Use it to measure network costs where hosts share cores. It
-            changes a setting of the machine while the lab runs (see `coalescing`).
+            takes less than half of the processor time. Coalesce frames to measure network costs where hosts share
+            cores. Coalescing changes a setting of the machine while the lab runs (see `coalescing`).
 
     Raises:
         WorldError: this process is not root, or the machine lacks namespaces or a tool; the message says which.

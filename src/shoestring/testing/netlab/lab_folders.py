@@ -1,8 +1,8 @@
 """A private folder for each lab, with a record of the process that owns the lab, so that leftovers can be recognised.
 
-When the owner ends, the lab's first process ends all namespaces (see `watch.py`). If the owner was killed, this folder
-is left; if the first process is suspended, the namespaces are left too. `sweep` removes both, but only for labs whose
-owner is known to have ended, by its process id, start time, boot and PID namespace.
+When the owner ends, the lab's first process ends all namespaces (see `watch.py`). If the owner was killed, the lab's
+folder is left; if the first process is suspended, the namespaces are left too. `sweep` removes leftover folders and
+namespaces, but only of labs whose owner is known to have ended, by its process id, start time, boot and PID namespace.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LabRecord:
         )
 
     def abandoned(self) -> bool:
-        """Whether the owner has certainly ended; False if it is in a PID namespace that this process cannot see."""
+        """Whether the owner has certainly ended; False if the owner's PID namespace is not visible to this process."""
         if self.boot != _boot():
             return True
         return self.pid_namespace == namespace("self") and not self.owner.alive()

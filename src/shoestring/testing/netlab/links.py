@@ -27,7 +27,7 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 class Traffic(NamedTuple):
     """Bytes that a host has received (`rx`) and sent (`tx`) since it was started, with Ethernet headers.
 
-    On links faster than 100 Mbit/s many frames pass as one, whose headers are counted once: up to 4.4% too few bytes.
+    On links faster than 100 Mbit/s, many frames pass as one frame with one header, so the count is up to 4.4% too low.
     """
 
     rx: int
@@ -43,8 +43,8 @@ def names() -> str:
     """Return the content of `/etc/hosts`, with all possible hosts, so that the names of hosts added later resolve."""
     lines = ["127.0.0.1 localhost"]
     for host in range(MOST_HOSTS):
-        # The second line lets programs look up the name of an IPv6 socket's peer. It uses another name, so that each
-        # host's name still resolves to a single address.
+        # The second line lets programs look up the name of an IPv6 socket's peer. The second line uses another name, so
+        # that each host's name still resolves to a single address.
         lines += [f"{address(host)} host{host}", f"::ffff:{address(host)} host{host}.lab"]
     return "\n".join([*lines, ""])
 
@@ -74,7 +74,8 @@ def plug(switch: int, host: int, init: int, *, relayed: bool = False) -> None:
     else:
         _ip(switch, f"link add name h{host} type veth peer name eth0 netns {init}")
     _ip(switch, f"link set h{host} master br0 up")
-    # With a fixed hardware address, a host that was removed and added is reached before old ARP entries time out.
+    # With a fixed hardware address, a host that was removed and added again can be reached before old ARP entries
+    # expire.
     mac = f"02:00:0a:4d:00:{host + 1:02x}"
     _ip(
         init,
@@ -100,7 +101,7 @@ def mend(switch: int, host: int) -> None:
 
 
 def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) -> None:
-    """Limit the bandwidth at which `device`, in the network namespace of the process with id `pid`, sends.
+    """Limit the sending bandwidth of `device` in the network namespace of the process with id `pid`.
 
     Args:
         rate: bandwidth in tc's notation; None removes the limit.
@@ -108,7 +109,7 @@ def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) ->
     """
     bits = None if rate is None else bits_per_second(rate)
     coalesced = coalesce and bits is not None and bits > COALESCED
-    # Open connections may still send longer batches; tbf splits those that are too long for the rate.
+    # Open connections may still send longer batches; tbf splits batches that are too long for the rate.
     _ip(pid, f"link set {device} gso_max_segs {1 if bits is not None and bits <= EXACT else 64}")
     words = "pfifo limit 1000" if bits is None or coalesced else tbf(bits)
     lines = [f"qdisc replace dev {device} root {words}", *(htb(device, bits) if coalesced else ())]
@@ -118,8 +119,9 @@ def shape(pid: int, device: str, rate: str | None, *, coalesce: bool = False) ->
 def tbf(bits: int) -> str:
     """Return tc's words for a token bucket filter (tbf) that limits a device to `bits` per second.
 
-    The burst is 4 ms long, because timers of a busy machine fire late, and the queue 50 ms. At low rates the burst and
-    the queue are a few frames long; with shorter ones a stream of small packets would be dropped rather than delayed.
+    The burst is 4 ms long, because timers of a busy machine fire late; the queue is 50 ms long. At low rates the burst
+    and the queue are a few frames long; if they were shorter, a stream of small packets would be dropped rather than
+    delayed.
     """
     burst = max(bits // 8 * 4 // 1000, 4 * _FRAME)
     limit = max(bits // 8 * 50 // 1000, 32 * _FRAME)
@@ -127,11 +129,11 @@ def tbf(bits: int) -> str:
 
 
 def htb(device: str, bits: int) -> list[str]:
-    """Return tc's lines for the same limit by htb with hysteresis: the queueing discipline, its only class, and its
+    """Return tc's lines that limit a device by htb with hysteresis: the queueing discipline, its only class, and its
     queue.
 
-    htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, it
-    sends twice as much at once.
+    htb with hysteresis sends the frames of one millisecond at once, then waits for a millisecond. After a pause, htb
+    sends twice as many frames at once.
     """
     burst, limit = bits // 8 // 1000, bits // 8 * 50 // 1000
     both = f"rate {bits}bit ceil {bits}bit burst {burst} cburst {burst} quantum {_FRAME}"

@@ -17,7 +17,7 @@ from shoestring.core.errors import WorldError
 TOOLS = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "mount")}
 HINT = "run as root on Linux with iproute2 and util-linux"
 
-# Creates once what a lab needs, in namespaces that end with the shell, to find out whether the machine allows it.
+# Creates everything that a lab needs, in namespaces that end with the shell, to test whether the machine allows it.
 TRIAL = """
 set -e
 ip link add name br0 type bridge
@@ -93,7 +93,7 @@ class Identity:
         return cls(pid=pid, started=started)
 
     def alive(self) -> bool:
-        """Whether the process still runs; a zombie does not."""
+        """Whether the process still runs; a zombie counts as ended."""
         return _started(self.pid) == self.started
 
     def kill(self, sig: int = signal.SIGKILL) -> bool:

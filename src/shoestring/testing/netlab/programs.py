@@ -14,14 +14,14 @@ from shoestring.core.errors import WorldError
 from shoestring.testing.netlab.hosts import LOGS, Host, inside
 from shoestring.testing.netlab.machine import Identity, parent, processes
 
-MARK = "SHOESTRING_LAB_JOB"  # environment variable by which all processes of a program are found
+MARK = "SHOESTRING_LAB_JOB"  # environment variable that identifies the processes of a program
 
 
 class Program:
-    """One command that runs on several hosts of a lab; `Lab.start` and `Lab.torchrun` make one.
+    """One command that runs on several hosts of a lab, created by `Lab.start` or `Lab.torchrun`.
 
-    The folder `folder` contains the output of each host in `host0.log` and so on. For torchrun, it also contains the
-    output of each worker and attempt in `host0/` and so on.
+    The folder `folder` contains the output of each host in `host0.log` and so on. For torchrun, the folder also
+    contains the output of each worker and attempt in `host0/` and so on.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Program:
         self._running: dict[int, tuple[Host, subprocess.Popen[bytes]]] = {}
 
     def join(self, host: int) -> None:
-        """Start the command on another host, or again on one that was removed and added.
+        """Start the command on another host, or again on a host that was removed and added again.
 
         Raises:
             WorldError: there is no such host, or the command is still running on it.
@@ -85,7 +85,7 @@ class Program:
         """Wait for the command to end on all hosts, and map hosts to exit statuses, as `codes` does.
 
         Raises:
-            WorldError: the command is still running after `timeout` seconds; it is not killed.
+            WorldError: the command is still running after `timeout` seconds; the command is not killed.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -99,7 +99,8 @@ class Program:
         """Wait for the command to succeed on all hosts.
 
         Raises:
-            WorldError: the command failed on a host, or is still running; the message ends with its last output.
+            WorldError: the command failed on a host, or is still running; the message ends with the command's last
+                output.
         """
         failed = {host: code for host, code in self.wait(timeout).items() if code != 0}
         if failed:
@@ -171,6 +172,6 @@ def find_rank(hosts: Mapping[int, Host], rank: int) -> Identity:
         workers += [identity for identity in ranked if parent(identity.pid) not in pids]
     if len(workers) != 1:
         raise WorldError(
-            f"netlab: {len(workers) or 'no'} processes have rank {rank}", hint="is the job up? one job only"
+            f"netlab: {len(workers) or 'no'} processes have rank {rank}", hint="check that exactly one job is running"
         )
     return workers[0]

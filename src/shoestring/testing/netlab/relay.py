@@ -1,8 +1,8 @@
-"""Emulates a cable with a delay, run as a script on a host: passes frames between two TAP devices after a delay.
+"""Emulates a cable with a delay: a script, run on a host, that passes frames between two TAP devices after the delay.
 
-This replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the delay
-of each frame in seconds. The device at the host's end is `eth0`. Both devices are made here, in the host's network
-namespace; the lab then moves the bridge's device to the bridge's namespace.
+The relay replaces netem, which some kernels lack. The arguments are the name of the device at the bridge's end and the
+delay of each frame in seconds. The device at the host's end is `eth0`. The script makes both devices in the host's
+network namespace; the lab then moves the bridge's device to the bridge's namespace.
 """
 
 import fcntl
@@ -15,8 +15,8 @@ from collections import deque
 from contextlib import suppress
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
-_LARGEST = 65_550  # size of a read in bytes, which is more than any frame has
-_TURN = 64  # maximum number of frames to read from one device before it is the other's turn
+_LARGEST = 65_550  # size of a read in bytes; larger than any frame
+_TURN = 64  # maximum number of frames to read from one device before the other device is read
 
 
 def tap(name: str) -> int:
@@ -27,7 +27,7 @@ def tap(name: str) -> int:
 
 
 class Lane:
-    """One direction of the cable: a queue of frames that were read at one end and are not yet due at the other."""
+    """One direction of the cable: a queue of frames that were read at one end and are not yet due at the other end."""
 
     def __init__(self, source: int, target: int, delay: float) -> None:
         self.source, self.target, self.delay = source, target, delay
@@ -41,7 +41,7 @@ class Lane:
                 self.held.append((due, os.read(self.source, _LARGEST)))
 
     def give(self) -> float | None:
-        """Write the frames that are due; returns the seconds until the next one is due, None if the queue is empty."""
+        """Write the frames that are due; return the seconds until the next one, or None if the queue is empty."""
         while self.held:
             wait = self.held[0][0] - time.monotonic()
             if wait > 0:
