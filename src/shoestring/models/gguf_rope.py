@@ -81,7 +81,7 @@ def read_rope(
     """Read `rope_parameters` of the model in a file; also returns the names of the keys that were used.
 
     Args:
-        factors: those tensors named in `FACTORS` that the file has.
+        factors: the tensors in the file whose names are in `FACTORS`.
         local: whether layers with a sliding window use other rotary frequencies than layers with full attention.
 
     Raises:
@@ -95,7 +95,7 @@ def read_rope(
     used = {"rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"}
     used |= {"rope.scaling.attn_factor", *_SCALING, *_BETAS, *_USUAL, "rope.scaling.yarn_ext_factor"}
     kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default
-    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1: depends on the type
+    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1 means that the scaling type determines the value
     usual = {**_USUAL, "rope.scaling.yarn_ext_factor": mixed if mixed < 0 else float(kind == "yarn")}
     for name, value in usual.items():
         if fields.number(name, value) != value:
