@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sizes(model: nn.Module | None) -> tuple[int | None, int | None]:
-    """Context length and vocabulary size of a model, from its configuration; None for a size that is not stated there."""
+    """Context length and vocabulary size of a model, from its configuration; None for a size that is missing there."""
     config: Any = getattr(model, "config", None)
     if model is not None and hf.is_pretrained(model):
         vocabulary, context = getattr(config.get_text_config(), "vocab_size", None), hf.context_of(config)

@@ -23,7 +23,8 @@ class Classifier(nn.Module):
         network: network that takes normalised images.
         mean: mean of each channel. deviation: standard deviation of each channel.
         shift: largest random shift in training, in pixels; the border is filled with the mean.
-        mirror: whether training mirrors images at random, and evaluation averages over both.
+        mirror: whether training mirrors images at random, and evaluation averages the logits of an image and its mirror
+            image.
     """
 
     def __init__(

@@ -241,7 +241,7 @@ def _from_module(folder: Path, trust: bool) -> nn.Module:
     config = _config(folder)
     mark, user = _mark(config, folder), trust_of(folder, config, granted=trust)
     _callable_of(mark)
-    user.require()  # before the weights are read, because their errors would hide this one
+    user.require()  # first, because an error in the weights would hide this error
     return _filled(lambda: _built_by(mark, user), folder, any_builder=True)
 
 
@@ -368,7 +368,8 @@ def origin_of(
 ) -> dict[str, Any]:
     """The entries of config.json that are needed to build a run's model again.
 
-    For a model folder, the result is where that folder's model came from, so that it does not depend on the folder.
+    For a model folder, these are the entries from which the folder's own model was built, so only folders in
+    transformers' format are needed later.
 
     Args:
         project: folder that may hold the code that `target` names; empty for none.
@@ -391,8 +392,8 @@ def origin_of(
 
 
 def origin_trust(target: str, trust: Trust = USER) -> Trust:
-    """The trust needed for the code that `origin_of` names: that of the model folder `target`, or `trust` if it is no
-    folder."""
+    """The trust in the code that `origin_of` names: the trust in the model folder `target`, or `trust` if `target` is
+    no folder."""
     folder = model_folder(target) if ":" not in target else None
     return trust if folder is None else trust_of(folder, _config(folder))
 

@@ -36,9 +36,8 @@ _WEIGHTS_AT_ONCE = 1 << 22  # number of weights rounded at once, which limits te
 def quantize(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """Round a weight to 8 or 4 bits.
 
-    For 8 bits, the largest weight of a group sets its scale. With only the 16 levels of 4 bits this would be a poor
-    choice, so 26 scales near it are tried, each also refined by least squares, and the scale with the least squared
-    error is used.
+    For 8 bits, the largest weight of a group sets its scale. With the 16 levels of 4 bits, this scale would be poor, so
+    26 similar scales are tried, each also refined by least squares, and the scale with the least squared error is used.
 
     Args:
         weight: (N, K), finite, K a multiple of 32.
@@ -169,7 +168,7 @@ def plain_dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dty
 
 @cache
 def _kernel() -> Any:
-    """The C function, or None if it cannot be compiled."""
+    """The C function that dequantises weights, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, ctypes.c_int, size, size, pointer, pointer, pointer, ctypes.c_int]
     otherwise = "weights of 8 and 4 bits are dequantised by torch's operations, which is slower"

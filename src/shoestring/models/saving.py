@@ -39,9 +39,10 @@ def save_model(
     write_beside: Callable[[Path], None] | None = None,
     beside: Beside = NOTHING,
 ) -> None:
-    """Write a model as safetensors and config.json, in transformers' format if possible, else with `origin`.
+    """Write a model as safetensors and config.json, in transformers' format if it has one; otherwise config.json holds
+    `origin`.
 
-    The new model replaces an earlier one in the folder atomically; other files stay.
+    The new model replaces an earlier model in the folder atomically; other files stay.
 
     Args:
         origin: entries of config.json that are needed to build the model again; see `loading.origin_of`.
@@ -137,7 +138,7 @@ def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> No
     packed = [*packed24.packed(built), *quantized.packed(built)]
     plain = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
     floats = (tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
-    # The data types of quantised layers' outputs.
+    # The data types that quantised layers return, which the stored weights do not show.
     rounded = (like.dtype for name, like in built.named_buffers() if name.endswith(".like"))
     dtype = next(chain(floats, rounded))
     mark = {
