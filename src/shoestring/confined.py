@@ -1,8 +1,8 @@
 """Worker processes with limits on time and memory, for jobs on untrusted input that could take very long or much
 memory.
 
-A kernel timer ends a process whose job takes too long, even if Python code cannot run there or the client has ended.
-The next job then gets a new process.
+A kernel timer ends a process whose job takes too long, even if the process cannot run Python code or the client has
+ended. The next job then gets a new process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOW_START = 120.0
 """Time limit for the start of a process, in seconds."""
 REPLY = 256 << 20
 """Maximum size of a message, in bytes."""
-_SLACK = 5.0  # seconds that a process may run on after its own timer should have ended it; then it is killed
+_SLACK = 5.0  # seconds after which the client kills a process that its own timer should have ended
 _DONE, _TOO_LARGE, _FAILED = b"d", b"m", b"f"
 # Environment variables that workers get; others may contain passwords.
 _PASSED_ON = ("LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "TZ")

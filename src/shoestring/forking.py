@@ -71,9 +71,10 @@ class ForkServer:
         """Start a process that calls a top-level function of a module and then ends.
 
         Args:
-            arguments: arguments of the function, of JSON types; they follow the descriptors in `inherited`.
+            arguments: further arguments of the function, of JSON types; they follow the descriptors in `inherited`.
             output: descriptor to use as standard output and standard error.
-            inherited: descriptors that the process inherits, under other numbers; the function's first arguments.
+            inherited: descriptors that the process inherits; their numbers in the process are the function's first
+                arguments.
             environment: environment of the process; None takes the server's default.
 
         Returns:

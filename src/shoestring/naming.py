@@ -238,7 +238,8 @@ def lies_in(name: str, folder: Path) -> bool:
 
 
 def _last(project: str) -> list[str]:
-    """The folders to search last, the current one and that of a project, if they are not on the import path yet."""
+    """The folders to search last: the current folder and the project's folder, without those already on the import
+    path."""
     folders: list[str] = []
     with suppress(FileNotFoundError):  # the current folder was removed
         folders.append(str(Path.cwd()))
@@ -249,11 +250,11 @@ def _last(project: str) -> list[str]:
 
 
 def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
-    """List the source files of the top-level module or package of a name, without importing it; for the file of a task
-    of lm-evaluation-harness, all files of tasks and modules in its folder.
+    """List the source files of the top-level module or package of a name, without importing it; for a task file of
+    lm-evaluation-harness, list all task files and modules in its folder.
 
     Args:
-        project: folder in which it is looked for last.
+        project: folder that is searched last.
 
     Returns:
         Pairs of path and relative path, sorted; empty for a built-in or missing module.
@@ -277,8 +278,8 @@ def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
 
 
 def _package(name: str) -> str:
-    """Return the top-level module or package of a name, whose code runs first when the name is imported; the file of a
-    task is returned as it is."""
+    """Return the top-level module or package of a name, whose code runs first when the name is imported; the name of a
+    task file is returned unchanged."""
     if name.startswith(HARNESS):
         return name
     return name.partition(":")[0].partition(".")[0]

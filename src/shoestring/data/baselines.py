@@ -15,7 +15,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.data import BYTES
 
 _LONGEST = 8
-"""Maximum length of an n-gram in bytes, because an n-gram must fit a 64-bit integer."""
+"""Maximum length of an n-gram in bytes; n-grams are stored as 64-bit integers."""
 
 
 def gzip_bits(texts: bytes) -> float:

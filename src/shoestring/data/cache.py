@@ -43,10 +43,10 @@ _FORMAT = "2"
 """Format version of the stored entries in memory and on disk; it is part of the cache's name, so another version uses
 other files."""
 _FOLD = 256
-"""Number of 64-bit words in a block (2 KB); `folded_crc32` adds the blocks up."""
+"""Number of 64-bit words in a block (2 KB); `folded_crc32` computes the sum of all blocks."""
 _SPARE = 256 << 20
-"""Number of bytes of /dev/shm, but at most a quarter of its size, that the cache leaves free for the batches of worker
-processes and for checkpoints."""
+"""Number of bytes that the cache leaves free in /dev/shm, for the batches of worker processes and for checkpoints; at
+most a quarter of /dev/shm is left free."""
 
 
 class Slow(Protocol):
@@ -210,7 +210,8 @@ def _warn_of_less_room(error: OSError, stored: int, room: int) -> None:
 
 
 def _remove_unused(folder: Path, but: Path) -> None:
-    """Remove the files of other caches that no process has open any more, which is known from their shared lock."""
+    """Remove the files of other caches that no process has open any more: a process with an open file holds a shared
+    lock on it."""
     for path in folder.iterdir():
         if path != but:
             with suppress(OSError):
@@ -227,13 +228,13 @@ def _remove_unused(folder: Path, but: Path) -> None:
 
 @dataclass
 class Origins:
-    """Numbers of this process's samples by where they came from: memory, disk, or the data set itself (`fetched`)."""
+    """Counts how many samples this process got from memory, from disk, and from the data set itself (`fetched`)."""
 
     memory: int = 0
     disk: int = 0
     fetched: int = 0
     ahead: int = 0
-    """Number of samples fetched before they were requested; these are included in `fetched`."""
+    """Number of samples that were fetched before they were requested; `fetched` includes them."""
 
 
 @dataclass(eq=False)
@@ -280,7 +281,7 @@ class Cached(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        if self._process != os.getpid():  # a forked worker: locks may be held by threads that exist only in the parent
+        if self._process != os.getpid():  # in a forked worker, threads of the parent process may still hold the locks
             self._open()
         if self.shared is not None and (raw := self.shared.get(index)) is not None:
             self.counts.memory += 1

@@ -44,8 +44,7 @@ class OnDisk:
                 fcntl.lockf(self._count, fcntl.LOCK_UN)
 
     def _recount(self) -> int:
-        """Count the bytes of all files again, because the sizes of damaged files may differ from the sizes that were
-        counted."""
+        """Count the bytes of all files again, because damage may have changed the size of a file since then."""
         taken = 0
         for path in self.folder.glob("*/*"):
             with suppress(OSError):

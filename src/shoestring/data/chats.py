@@ -98,7 +98,7 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
     if not keys:
         raise DataError("the data has no chats to learn", hint="are the files empty?")
     if settings.held_out == 0:
-        log.warning("data.held_out is 0: all chats are learnt, and losses called held-out are of the same chats")
+        log.warning("data.held_out is 0: training uses all chats, so held-out losses are measured on training data")
         train = held_out = chats
     elif len(keys) > 1:
         bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
@@ -138,7 +138,7 @@ def parsed_chats(reader: Source, field: str) -> Iterator[tuple[str, ChatRecord]]
         if record.format != format_before:
             hint = "give each format a file of its own"
             raise DataError(
-                f"{where}: a record of the format {record.format}, and {place} is {format_before}", hint=hint
+                f"{where}: the record has the format {record.format}, but {place} has {format_before}", hint=hint
             )
         yield where, record
 
@@ -253,7 +253,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         begins = np.diff(self._trained, prepend=0) == 1
         per_chat = np.add.reduceat(begins, self._starts[:-1]) if len(begins) else begins
         self.single_answers = bool((per_chat[self._starts[:-1] < self._starts[1:]] <= 1).all())
-        """Whether no chat has a second answer, so that the model learns no longer conversations."""
+        """Whether every chat has at most one answer, so that the model does not learn to answer follow-up messages."""
         self.bytes = int(header["bytes"])
         self.targets_per_byte = int(self._trained.sum()) / self.bytes if self.bytes else 0.0
 

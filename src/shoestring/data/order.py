@@ -62,7 +62,7 @@ class Shuffled:
 
 
 class Interleaved:
-    """An order of the samples of several sources in proportion to weights; each source is shuffled and repeated
+    """An order that mixes the samples of several sources in proportion to weights; each source is shuffled and repeated
     separately.
 
     In every block of `BLOCK` positions, each source occurs exactly in proportion to its weight, in an order that is
@@ -93,8 +93,8 @@ class Interleaved:
         return samples
 
     def _layout(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of a block its source, and how often this source occurs earlier in the block; (BLOCK,)
-        each."""
+        """Two arrays (BLOCK,): the source of each position in a block, and how often this source occurs earlier in the
+        block."""
         if number != self._number:
             source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
             before = np.empty(BLOCK, np.int64)

@@ -138,7 +138,7 @@ def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> No
     packed = [*packed24.packed(built), *quantized.packed(built)]
     plain = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
     floats = (tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
-    # The data types that quantised layers return, which the stored weights do not show.
+    # If all layers are quantised, no stored tensor is floating-point, so the data type of the layers' outputs is used.
     rounded = (like.dtype for name, like in built.named_buffers() if name.endswith(".like"))
     dtype = next(chain(floats, rounded))
     mark = {
