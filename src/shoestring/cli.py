@@ -324,9 +324,10 @@ RUN_IS_IMPLIED = ("profile", "tune")
 ALONE = {"recipes": "list"}
 """Maps a group to the verb that is meant if nothing follows the group."""
 RENAMED = {"checkpoint prune": "checkpoint trim"}
-"""Maps the former name of a verb to its present one; former names still work."""
+"""Maps the former name of a verb to its present name; former names still work."""
 RENAMED_FLAGS = {"generate": {"--tokens": "--max-tokens"}}
-"""Maps a verb to its renamed flags: former name to present one. Former names still work."""
+"""For each verb with renamed flags, maps the former names of the flags to the present names. Former names still work.
+"""
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 UNUSABLE += (errno.EINVAL, errno.EFBIG)  # raised by `storage.guarded` for a file that is not regular, or too large
@@ -392,7 +393,7 @@ def _split(arguments: list[str]) -> _CommandLine:
 
 
 def _run(line: _CommandLine) -> int:
-    """Parse the arguments of a verb and call it; without a verb, show the help of its group."""
+    """Parse the arguments of a verb and call the verb; if only a group is named, show the help of the group."""
     name, arguments = _rename(line.verb, line.arguments)
     if name not in VERBS:
         return _show_group(name, arguments)

@@ -42,8 +42,8 @@ class LimitError(Exception):
 class Confined:
     """Worker processes, each of which handles one job at a time. Thread-safe.
 
-    Worker processes start when they get their first job. They end with `close`, or after the end of this process, at
-    the latest when the time limit of their job is over.
+    Worker processes start when they get their first job. They end when `close` is called. If this process ends without
+    calling it, they end by the time limit of their job at the latest.
 
     Args:
         builder: function that returns the handler of jobs; a new process calls it with `setup`. Its module must not

@@ -62,7 +62,7 @@ class TrustError(ShoestringError):
 
 @dataclass(frozen=True)
 class Trust:
-    """Decides whether code may be imported that a folder or file (the place) names.
+    """Decides whether code that a folder or file (the place) names may be imported.
 
     Args:
         place: folder or file, from somebody else, that contains the names; None for names that the user gave, which are
@@ -109,7 +109,7 @@ class Trust:
             log.warning("`%s` will not open without `shoestring trust`: %s", self.place, error)
 
     def allows(self, *names: str) -> bool:
-        """Whether the code with these names may be run; unless `granted`, the place itself must name it."""
+        """Whether the code with these names may be run; unless `granted`, the place itself must contain all names."""
         return self.place is None or (self.holds and (self.granted or set(names) <= set(self.names)))
 
     def require(self, *names: str) -> None:
@@ -214,7 +214,8 @@ def resolve(target: str, key: str, trust: Trust = USER) -> Callable[..., Any]:
 
 
 def import_package(name: str) -> ModuleType:
-    """Import a package of features that `run.packages` names. The caller must have checked that the user trusts it."""
+    """Import a package of features that `run.packages` names. The caller must have checked that the user trusts the
+    package."""
     return _import(name)
 
 

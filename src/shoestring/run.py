@@ -230,9 +230,9 @@ class Run:
 def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) -> Run:
     """Read a run file or a recipe in order to run it, with overrides from the command line.
 
-    By running a run file, or a folder with a run file that no run has written (a project), the user declares that the
-    code in it is trusted. A run folder must have been declared trusted before: the user's own runs do this for the
-    folders that they write, and the user has to do it for other folders.
+    Running a run file declares that the user trusts the code that it names; so does running a project, which is a
+    folder with a run file that no run has written. The user must have declared trust in a run folder before. The user's
+    own runs declare it for the folders that they write; for other folders the user declares it.
 
     Args:
         source: path of a run file, project or run folder, or name of a recipe.

@@ -204,7 +204,7 @@ class Shared:
 
 
 def _warn_of_less_room(error: OSError, stored: int, room: int) -> None:
-    """Warn that /dev/shm has less room than the cache was given."""
+    """Warn that /dev/shm has less room than `data.cache_memory` allows the cache."""
     reason, mib = error.strerror, 1 << 20
     log.warning("`%s`: %s: data.cache_memory keeps %d of %d MiB", MEMORY, reason, stored // mib, room // mib)
 

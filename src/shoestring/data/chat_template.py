@@ -34,7 +34,7 @@ special token."""
 _TAGGED = "shoestring_tagged"
 """Template variable that makes the tag `{% generation %}` write `BEGIN` and `END`."""
 _ADDED, _GROWTH = 1 << 18, 16
-"""Limits of the rendered text's length: a number of added characters, and a multiple of the conversation's length.
+"""Two constants: the rendered text may have at most `_ADDED` characters plus `_GROWTH` times the conversation's length.
 Known templates add up to 20,000 characters."""
 _LARGEST = 1 << 20
 """Maximum length of a text or list that a template may make by multiplication, in items."""

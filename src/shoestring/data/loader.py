@@ -102,7 +102,7 @@ def stacked(samples: list[Any]) -> Batch:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         if not (difference := _difference(samples)) and isinstance(error, RuntimeError):
-            raise  # such as no room in shared memory
+            raise  # the samples are alike, so the cause is another, such as a lack of shared memory
         hint = "name a function that makes a batch of a list of such samples: run.collate = 'package.module:callable'"
         raise DataError(f"samples cannot be stacked to a batch: {difference or error}", hint=hint) from error
 

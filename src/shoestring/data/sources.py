@@ -172,7 +172,7 @@ def _matches(pattern: str) -> list[tuple[Path, str]]:
     if Path(pattern).is_file():
         return [(Path(pattern), Path(pattern).name)]
     if Path(pattern).exists():
-        raise DataError(f"{pattern} is a pipe or a device, not a file", hint="a pipe is read as a source of its own")
+        raise DataError(f"{pattern} is a pipe or a device, not a file", hint="name a pipe as a separate source")
     literal = re.split(r"[*?\[]", pattern)[0]
     if literal == pattern:
         close = nearest(pattern, [STDLIB])

@@ -49,7 +49,7 @@ class LayerPart(NamedTuple):
 
 
 class SavedAdapter(NamedTuple):
-    """The contents of an adapter folder, converted to float32 and to a model's layer and parameter names."""
+    """The contents of an adapter folder, with tensors in float32 and under a model's names of layers and parameters."""
 
     layers: dict[str, LowRank]
     """Adapters by layer name."""
@@ -174,7 +174,7 @@ def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
 
 
 def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
-    """A hash of the first row of each of these layers; it does not depend on the weights' layout and data type.
+    """A hash of the first row of each layer in `layers`; does not depend on the layout and data type of the weights.
 
     The rows are rounded to bfloat16 first, because most models are stored in bfloat16.
     """
@@ -196,7 +196,7 @@ def base_of(folder: Path) -> str:
 
 
 def read(folder: Path, model: nn.Module) -> SavedAdapter:
-    """Read the adapter in a folder for this model; its tensors are on the meta or fake device if the model is.
+    """Read the adapter in a folder for a model; the adapter's tensors are on the meta or fake device if the model is.
 
     Raises:
         CheckpointError: the folder holds no adapter, or one that is of an unsupported kind or belongs to another model.

@@ -172,7 +172,7 @@ def merge(model: nn.Module, adapters: Mapping[str, LowRank]) -> None:
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):
             raise CheckpointError(
                 f"`{name}` is a {type(layer).__name__}, not a plain linear layer",
-                hint="merge the adapter into the original model, before layers were quantised or packed",
+                hint="merge the adapter into the original model, whose layers are not quantised or packed",
             )
         merged = adapter.merged(matrix(layer))
         layer.weight.copy_(merged.T if is_transposed(layer) else merged)

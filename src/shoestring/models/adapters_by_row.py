@@ -51,7 +51,7 @@ class AdaptableLayer:
 def adaptable_layers(
     model: nn.Module, read: Callable[[Tensor], object], rows: int = 3, tokens: int = 2
 ) -> dict[str, AdaptableLayer]:
-    """Find the linear layers of a model whose inputs keep the rows of a batch apart, by running one forward pass.
+    """Run one forward pass of a model to find the linear layers that process the rows of a batch separately.
 
     Layers that are not called, or that see tokens in another order (the experts of a mixture), are left out.
 
@@ -192,7 +192,7 @@ def _check_size(file: Path, model: nn.Module) -> None:
     limit = max(4 * numbers, SMALLEST_LIMIT)
     if file.is_file() and (size := file.stat().st_size) > limit:
         raise CheckpointError(
-            f"`{file}` has {figures.size(size)}, more than the {figures.size(limit)} of the model",
+            f"`{file}` has {figures.size(size)}, but an adapter of this model has at most {figures.size(limit)}",
             hint="the adapter belongs to another model",
         )
 
@@ -276,7 +276,7 @@ class RowProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
-            raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
+            raise RuntimeError(f"an input of shape {tuple(x.shape)} does not fit a batch of {self.batch} rows")
         tokens = x.numel() // (self.batch * self.inputs)
         few = self.native and self.batch * tokens <= FEW_TOKENS
         if few and self.weight is not None and skinny.fits(x, self.weight):

@@ -1,5 +1,5 @@
-"""Completes an exported model: copies the other files of its source model, and adds the end-of-text tokens it has
-learnt.
+"""Completes an exported model: copies the source model's other files, and adds the end-of-text tokens learnt in
+training.
 
 Training switches off some entries of a model's configuration, such as `use_cache`; the export has their original
 values.

@@ -328,7 +328,7 @@ class DecoderLayers:
         )
 
     def _address(self, module: nn.Module, name: str) -> int:
-        tensor = module._parameters.get(name, module._buffers.get(name))  # not here if parametrized
+        tensor = module._parameters.get(name, module._buffers.get(name))  # None if it is parametrized
         if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not self.dtype:
             raise _UnfitError
         if tensor.device.type != "cpu" or not tensor.is_contiguous():

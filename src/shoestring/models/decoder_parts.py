@@ -204,7 +204,7 @@ def _of_transformers(model: Any) -> Decoder:
         sandwich = hasattr(block, "pre_feedforward_layernorm")
         ends = hasattr(block, "post_feedforward_layernorm")
         rotates = bool(getattr(attention, "use_rope", True))
-        if config.model_type == "exaone4":  # layers without a window do not rotate, if others have one
+        if config.model_type == "exaone4":  # if some layers have windows, only these rotate
             rotates = attention.sliding_window is None or attention.is_sliding
         return Layer(
             attention=attention,

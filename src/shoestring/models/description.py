@@ -53,8 +53,8 @@ def describe_model(
 
     Args:
         source: run folder, model folder, folder of an adapter, .gguf file, or hf:NAME.
-        model: the opened model, from which the sizes of context and vocabulary are taken; may be on the meta device. If
-            None, they are unknown.
+        model: the opened model, which states the sizes of context and vocabulary; may be on the meta device. If None,
+            these sizes are unknown.
         warn: whether to log the entries of the files that are not used.
 
     Raises:

@@ -149,7 +149,7 @@ def _empty(
     for name, buffer in list(model.named_buffers()):
         value = computed.get(re.sub(r"\.\d+\.", ".0.", name, count=1), computed.get(name))
         if value is None or value.shape != buffer.shape:
-            raise CheckpointError(f"`{path}`: the buffer {name} of its model is not computed")
+            raise CheckpointError(f"`{path}`: the buffer {name} of its model has no known value")
         module, _, own = name.rpartition(".")
         model.get_submodule(module).register_buffer(own, value, persistent=False)
     return model

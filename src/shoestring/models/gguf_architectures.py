@@ -36,7 +36,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Description of one of llama.cpp's architectures."""
+    """Describes one architecture of llama.cpp; used for reading and writing."""
 
     name: str
     model_types: tuple[str, ...]
@@ -70,7 +70,7 @@ class Architecture:
     local_rope: bool = False
     """Whether layers with a sliding window use other rotary frequencies than layers with full attention."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the file; only the given value of each is supported."""
+    """Further keys of the file, with the only value of each key that is supported."""
     untied_head: bool = False
     """Whether the file must contain the output layer even if its weight is tied to the embeddings."""
     names: Mapping[str, str] = field(default_factory=dict)

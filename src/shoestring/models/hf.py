@@ -63,7 +63,7 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
 
     Args:
         name: name without `hf:`.
-        arguments: entries of config.json to change, `dtype` and `attn_implementation`.
+        arguments: entries of config.json to change, and also `dtype` and `attn_implementation`.
         from_data: sizes that the data requires: `vocab_size` and `context`.
         weights: whether the weights are read; if False, they are initialised at random. If the default device is
             `meta`, no values are read, and the weight files of a folder are only compared with the model.

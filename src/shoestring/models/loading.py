@@ -107,8 +107,7 @@ def build_model(
     Args:
         target: `package.module:callable`, `hf:NAME`, or the folder of a run or of a model to start from.
         weights: whether the weights of a model folder are read; False if a state is loaded afterwards.
-        trust: the trust needed to call `target` if it is a callable; code that a folder names needs trust in that
-            folder.
+        trust: trust in `target` if it is a callable; if `target` is a folder, the trust in this folder decides instead.
 
     Raises:
         TrustError: `target` names code that the user does not trust.

@@ -125,7 +125,7 @@ nf4_linear.register_autograd(_input_gradient, setup_context=_setup_context)
 
 
 class NF4Linear(nn.Module):
-    """A linear layer with its weight in NF4, made from the linear layer or GPT-2 `Conv1D` `module`.
+    """A linear layer with its weight in NF4, made from `module`, a linear layer or a `Conv1D` of GPT-2.
 
     Raises:
         ConfigError: bitsandbytes is not installed.

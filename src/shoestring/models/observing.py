@@ -249,8 +249,8 @@ def packing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
 
 
 def sharing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
-    """Why answers that share the beginning of one packed sample give other logits than each with the beginning alone;
-    empty if the logits are the same."""
+    """Why several answers after one shared beginning in a packed sample give other logits than each answer in a
+    separate sample; empty if the logits are the same."""
     device = next(model.parameters()).device
     begins, *counts = (max(1, min(length, 40) * share // 40) for share in (22, 10, 8))
     draw = torch.Generator().manual_seed(1)

@@ -193,7 +193,7 @@ def _(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 
 def replace(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace the linear layers `names` by uninitialised packed ones, for `load_state_dict` to fill."""
+    """Replace the linear layers `names` by uninitialised packed layers, for `load_state_dict` to fill."""
     for name in names:
         linear = model.get_submodule(name)
         if not isinstance(linear, nn.Linear):
@@ -209,7 +209,7 @@ def packed(model: nn.Module) -> list[str]:
 
 
 def pack_layers(model: nn.Module) -> list[str]:
-    """Replace every linear layer whose weight is 2:4 and not shared by a packed layer; returns the names of these
+    """Convert every linear layer whose weight is 2:4 and not shared to a packed layer; returns the names of these
     layers."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     readings = read_directly(model)

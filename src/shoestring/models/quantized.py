@@ -253,7 +253,7 @@ class QuantizedEmbedding(Quantized):
     ) -> None:
         super().__init__(weight, scales, rows)
         self.factor = factor
-        # An empty tensor that holds the data type of the output, because casts of the model change a buffer's type.
+        # This empty tensor holds the data type of the output; because it is a buffer, casts of the model convert it.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -155,8 +155,8 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
     """Write a model with its 2:4 weights packed; the result is opened like any model folder.
 
     Args:
-        built: the model of the folder `source`, whose config.json, tokenizer and other files are copied. The model's
-            linear layers with unshared 2:4 weights are replaced by packed layers.
+        built: the model of the folder `source`, whose config.json, tokenizer and other files are copied. In `built`,
+            packed layers replace the linear layers with unshared 2:4 weights.
 
     Returns:
         The names of the packed layers.
