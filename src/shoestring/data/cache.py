@@ -76,7 +76,7 @@ def folded_crc32(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 
 class Shared:
-    """A cache of byte strings by number, in memory that all processes of this user on this host share.
+    """A cache that maps numbers to byte strings, in memory that all processes of this user on this host share.
 
     The memory is a file that exists while any process has it open; the last process to close it removes it. A file that
     killed processes left behind is reused by the next run on the same data set, or removed by the next run on another.

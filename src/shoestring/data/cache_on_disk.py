@@ -20,7 +20,7 @@ _FILE = struct.Struct("<II")  # checksum and length, stored before an entry's by
 
 
 class OnDisk:
-    """A cache of byte strings by number, one file each, in a folder that processes of this host share."""
+    """A cache that maps numbers to byte strings, with one file for each, in a folder that processes of this host share."""
 
     def __init__(self, folder: Path, room: int) -> None:
         self.folder, self.room = folder, room

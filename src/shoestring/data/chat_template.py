@@ -111,7 +111,7 @@ class ChatTemplate:
         """Render a conversation as text.
 
         Args:
-            ask: end with the prompt for the model's answer (`add_generation_prompt`).
+            ask: whether to end with the prompt for the model's answer (`add_generation_prompt`).
 
         Raises:
             ConfigError: the template refuses the conversation.

@@ -1,5 +1,4 @@
-"""Chats: conversations as tokens, of which only the assistant's are trained on; several chats are packed into one
-sample.
+"""Chats: conversations as tokens, packed into samples of several chats; only the assistant's tokens are trained on.
 
 A prepared file is a safetensors file with the tensors `tokens`, `trained` (one byte a token) and `starts` (the index of
 each chat's first token, and the number of tokens). Its header holds the fields of `Summary`.
@@ -297,7 +296,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         inputs, positions = np.zeros(self.sequence, np.int64), np.arange(self.sequence)
         labels = np.full(self.sequence, IGNORED, np.int64)
         at = 0

@@ -307,7 +307,7 @@ class PreferenceDataset(ChatDataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         return self._packed(index) if self.packed else self._in_rows(index)
 
     def _in_rows(self, index: int) -> dict[str, Tensor]:

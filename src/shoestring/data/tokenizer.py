@@ -242,7 +242,8 @@ class Tokenizer:
 
     @cached_property
     def _middle(self) -> list[int]:
-        """An ordinary token; a token decoded after it gets the same text as in the middle of a text."""
+        """An ordinary token as context: a token that is decoded after this one has the text that it has in the middle
+        of a text."""
         names = ((token, self.engine.id_to_token(token) or "") for token in range(self.vocab_size))
         return next(([token] for token, text in names if text.isalnum() and self.decode([token])), [])
 
@@ -338,7 +339,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         ConfigError: `vocabulary` leaves no room for a merge.
     """
     if vocabulary < BYTES + 2:
-        raise ConfigError(f"a vocabulary of {vocabulary} tokens", hint=f"give at least {BYTES + 2}")
+        raise ConfigError(f"a vocabulary of {vocabulary} tokens is too small", hint=f"give at least {BYTES + 2}")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

@@ -192,7 +192,7 @@ def _check_size(file: Path, model: nn.Module) -> None:
     limit = max(4 * numbers, SMALLEST_LIMIT)
     if file.is_file() and (size := file.stat().st_size) > limit:
         raise CheckpointError(
-            f"`{file}` has {figures.size(size)}, but an adapter of this model has at most {figures.size(limit)}",
+            f"`{file}` has {figures.size(size)}, more than the limit of {figures.size(limit)} for this model",
             hint="the adapter belongs to another model",
         )
 

@@ -42,7 +42,7 @@ from shoestring.storage.whole import put_aside
 log = logging.getLogger("shoestring")
 
 KINDS: Mapping[int, Kind] = {32: "f32", 16: "f16", 8: "q8_0", 4: "q4_0"}
-"""Maps the bits of a weight to its type in the file."""
+"""Maps the number of bits per weight to the type of tensors in the file."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

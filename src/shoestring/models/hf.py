@@ -288,8 +288,8 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
 
 
 def _read_as_text(model: nn.Module) -> None:
-    """Let a model of text and images train on text alone: some such models require `token_type_ids` in training, here
-    all 0."""
+    """Let a model of text and images train on text alone: pass `token_type_ids` of 0, which some such models require in
+    training."""
     kinds = _transformers("models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if cast(Any, model).config.model_type not in kinds:
         return

@@ -151,7 +151,7 @@ class NF4Linear(nn.Module):
 
     @property
     def stands_for(self) -> int:
-        """Number of parameters of the layer that this one replaces."""
+        """Number of parameters of the layer that this quantised layer replaces."""
         return self.in_features * self.out_features + (0 if self.bias is None else self.bias.numel())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:

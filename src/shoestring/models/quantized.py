@@ -206,7 +206,7 @@ class Quantized(nn.Module):
 
     @property
     def stands_for(self) -> int:
-        """Number of parameters of the layer that this one replaces."""
+        """Number of parameters of the layer that this quantised layer replaces."""
         bias = getattr(self, "bias", None)
         return self.rows * self.columns + (0 if bias is None else bias.numel())
 
