@@ -70,7 +70,7 @@ class Trust:
         content: the parts of the place's content that concern code, as JSON types.
         names: callables and packages that the place names, except those in `OURS`.
         granted: whether the user has declared trust by an argument in this program.
-        project: folder in which the code is looked for last; empty for none.
+        project: folder that is searched last for the code; empty for none.
     """
 
     place: Path | None = None

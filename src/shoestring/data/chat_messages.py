@@ -51,8 +51,8 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_side(value: Any, role: str, where: str, key: str) -> list[Message]:
-    """Parse one side of a record, such as its prompt: a text, which becomes a message of `role`, a message, or a list
-    of messages."""
+    """Parse one side of a record, such as its prompt: a list of messages, a single message, or a text, which becomes a
+    message of `role`."""
     if isinstance(value, Mapping):
         value = [value]
     return (

@@ -37,7 +37,7 @@ _ADDED, _GROWTH = 1 << 18, 16
 """Two constants: the rendered text may have at most `_ADDED` characters plus `_GROWTH` times the conversation's length.
 Known templates add up to 20,000 characters."""
 _LARGEST = 1 << 20
-"""Maximum length of a text or list that a template may make by multiplication, in items."""
+"""Maximum number of items in a text or list that a template makes by multiplication."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):

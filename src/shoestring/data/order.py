@@ -1,7 +1,7 @@
 """The order of samples in training: maps positions to samples, depending only on the seed.
 
-The order of epoch e sorts the samples by splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), implemented
-here so that no library version changes the order.
+In epoch e, samples are sorted by splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample). The function is
+implemented here, so that no library version changes the order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """An order with every sample once an epoch: position p is the (p mod N)-th sample of epoch p div N."""
+    """An order in which every sample occurs once per epoch: position p is the (p mod N)-th sample of epoch p div N."""
 
     def __init__(self, seed: int, samples: int) -> None:
         self.seed, self.samples = seed, samples

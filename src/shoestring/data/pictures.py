@@ -38,7 +38,7 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
         raise ConfigError("reading pictures needs Pillow", hint='pip install "shoestring[pictures]"') from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damaged metadata and about sizes, which are checked below
+            warnings.simplefilter("ignore")  # warnings of damaged metadata, and of sizes, which are checked below
             content = BytesIO(foreign.read_bytes(path, _BYTES))
             picture = Image.open(content, formats=_FORMATS)  # own file: bytes that foreign.py has read
             if picture.width * picture.height > _PIXELS:

@@ -26,7 +26,7 @@ class Data:
     answers are packed into one sample and do not attend to each other."""
     field: str = ""
     """Name of the field of a record that holds the text or the messages; defaults to `text`, and for chats to the field
-    of the record's format. For chats whose fields have other names, a mapping such as `prompt=question,
+    of the record's format. Chats whose fields have other names need a mapping such as `prompt=question,
     completion=answer`."""
     template: str = ""
     """Chat template: `plain` (roles on separate lines, and the end-of-text token after answers), `chatml`, or the path
@@ -39,13 +39,13 @@ class Data:
     """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
     vocabulary shortens the text and enlarges the embedding."""
     sequence: int = 256
-    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step. 0
+    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory per step. 0
     uses the model's context length, but at most 1,024 tokens, or 2,048 for pairs of answers."""
     held_out: float = 0.05
     """Fraction of the documents held out of training for evaluation, between 0 and 1. Held-out documents are not
     trained on. With 0, all chats are trained on, and evaluation uses the same chats."""
     weights: tuple[float, ...] = ()
-    """Proportions in which the sources of a mixture are sampled, one number a source; they need not add up to 1.
+    """Proportions in which the sources of a mixture are sampled, one number per source; they need not add up to 1.
     Without weights, every sample of every source is used once per epoch."""
     workers: int = 0
     """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of

@@ -270,7 +270,8 @@ class Tokenizer:
         write_atomic(path, self.engine.to_str(pretty=True).encode())
 
     def save_pretrained(self, folder: Path, context: int) -> None:
-        """Write the files that transformers' AutoTokenizer needs for the same ids; its limit is `context` tokens."""
+        """Write the files that transformers' AutoTokenizer needs to return the same ids; they state a limit of
+        `context` tokens."""
         self.save(folder / "tokenizer.json")
         if "tokenizer_config.json" in self.companions:
             return
@@ -315,8 +316,8 @@ def special_tokens(config: Fields) -> list[str]:
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
     """Context that keeps the engine from starting its thread pool, because the pool breaks if this process is forked
-    later. The environment variable is the only way to do so; without it each forked loader process prints a warning.
-    Several threads may be in the context at the same time.
+    later. Only the environment variable TOKENIZERS_PARALLELISM can prevent the start; without it, each forked loader
+    process prints a warning. Several threads may be in the context at the same time.
     """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)

@@ -1,6 +1,6 @@
 """Token files: the format, its writer, and the data set of samples.
 
-A token file is one block of `HEADER_BYTES` bytes (a magic, then JSON padded with spaces) followed by the token ids,
+A token file is one block of `HEADER_BYTES` bytes (magic bytes, then JSON padded with spaces) followed by the token ids,
 little-endian uint16 or uint32. Every document is preceded by one end-of-text token, so that each byte of the text is
 part of a target and bits per byte of a held-out file are exact.
 """

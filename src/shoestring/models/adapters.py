@@ -104,7 +104,7 @@ class Adapted:
         part = F.dropout(x, self.dropout, layer.training)
         inner, b = F.linear(part, layer.lora_A.to(x.dtype)), layer.lora_B.to(x.dtype)
         if self.squares is None and y.ndim > 1 and y.dtype is inner.dtype is b.dtype:
-            # A product that adds to y in place avoids reading and writing y two more times.
+            # `addmm` adds the product to y; separate operations would read and write y two more times.
             whole = torch.addmm(y.flatten(0, -2), inner.flatten(0, -2), b.T, alpha=self.scale)
             return whole.view(y.shape)
         low = F.linear(inner, b) * self.scale

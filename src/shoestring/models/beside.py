@@ -52,7 +52,7 @@ def complete(new: Path, source: Path | None, *, learnt: Sequence[int] = (), end_
     if source is not None:
         original = _read(source / _CONFIG)
         if (source / GENERATION).exists():
-            (new / GENERATION).unlink(missing_ok=True)  # has values that training has changed
+            (new / GENERATION).unlink(missing_ok=True)  # transformers wrote values that training has changed
         copy_beside_weights(source, new)
     written = _read(new / GENERATION)
     generation, config = dict(written), _read(new / _CONFIG)

@@ -1,7 +1,7 @@
 """Converts settings of rotary positions between GGUF's keys and transformers' `rope_parameters`.
 
-llama.cpp scales positions in three ways: linearly or by YaRN (Peng et al., 2023), both set by keys, or by a tensor with
-one factor for each frequency, which is used for Llama 3 and LongRoPE.
+llama.cpp scales positions in three ways: linearly, by YaRN (Peng et al., 2023), or by a tensor with one factor for each
+frequency (Llama 3, LongRoPE). Keys of the file select the first two.
 """
 
 from __future__ import annotations

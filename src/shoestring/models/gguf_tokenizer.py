@@ -62,7 +62,7 @@ RULES: Mapping[str, Rule] = {
     "starcoder": Rule((_DIGIT, _GPT2)),
     "default": Rule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
-"""Maps the name that is written to files to the splitting rule."""
+"""Splitting rules by name; files contain these names."""
 _ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("phi-2", "jina-es", "jina-de", "gigachat", "mpt", "olmo", "jais", "trillion"), "gpt-2"),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), "llama-bpe"),

@@ -38,8 +38,8 @@ PREFIX = "hf:"
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _SWITCHES = "_shoestring_switches"
-"""Attribute of a model that stores the original values of the `use_…` entries of its config.json. These entries change:
-training switches `use_cache` off, and some models switch off what this machine lacks in their first call (Jamba's
+"""Attribute of a model that stores the original values of the `use_…` entries of its config.json. Training switches
+`use_cache` off, and in their first call some models switch off features that this machine lacks (Jamba's
 `use_mamba_kernels`).
 """
 _CONTEXTS = (

@@ -99,8 +99,8 @@ def build_model(
     weights: bool = True,
     trust: Trust = USER,
 ) -> nn.Module:
-    """Build the model `run.model` with the arguments in [model], and with the entries of `from_data` (vocab_size,
-    context) that it accepts.
+    """Build the model `run.model` with the arguments in [model] and the entries of `from_data` (vocab_size, context)
+    that the model accepts.
 
     If the default device is `meta`, the weight files of a folder are compared with the model, but no values are read.
 

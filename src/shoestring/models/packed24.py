@@ -44,9 +44,9 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: (N, K), K a multiple of eight, of any floating type.
 
     Returns:
-        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes. The place of value v within its group
-        takes the two bits from bit 2 (v mod 4) on of byte v / 4, rounded down. The two values of a group are stored in
-        order of their places.
+        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes. Byte ⌊v / 4⌋ holds the place of value
+        v within its group, in the two bits that start at bit 2 (v mod 4). The two values of a group are stored in order
+        of their places.
 
     Raises:
         ConfigError: the shape cannot be packed, or more than two of four entries are nonzero; no nonzero entry is ever

@@ -351,7 +351,8 @@ def choose(model: nn.Module, bits: Bits) -> tuple[dict[str, Bits], dict[str, str
     embeddings to 8 bits.
 
     Returns:
-        Names of the layers to quantise with their bits, and names of all other layers with the reason.
+        Two mappings by layer name: the bits of the layers to quantise, and the reason why any other layer is not
+        quantised.
     """
     inside = {module for block in repeated(model) for module in block.modules()}
     readers = read_by_others(model) | dict.fromkeys(routers(model), "it chooses experts")

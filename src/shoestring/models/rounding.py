@@ -1,8 +1,9 @@
 """Rounds weights to 8 or 4 bits, with a scale for every 32 inputs of a row, and packs them for the native product.
 
-The format is llama.cpp's Q8_0 and Q4_0, so its files need no further rounding: w = scale · q, with q from -127 to 127
-or from -8 to 7 and the scale in fp16. This takes 8.5 or 4.5 bits a weight. Zeros stay zero. In memory the codes q of
-sixteen rows are interleaved, in the order in which the native product reads them; see `native/skinny_quantized.c`.
+The formats are llama.cpp's Q8_0 and Q4_0, so llama.cpp's files need no further rounding: w = scale · q, with q from
+-127 to 127 or from -8 to 7 and the scale in fp16. This takes 8.5 or 4.5 bits a weight. Zeros stay zero. In memory the
+codes q of sixteen rows are interleaved, in the order in which the native product reads them; see
+`native/skinny_quantized.c`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     """The dequantised weight (rows, K) from packed codes and scales.
 
     On a GPU, and on a CPU in fp32 and bf16, a kernel writes the weight in one pass over memory; torch's operations take
-    six.
+    six passes.
     """
     if weight.device.type == "cuda" and find_spec("triton") is not None:
         from shoestring.models.rounding_kernel import dequantized

@@ -36,7 +36,7 @@ class SampleCache:
 
     Args:
         folder: parent folder of caches; this one uses a subfolder named by its identity.
-        identity: everything besides the sample that the tensors depend on, such as the model's hash and settings.
+        identity: everything that the tensors depend on besides the sample, such as the model's hash and settings.
             Tensors stored under another identity are never returned.
 
     Raises:

@@ -1,7 +1,7 @@
 """SLoRB, an adapter of pruned linear layers (Huang et al., AAAI 2025): y = (W ∘ M) x + B (P x).
 
 P sums every k consecutive inputs, so it has no weights. B starts as the mean of the pruned weights over each block of k
-inputs, which is their best approximation by one number a block. A layer of N x K weights gets an additional parameter
+inputs, which is their best approximation by one number per block. A layer of N x K weights gets an additional parameter
 `slorb` of N x K / k weights, which holds B. The adapter cannot be merged into the weight, because the result would not
 be 2:4.
 """
