@@ -93,9 +93,7 @@ class Data:
             )
         if self.per_rank and (self.cache_memory or self.cache_disk):
             hint = "remove data.cache_memory and data.cache_disk"
-            raise ConfigError(
-                "data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint
-            )
+            raise ConfigError("data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint)
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
 
