@@ -41,9 +41,10 @@ class Verb(NamedTuple):
     `commands` of `package`."""
     help: str
     rest: Literal["", "overrides", "command"] = ""
-    """Remaining arguments, with which the class is called: none, overrides of the run file, or a command to run."""
+    """Meaning of the remaining arguments, which the class is called with: empty (none are allowed), overrides of the
+    run file, or a command to run."""
     package: str = "shoestring"
-    """Package that the verb belongs to; only its name is known here."""
+    """Name of the package that implements the verb; importing this module does not import that package."""
 
     def load(self) -> Any:
         """Import the class that declares the verb's arguments."""
@@ -323,9 +324,10 @@ RUN_IS_IMPLIED = ("profile", "tune")
 ALONE = {"recipes": "list"}
 """Maps a group to the verb that is meant if nothing follows the group."""
 RENAMED = {"checkpoint prune": "checkpoint trim"}
-"""Maps the former name of a verb to its present one; former names still work."""
+"""Maps the former name of a verb to its present name; former names still work."""
 RENAMED_FLAGS = {"generate": {"--tokens": "--max-tokens"}}
-"""Maps a verb to its renamed flags: former name to present one. Former names still work."""
+"""For each verb with renamed flags, maps the former names of the flags to the present names. Former names still work.
+"""
 
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
 UNUSABLE += (errno.EINVAL, errno.EFBIG)  # raised by `storage.guarded` for a file that is not regular, or too large
@@ -391,7 +393,7 @@ def _split(arguments: list[str]) -> _CommandLine:
 
 
 def _run(line: _CommandLine) -> int:
-    """Parse the arguments of a verb and call it; without a verb, show the help of its group."""
+    """Parse the arguments of a verb and call the verb; if only a group is named, show the help of the group."""
     name, arguments = _rename(line.verb, line.arguments)
     if name not in VERBS:
         return _show_group(name, arguments)
@@ -420,7 +422,7 @@ def _run(line: _CommandLine) -> int:
 
 
 def _check_run_is_named(name: str, verb: type, arguments: list[str]) -> None:
-    """Check that the arguments of a verb that needs a run name one somewhere; the parser would say it less clearly."""
+    """Check that the arguments name a run if the verb needs one; the parser's own error would be less clear."""
     from shoestring import recipes
     from shoestring.commands.runs import RunSource
 
@@ -435,7 +437,8 @@ def _check_run_is_named(name: str, verb: type, arguments: list[str]) -> None:
 
 
 def _similar_flag(argument: str, verb: type) -> str:
-    """The flag of a verb that an unknown argument may mean, such as `--template` for `--data.template`; or empty."""
+    """The flag of a verb that is most similar to an unknown argument (`--template` for `--data.template`); empty if
+    none is similar."""
     flag = argument.lstrip("-").partition("=")[0].rpartition(".")[2].replace("_", "-")
     return "".join(difflib.get_close_matches(f"--{flag}", list(_flags_of(verb)), n=1, cutoff=0.75))
 
@@ -449,7 +452,7 @@ def _flags_of(verb: type) -> Iterator[str]:
 
 
 def _show_keys(arguments: list[str]) -> None:
-    """Print the keys of the run file or recipe in the arguments; without one, say how to list them."""
+    """Print the keys of the run file or recipe that the arguments name; if they name none, print how to list keys."""
     from shoestring import recipes
     from shoestring.commands.printing import say_lines
     from shoestring.verbs.keys import keys_of_run
@@ -509,7 +512,7 @@ def _rename(name: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Stands for a verb without its arguments in the help of a group."""
+    """Represents a verb, without its arguments, in the help text of a group."""
 
 
 def _show_group(group: str, arguments: list[str]) -> int:
@@ -553,7 +556,7 @@ def _short(name: str) -> str:
 
 
 def _as_flags(hint: str) -> str:
-    """A hint, with the flags that do what it says of keys in a run file: `set data.form = "chat"`."""
+    """Add the equivalent flag to every `set key = value` in a hint, such as `set data.form = "chat"`."""
     flag = lambda match: f"{match[0]} (here: --{match[1].removeprefix('run.')} {match[3]})"  # noqa: E731
     return re.sub(r'\bset ((?:\w+\.)+\w+) = ("?)([^\s",;]+)\2', flag, hint)
 

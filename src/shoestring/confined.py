@@ -1,8 +1,8 @@
 """Worker processes with limits on time and memory, for jobs on untrusted input that could take very long or much
 memory.
 
-A kernel timer ends a process whose job takes too long, even if Python code cannot run there or the client has ended.
-The next job then gets a new process.
+A kernel timer ends a process whose job takes too long, even if the process cannot run Python code or the client has
+ended. The next job then gets a new process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOW_START = 120.0
 """Time limit for the start of a process, in seconds."""
 REPLY = 256 << 20
 """Maximum size of a message, in bytes."""
-_SLACK = 5.0  # seconds that a process may run on after its own timer should have ended it; then it is killed
+_SLACK = 5.0  # seconds after which the client kills a process that its own timer should have ended
 _DONE, _TOO_LARGE, _FAILED = b"d", b"m", b"f"
 # Environment variables that workers get; others may contain passwords.
 _PASSED_ON = ("LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PATH", "TZ")
@@ -42,8 +42,8 @@ class LimitError(Exception):
 class Confined:
     """Worker processes, each of which handles one job at a time. Thread-safe.
 
-    Worker processes start when they get their first job. They end with `close`, or after the end of this process, at
-    the latest when the time limit of their job is over.
+    Worker processes start when they get their first job. They end when `close` is called. If this process ends without
+    calling it, they end by the time limit of their job at the latest.
 
     Args:
         builder: function that returns the handler of jobs; a new process calls it with `setup`. Its module must not

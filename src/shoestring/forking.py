@@ -1,8 +1,8 @@
 """A fork server: a process that has imported modules, and starts other processes in hundredths of a second by forking.
 
 Without it, each process would spend three CPU seconds on importing torch. `python -m shoestring.forking FD MODULES`
-runs the server. The server has only one thread, so forking is safe. Each request gives the environment, `sys.path` and
-output of the new process, which must not be inherited from the server.
+runs the server. The server has only one thread, so forking is safe. Each request contains the environment, `sys.path`
+and output of the new process, because the process must not inherit these from the server.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class ForkServer:
         """Start a process that calls a top-level function of a module and then ends.
 
         Args:
-            arguments: arguments of the function, of JSON types; they follow the descriptors in `inherited`.
+            arguments: further arguments of the function, of JSON types; they follow the descriptors in `inherited`.
             output: descriptor to use as standard output and standard error.
-            inherited: descriptors that the process inherits, under other numbers; the function's first arguments.
+            inherited: descriptors that the process inherits; their numbers in the process are the function's first
+                arguments.
             environment: environment of the process; None takes the server's default.
 
         Returns:

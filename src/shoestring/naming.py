@@ -62,7 +62,7 @@ class TrustError(ShoestringError):
 
 @dataclass(frozen=True)
 class Trust:
-    """Decides whether code may be imported that a folder or file (the place) names.
+    """Decides whether code that a folder or file (the place) names may be imported.
 
     Args:
         place: folder or file, from somebody else, that contains the names; None for names that the user gave, which are
@@ -70,7 +70,7 @@ class Trust:
         content: the parts of the place's content that concern code, as JSON types.
         names: callables and packages that the place names, except those in `OURS`.
         granted: whether the user has declared trust by an argument in this program.
-        project: folder in which the code is looked for last; empty for none.
+        project: folder that is searched last for the code; empty for none.
     """
 
     place: Path | None = None
@@ -109,7 +109,7 @@ class Trust:
             log.warning("`%s` will not open without `shoestring trust`: %s", self.place, error)
 
     def allows(self, *names: str) -> bool:
-        """Whether the code with these names may be run; unless `granted`, the place itself must name it."""
+        """Whether the code with these names may be run; unless `granted`, the place itself must contain all names."""
         return self.place is None or (self.holds and (self.granted or set(names) <= set(self.names)))
 
     def require(self, *names: str) -> None:
@@ -214,7 +214,8 @@ def resolve(target: str, key: str, trust: Trust = USER) -> Callable[..., Any]:
 
 
 def import_package(name: str) -> ModuleType:
-    """Import a package of features that `run.packages` names. The caller must have checked that the user trusts it."""
+    """Import a package of features that `run.packages` names. The caller must have checked that the user trusts the
+    package."""
     return _import(name)
 
 
@@ -238,7 +239,8 @@ def lies_in(name: str, folder: Path) -> bool:
 
 
 def _last(project: str) -> list[str]:
-    """The folders to search last, the current one and that of a project, if they are not on the import path yet."""
+    """The folders to search last: the current folder and the project's folder, without those already on the import
+    path."""
     folders: list[str] = []
     with suppress(FileNotFoundError):  # the current folder was removed
         folders.append(str(Path.cwd()))
@@ -249,11 +251,11 @@ def _last(project: str) -> list[str]:
 
 
 def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
-    """List the source files of the top-level module or package of a name, without importing it; for the file of a task
-    of lm-evaluation-harness, all files of tasks and modules in its folder.
+    """List the source files of the top-level module or package of a name, without importing it; for a task file of
+    lm-evaluation-harness, list all task files and modules in its folder.
 
     Args:
-        project: folder in which it is looked for last.
+        project: folder that is searched last.
 
     Returns:
         Pairs of path and relative path, sorted; empty for a built-in or missing module.
@@ -277,8 +279,8 @@ def source_files(name: str, project: str = "") -> list[tuple[Path, str]]:
 
 
 def _package(name: str) -> str:
-    """Return the top-level module or package of a name, whose code runs first when the name is imported; the file of a
-    task is returned as it is."""
+    """Return the top-level module or package of a name, whose code runs first when the name is imported; the name of a
+    task file is returned unchanged."""
     if name.startswith(HARNESS):
         return name
     return name.partition(":")[0].partition(".")[0]

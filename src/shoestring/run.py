@@ -50,14 +50,15 @@ class Settings:
     .csv, .parquet, also compressed), `-` for standard input, a .tokens file, `hf:NAME`, a folder with MNIST's files, or
     `package.module:callable`. Several sources are mixed in the proportions of `data.weights`."""
     loss: str = ""
-    """Your own loss function: `package.module:callable`, from (output, batch) to (sum of losses, number of targets).
-    Defaults to the cross-entropy of the next token."""
+    """Your own loss function, `package.module:callable`: called with (output, batch), it returns (sum of losses, number
+    of targets). Defaults to the cross-entropy of the next token."""
     forward: str = ""
-    """Your own forward pass: `package.module:callable`, from (model, batch) to what the loss gets. It is used wherever
-    the model is called on samples. By default the model is called with the batch's `inputs`, or its `input_ids`."""
+    """Your own forward pass, `package.module:callable`: called with (model, batch), it returns the output that the loss
+    function gets. It is used wherever the model is called on samples. By default the model is called with the batch's
+    `inputs`, or its `input_ids`."""
     collate: str = ""
-    """Your own way to make a batch of samples: `package.module:callable`, from a list of samples to a batch. By default
-    the tensors of the samples, which need equal shapes, are stacked."""
+    """Your own way to make a batch of samples, `package.module:callable`: called with a list of samples, it returns a
+    batch. By default the tensors of the samples, which need equal shapes, are stacked."""
     steps: int = 400
     """Number of optimizer steps to train for, unless `epochs` or `minutes` is set."""
     epochs: float = 0.0
@@ -73,14 +74,14 @@ class Settings:
     evaluate_every: int = 0
     """Number of steps between evaluations on part of the held-out data. 0 evaluates only at the end."""
     evaluate: str = ""
-    """Further metrics of each evaluation. `lm-eval:TASK,TASK` runs tasks of lm-evaluation-harness, named as there or by
-    the YAML file of a task: the first documents of each during training, all of them at the end.
-    `package.module:callable` is your own function, from the model, or the model and the held-out data, to a dict of
-    numbers, tables and pictures: all ranks call it, with the model in evaluation mode and without gradients, and what
-    the first rank returns is recorded."""
+    """Further metrics of each evaluation. `lm-eval:TASK,TASK` runs tasks of lm-evaluation-harness; TASK is a name from
+    its list or a task's YAML file. An evaluation during training uses the first documents of each task, the evaluation
+    at the end uses all. `package.module:callable` is your own function: called with the model, or with the model and
+    the held-out data, it returns a dict of numbers, tables and pictures. All ranks call it, with the model in
+    evaluation mode and without gradients; the result of the first rank is recorded."""
     evaluate_samples: int = 64
-    """Number of held-out samples, and of documents of each task, that an evaluation during the run uses. More of them
-    take longer and are less noisy. 0 uses all, as the evaluation at the end does."""
+    """Number of held-out samples, and of documents of each task, that an evaluation during the run uses. More samples
+    take longer and give less noisy metrics. 0 uses all samples, as the evaluation at the end does."""
     patience: int = 0
     """Early stopping: number of evaluations in a row without a better value of `best_metric` after which training ends.
     0 turns early stopping off."""
@@ -93,14 +94,14 @@ class Settings:
     best_mode: Literal["min", "max"] = "min"
     """Whether the lowest (`min`) or the highest (`max`) value of `best_metric` is the best."""
     read_file: str = ""
-    """Your own function for `shoestring predict`: `package.module:callable`, from the path of a file to a sample as the
-    data set has them; targets may be missing."""
+    """Your own function that reads an input file of `shoestring predict`, `package.module:callable`: called with the
+    path, it returns a sample like the data set's samples, which may lack targets."""
     predict: str = ""
-    """Your own function for `shoestring predict`: `package.module:callable`, from (output, batch) to a list with a dict
-    of numbers, texts and pictures for each sample, or a list of dicts. By default the likeliest class and its
-    probability."""
+    """Your own function that makes the predictions of `shoestring predict`, `package.module:callable`: called with
+    (output, batch), it returns a list with a dict of numbers, texts and pictures for each sample, or a list of such
+    dicts. Defaults to the likeliest class and its probability."""
     seed: int = 0
-    """Seed of all random numbers, which decide on initial weights, order of the data and dropout."""
+    """Seed of all random numbers: of initial weights, order of the data and dropout."""
     timeout: float = 600.0
     """Time in seconds that a rank waits for another rank before the run ends with an error."""
     deterministic: bool = False
@@ -116,11 +117,12 @@ class Settings:
     (install the extra of that name), `hub` (after `shoestring hub login`), or `package.module:callable`, which is
     called with the run's folder, name and settings."""
     project: str = ""
-    """Folder that holds code which the run names, searched after installed packages and the current folder. Defaults to
-    the folder of the run file if such code lies there, so that the run can be started and resumed from any folder."""
+    """Folder with code that the run file names, searched after the installed packages and the current folder. Defaults
+    to the folder of the run file if such code lies there, so that the run can be started and resumed from any folder.
+    """
     packages: tuple[str, ...] = ()
-    """Your own Python packages of features: `["mypkg"]` allows a table `[mypkg.technique]` for each feature of
-    mypkg."""
+    """Your own Python packages of features: with `["mypkg"]`, the run file may have a table `[mypkg.technique]` for
+    each feature of mypkg."""
     prompts: tuple[str, ...] = ()
     """Prompts from which text samples are generated at the end of training."""
     baselines: bool = False
@@ -228,9 +230,9 @@ class Run:
 def load(source: str, overrides: Sequence[str] = (), *, trusted: bool = True) -> Run:
     """Read a run file or a recipe in order to run it, with overrides from the command line.
 
-    By running a run file, or a folder with a run file that no run has written (a project), the user declares that the
-    code in it is trusted. A run folder must have been declared trusted before: the user's own runs do this for the
-    folders that they write, and the user has to do it for other folders.
+    Running a run file declares that the user trusts the code that it names; so does running a project, which is a
+    folder with a run file that no run has written. The user must have declared trust in a run folder before. The user's
+    own runs declare it for the folders that they write; for other folders the user declares it.
 
     Args:
         source: path of a run file, project or run folder, or name of a recipe.

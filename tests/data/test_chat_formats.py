@@ -177,7 +177,7 @@ def test_unlike_records_in_a_file_are_named_and_in_two_files_are_read(tmp_path):
     alpaca = {"instruction": "q", "output": "a"}
     for name in ("a.jsonl", "a.json"):
         with pytest.raises(
-            DataError, match=rf"{name}:\d+: a record of the format alpaca, and .*{name}:\d+ is messages"
+            DataError, match=rf"{name}:\d+: the record has the format alpaca, but .*{name}:\d+ has messages"
         ):
             read(write(tmp_path, name, [{"messages": [USER, ANSWER]}] * 2 + [alpaca]))
     write(tmp_path, "a.jsonl", [{"messages": [USER, ANSWER]}])

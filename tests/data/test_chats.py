@@ -355,7 +355,7 @@ def test_a_template_of_ones_own_is_saved_with_the_tokenizer(tmp_path):
 
 def test_without_held_out_chats_all_are_learnt_and_evaluated(tmp_path, caplog):
     corpus = prepared(tmp_path, records(3), held_out=0.0)
-    assert corpus.train.documents == corpus.held_out.documents == 3 and "held-out are of the same chats" in caplog.text
+    assert corpus.train.documents == corpus.held_out.documents == 3 and "measured on training data" in caplog.text
     assert corpus.train.fingerprint == corpus.held_out.fingerprint
     with pytest.raises(DataError, match=r"the data has no chats to learn[\s\S]*empty"):
         prepared(tmp_path / "none", [], held_out=0.0)

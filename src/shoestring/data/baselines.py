@@ -15,7 +15,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.data import BYTES
 
 _LONGEST = 8
-"""Maximum length of an n-gram in bytes, because an n-gram must fit a 64-bit integer."""
+"""Maximum length of an n-gram in bytes; n-grams are stored as 64-bit integers."""
 
 
 def gzip_bits(texts: bytes) -> float:
@@ -71,8 +71,8 @@ def witten_bell(train: bytes, held_out: bytes, order: int = 5) -> np.ndarray:
 
 
 def _grams(text: bytes, length: int) -> np.ndarray:
-    """For each byte of `text`, the `length` bytes up to and including it as one integer, with the oldest byte highest;
-    (len(text),)."""
+    """For each byte of `text`, the `length` bytes that end with it, as one integer whose most significant byte is the
+    oldest; (len(text),)."""
     dtype = next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if np.dtype(kind).itemsize >= length)
     padded = np.frombuffer(bytes(length - 1) + text, np.uint8)
     codes = np.zeros(len(text), dtype)

@@ -14,8 +14,8 @@ from shoestring.storage import foreign
 
 log = logging.getLogger("shoestring.data")
 
-# Roles stand on lines of their own, since a space behind a colon would be a token in a question and none before an
-# answer. `END` is replaced by the text of the end-of-text token.
+# In `plain`, roles stand on separate lines: with "Assistant: ", the space after the colon would be part of an answer's
+# first token in training, but a separate token in a prompt. `END` is replaced by the text of the end-of-text token.
 TEMPLATES = {
     "plain": (
         "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}{% for message in messages %}"
@@ -31,15 +31,15 @@ TEMPLATES = {
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _FILE = "chat_template.jinja"
 _MARKER = re.compile(r"<\|\w{1,40}\|>")
-"""What most templates mark messages with."""
+"""Pattern of the markers between messages in most templates, such as `<|im_start|>`."""
 
 
 def with_template(tokenizer: Tokenizer, named: str) -> Tokenizer:
     """Give the tokenizer a chat template, which is then saved with it; returns the tokenizer.
 
     Args:
-        named: a name in `TEMPLATES` or the path of a Jinja file; if it is empty, a tokenizer that has a template keeps
-            it, and another gets `chatml` if it has ChatML's tokens, otherwise `plain`.
+        named: a name in `TEMPLATES` or the path of a Jinja file. If empty, a tokenizer with a template keeps it; a
+            tokenizer without one gets `chatml` if it has ChatML's tokens, otherwise `plain`.
 
     Raises:
         DataError: there is no such file, or the tokenizer lacks the tokens of the named template.
@@ -74,7 +74,8 @@ def _knows_chatml(tokenizer: Tokenizer) -> bool:
 
 
 def _warn_of_markers(tokenizer: Tokenizer, named: str) -> None:
-    """Warn if marks of a template are no tokens: a model would have to write them letter by letter."""
+    """Warn if a template's markers are not tokens of the tokenizer, so that a model would have to write them letter by
+    letter."""
     markers = dict.fromkeys(_MARKER.findall(template_source(tokenizer) or ""))
     for marker in [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None][:1]:
         _warn(
@@ -86,5 +87,5 @@ def _warn_of_markers(tokenizer: Tokenizer, named: str) -> None:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning, once in a process: a template is chosen by each part of a run that reads its data."""
+    """Log a warning only once per process, because several parts of a run choose the template of the same data."""
     log.warning(text)

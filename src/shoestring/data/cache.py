@@ -43,10 +43,10 @@ _FORMAT = "2"
 """Format version of the stored entries in memory and on disk; it is part of the cache's name, so another version uses
 other files."""
 _FOLD = 256
-"""Number of 64-bit words in a block (2 KB); `folded_crc32` adds the blocks up."""
+"""Number of 64-bit words in a block (2 KB); `folded_crc32` computes the sum of all blocks."""
 _SPARE = 256 << 20
-"""Number of bytes of /dev/shm, but at most a quarter of its size, that the cache leaves free for the batches of worker
-processes and for checkpoints."""
+"""Number of bytes that the cache leaves free in /dev/shm, for the batches of worker processes and for checkpoints; at
+most a quarter of /dev/shm is left free."""
 
 
 class Slow(Protocol):
@@ -76,7 +76,7 @@ def folded_crc32(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 
 class Shared:
-    """A cache of byte strings by number, in memory that all processes of this user on this host share.
+    """A cache that maps numbers to byte strings, in memory that all processes of this user on this host share.
 
     The memory is a file that exists while any process has it open; the last process to close it removes it. A file that
     killed processes left behind is reused by the next run on the same data set, or removed by the next run on another.
@@ -204,13 +204,14 @@ class Shared:
 
 
 def _warn_of_less_room(error: OSError, stored: int, room: int) -> None:
-    """Warn that /dev/shm has less room than the cache was given."""
+    """Warn that /dev/shm has less room than `data.cache_memory` allows the cache."""
     reason, mib = error.strerror, 1 << 20
     log.warning("`%s`: %s: data.cache_memory keeps %d of %d MiB", MEMORY, reason, stored // mib, room // mib)
 
 
 def _remove_unused(folder: Path, but: Path) -> None:
-    """Remove the files of other caches that no process has open any more, which is known from their shared lock."""
+    """Remove the files of other caches that no process has open any more: a process with an open file holds a shared
+    lock on it."""
     for path in folder.iterdir():
         if path != but:
             with suppress(OSError):
@@ -227,13 +228,13 @@ def _remove_unused(folder: Path, but: Path) -> None:
 
 @dataclass
 class Origins:
-    """Numbers of this process's samples by where they came from: memory, disk, or the data set itself (`fetched`)."""
+    """Counts how many samples this process got from memory, from disk, and from the data set itself (`fetched`)."""
 
     memory: int = 0
     disk: int = 0
     fetched: int = 0
     ahead: int = 0
-    """Number of samples fetched before they were requested; these are included in `fetched`."""
+    """Number of samples that were fetched before they were requested; `fetched` includes them."""
 
 
 @dataclass(eq=False)
@@ -280,7 +281,7 @@ class Cached(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        if self._process != os.getpid():  # a forked worker: locks may be held by threads that exist only in the parent
+        if self._process != os.getpid():  # in a forked worker, threads of the parent process may still hold the locks
             self._open()
         if self.shared is not None and (raw := self.shared.get(index)) is not None:
             self.counts.memory += 1

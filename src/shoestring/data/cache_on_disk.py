@@ -20,7 +20,7 @@ _FILE = struct.Struct("<II")  # checksum and length, stored before an entry's by
 
 
 class OnDisk:
-    """A cache of byte strings by number, one file each, in a folder that processes of this host share."""
+    """A cache that maps numbers to byte strings, in one file each, in a folder that processes of this host share."""
 
     def __init__(self, folder: Path, room: int) -> None:
         self.folder, self.room = folder, room
@@ -44,8 +44,7 @@ class OnDisk:
                 fcntl.lockf(self._count, fcntl.LOCK_UN)
 
     def _recount(self) -> int:
-        """Count the bytes of all files again, because the sizes of damaged files may differ from the sizes that were
-        counted."""
+        """Count the bytes of all files again, because a damaged file may have another size than when it was written."""
         taken = 0
         for path in self.folder.glob("*/*"):
             with suppress(OSError):

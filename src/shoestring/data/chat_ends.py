@@ -20,13 +20,13 @@ log = logging.getLogger("shoestring")
 _BLANKS = 8
 """Maximum number of white space tokens that may be trained on after the token that ends an answer."""
 _INNER = 0.01
-"""Maximum fraction of a special token's occurrences that may lie inside answers rather than at their end, for the token
-to be regarded as one that ends answers."""
+"""Maximum fraction of a special token's occurrences that may lie inside answers; a token that occurs inside more often
+is not regarded as ending answers."""
 
 
 def ends_learnt(train: Any, tokenizer: Tokenizer) -> list[int]:
-    """Ids of the tokens by which a model trained on the data set ends a text: for chats, those of `ends_of_answers`;
-    for other text, the end-of-text token.
+    """Ids of the tokens by which a model trained on the data set ends a text: for chats, the result of
+    `ends_of_answers`; for other text, the end-of-text token.
     """
     parts = train.parts if isinstance(train, Joined) else [train]
     of_parts = [_of_file(part.path, tokenizer) if isinstance(part, ChatDataset) else tokenizer.ends for part in parts]

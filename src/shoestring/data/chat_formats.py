@@ -1,11 +1,15 @@
 """Formats of chat records: recognises a record's format by its keys and converts the record to messages.
 
-| format | keys | as | |---|---|---| | messages | `messages`; each `role` and `content` | OpenAI, transformers | |
-sharegpt | `conversations` or `conversation`; each `from` and `value`; `system` | LLaMA-Factory, axolotl | | alpaca |
-`instruction`, `input`, `output`, `system`, `history` | LLaMA-Factory | | prompt-completion | `prompt`, `completion`:
-texts, or lists of messages; the prompt is not trained on | TRL | | text | `text` | | | preference | `chosen`,
-`rejected`, and `prompt` unless they begin alike | TRL, LLaMA-Factory | | rated | `prompt`, `completion`, `label` | TRL
-(KTO) |
+The keys of each format, and the libraries that use it:
+
+- messages: `messages`, a list of objects with `role` and `content` (OpenAI, transformers).
+- sharegpt: `conversations` or `conversation`, a list of objects with `from` and `value`, and optionally `system`
+  (LLaMA-Factory, axolotl).
+- alpaca: `instruction`, `input`, `output`, `system`, `history` (LLaMA-Factory).
+- prompt-completion: `prompt` and `completion`, texts or lists of messages; the prompt is not trained on (TRL).
+- text: `text`.
+- preference: `chosen` and `rejected`, and also `prompt` unless both begin with the prompt (TRL, LLaMA-Factory).
+- rated: `prompt`, `completion` and `label` (TRL's KTO).
 
 Records of all formats may also have `tools`, `documents`, `chat_template_kwargs` and a `weight` of 0 or 1. Lists and
 objects may be given as JSON text, as in a cell of a .csv file. A null value is treated as an absent key, because
@@ -41,7 +45,7 @@ KEYS = (
     "completion", "text", "chosen", "rejected", "label", "tools", "functions", "documents", "chat_template_kwargs",
     "weight", "mask",
 )  # fmt: skip
-"""Keys of records that are read; other columns of a table are ignored."""
+"""Keys that are read from records; other columns of a table are ignored."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,7 @@ def _from_preference(values: Mapping[str, Any], where: str) -> PreferencePair:
 
 def _from_rated(values: Mapping[str, Any], where: str) -> RatedAnswer:
     label = as_switch(values["label"])
-    assert label is not None  # else it would be a prompt with a completion
+    assert label is not None  # `format_of` chooses this format only if the label is valid
     prompt = read_side(values["prompt"], "user", where, "prompt")
     completion = read_side(values["completion"], "assistant", where, "completion")
     return RatedAnswer(prompt, completion, label, read_arguments(values, where))

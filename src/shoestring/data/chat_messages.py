@@ -51,8 +51,8 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_side(value: Any, role: str, where: str, key: str) -> list[Message]:
-    """Parse one side of a record, such as its prompt: a text, which becomes a message of `role`, a message, or a list
-    of messages."""
+    """Parse one side of a record, such as its prompt: a list of messages, a single message, or a text, which becomes a
+    message of `role`."""
     if isinstance(value, Mapping):
         value = [value]
     return (
@@ -88,7 +88,7 @@ def read_calls(message: Mapping[str, Any], where: str) -> list[Any]:
     """Read the tool calls of a message; OpenAI's arguments, which are JSON text, are parsed to the objects that
     templates expect. Arguments that are not the JSON text of an object are left as they are."""
     calls = from_json_text(message.get("tool_calls", []))
-    if isinstance(message.get("function_call"), Mapping):  # OpenAI's former name of one call
+    if isinstance(message.get("function_call"), Mapping):  # OpenAI's older key, for a single call
         calls = [{"type": "function", "function": dict(message["function_call"])}]
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{where} has tool calls that are not a list of objects", hint="correct the record")
@@ -173,7 +173,7 @@ def read_arguments(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             if not isinstance(value, list):
                 raise DataError(f"{where}: {key!r} is not a list", hint="correct the record, or leave it out")
             arguments[key] = [from_json_text(entry) for entry in value]
-    if functions := from_json_text(values.get("functions")):  # OpenAI's former name
+    if functions := from_json_text(values.get("functions")):  # OpenAI's older key for tools
         arguments.setdefault("tools", [{"type": "function", "function": function} for function in functions])
     more = from_json_text(values.get("chat_template_kwargs")) or {}
     if not isinstance(more, Mapping):

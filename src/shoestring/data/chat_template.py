@@ -29,15 +29,15 @@ from shoestring.data.tokenizer import Tokenizer, companion_config, single_thread
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PRIVATE = range(0xF0000, 0x10FFFE)
-"""Private-use characters of Unicode; a character that the conversation does not use marks text that spells a special
-token."""
+"""Private-use characters of Unicode; one that does not occur in the conversation is used to mark text that spells a
+special token."""
 _TAGGED = "shoestring_tagged"
 """Template variable that makes the tag `{% generation %}` write `BEGIN` and `END`."""
 _ADDED, _GROWTH = 1 << 18, 16
-"""Limits of the rendered text's length: a number of added characters, and a multiple of the conversation's length.
+"""Two constants: the rendered text may have at most `_ADDED` characters plus `_GROWTH` times the conversation's length.
 Known templates add up to 20,000 characters."""
 _LARGEST = 1 << 20
-"""Maximum length of a text or list that a template may make by multiplication, in items."""
+"""Maximum number of items in a text or list that a template makes by multiplication."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -111,7 +111,7 @@ class ChatTemplate:
         """Render a conversation as text.
 
         Args:
-            ask: end with the prompt for the model's answer (`add_generation_prompt`).
+            ask: whether to end with the prompt for the model's answer (`add_generation_prompt`).
 
         Raises:
             ConfigError: the template refuses the conversation.
@@ -174,7 +174,7 @@ class ChatTemplate:
         return sorted(ends)
 
     def _flagged(self, text: str, spans: Sequence[tuple[int, int]], mark: str) -> tuple[list[int], list[bool]]:
-        """Encode a text; returns its tokens, and for each whether it lies in a span.
+        """Encode a text; returns its tokens, and for each token whether it lies in a span.
 
         If the tokenizer allows it, the spans and the text between them are encoded one by one, as in generation, where
         an answer follows the tokens of its prompt. Otherwise a token belongs to the span of its first character.
@@ -211,8 +211,8 @@ class ChatTemplate:
         mark = next((chr(code) for code in _PRIVATE if chr(code) not in used), None)
         if mark is None:
             raise ConfigError("the conversation uses every private character of Unicode")
-        # Texts that spell no special token are left unchanged: templates check some texts, such as the length of an id.
-        # Of keys, only those that spell a whole one are changed: templates look others up.
+        # Texts that spell no special token are left unchanged, because templates check some texts, such as the length
+        # of an id. Keys are changed only if they spell a whole special token, because templates look up keys by name.
         return _mapped(
             values,
             lambda text: self._marked(text, mark) if self._may_spell(text) else text,

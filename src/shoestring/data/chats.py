@@ -1,5 +1,4 @@
-"""Chats: conversations as tokens, of which only the assistant's are trained on; several chats are packed into one
-sample.
+"""Chats: conversations as tokens, packed into samples of several chats; only the assistant's tokens are trained on.
 
 A prepared file is a safetensors file with the tensors `tokens`, `trained` (one byte a token) and `starts` (the index of
 each chat's first token, and the number of tokens). Its header holds the fields of `Summary`.
@@ -98,7 +97,7 @@ def write(reader: Source, tokenizer: Tokenizer, settings: Data, folder: Path, re
     if not keys:
         raise DataError("the data has no chats to learn", hint="are the files empty?")
     if settings.held_out == 0:
-        log.warning("data.held_out is 0: all chats are learnt, and losses called held-out are of the same chats")
+        log.warning("data.held_out is 0: training uses all chats, so held-out losses are measured on training data")
         train = held_out = chats
     elif len(keys) > 1:
         bound = keys[min(max(1, round(settings.held_out * len(keys))), len(keys) - 1)]
@@ -138,7 +137,7 @@ def parsed_chats(reader: Source, field: str) -> Iterator[tuple[str, ChatRecord]]
         if record.format != format_before:
             hint = "give each format a file of its own"
             raise DataError(
-                f"{where}: a record of the format {record.format}, and {place} is {format_before}", hint=hint
+                f"{where}: the record has the format {record.format}, but {place} has {format_before}", hint=hint
             )
         yield where, record
 
@@ -253,7 +252,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         begins = np.diff(self._trained, prepend=0) == 1
         per_chat = np.add.reduceat(begins, self._starts[:-1]) if len(begins) else begins
         self.single_answers = bool((per_chat[self._starts[:-1] < self._starts[1:]] <= 1).all())
-        """Whether no chat has a second answer, so that the model learns no longer conversations."""
+        """Whether every chat has at most one answer, so that the model does not learn to answer follow-up messages."""
         self.bytes = int(header["bytes"])
         self.targets_per_byte = int(self._trained.sum()) / self.bytes if self.bytes else 0.0
 
@@ -297,7 +296,7 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         inputs, positions = np.zeros(self.sequence, np.int64), np.arange(self.sequence)
         labels = np.full(self.sequence, IGNORED, np.int64)
         at = 0

@@ -173,7 +173,7 @@ def _check_header(path: Path) -> Header:
     return verify(path) if path.stat().st_size <= _VERIFIED else header
 
 
-# ---- writing the files -----------------------------------------------------------------------------------------------
+# -- writing the files -------------------------------------------------------------------------------------------------
 
 
 class Survey:
@@ -283,7 +283,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-# ---- token files written elsewhere -----------------------------------------------------------------------------------
+# -- token files written elsewhere -------------------------------------------------------------------------------------
 
 
 def check_tokens(path: Path, settings: Data) -> tuple[Header, Tokenizer, Path | None]:

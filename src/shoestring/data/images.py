@@ -119,5 +119,5 @@ def mnist(folder: Path) -> tuple[Images, Images]:
 
 
 def fashion_mnist() -> tuple[Images, Images]:
-    """Fashion-MNIST (Xiao et al., 2017): training and test images; for `run.data`."""
+    """Fashion-MNIST (Xiao et al., 2017): training and test images, for use as `run.data`."""
     return mnist(FASHION_MNIST)

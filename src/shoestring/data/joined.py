@@ -101,7 +101,7 @@ class Joined(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:

@@ -102,19 +102,19 @@ def stacked(samples: list[Any]) -> Batch:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         if not (difference := _difference(samples)) and isinstance(error, RuntimeError):
-            raise  # such as no room in shared memory
+            raise  # the samples are alike, so the cause is another, such as a lack of shared memory
         hint = "name a function that makes a batch of a list of such samples: run.collate = 'package.module:callable'"
         raise DataError(f"samples cannot be stacked to a batch: {difference or error}", hint=hint) from error
 
 
 def _difference(samples: list[Any]) -> str:
-    """Two different forms of samples, such as shapes; empty if all are alike."""
+    """Describe two samples whose forms (such as shapes) differ; empty if all samples have the same form."""
     forms = sorted(set(map(_form, samples)))
     return f"one is {forms[0]}, another {forms[1]}" if len(forms) > 1 else ""
 
 
 def _form(sample: Any) -> str:
-    """The shapes in a sample, and types of other values, as text."""
+    """Describe the form of a sample as text: the shape of each array or tensor, and the type of each other value."""
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{name}: {_form(value)}" for name, value in sample.items()) + "}"
     if isinstance(sample, list | tuple):
@@ -124,7 +124,7 @@ def _form(sample: Any) -> str:
 
 
 _MOST_REPEATS = 1024
-"""Largest number of times that a batch may contain each sample; more is a mistake in a size."""
+"""Maximum number of times that a batch may contain each sample; a larger number is a mistake in the batch size."""
 
 
 class Loader:
@@ -303,20 +303,21 @@ def _checked(batch: Any) -> Batch:
 
 
 class Share(NamedTuple):
-    """The samples of a batch of `sweep`."""
+    """The indices of the samples in one batch of `sweep`."""
 
     ids: list[int]
     repeated: bool
-    """Whether the only sample is one that counts on another rank."""
+    """Whether the batch holds only one sample, which another rank evaluates; this copy does not count."""
 
 
 def shares(samples: int, batch: int, rank: int, size: int, rounds: int = 0) -> Iterator[Share]:
-    """The samples of each batch of a rank: every sample belongs to one rank, and all ranks have as many batches.
+    """Iterate over the batches of one rank; every sample belongs to one rank, and all ranks have the same number of
+    batches.
 
-    The samples of the last round are divided evenly. A rank that would get none has the last sample once more.
+    The samples of the last round are divided evenly. A rank that gets none of them repeats the last sample.
 
     Args:
-        rounds: least number of batches.
+        rounds: minimum number of batches.
     """
     for first in range(0, max(samples, rounds * batch * size), batch * size):
         left = max(min(samples - first, batch * size), 0)
@@ -336,15 +337,15 @@ def sweep(
 ) -> Iterator[Batch | Repeated]:
     """Iterate once over this rank's share of the first `limit` samples (0: all samples), in order, for evaluation.
 
-    All ranks get the same number of batches, because sharded models communicate in each forward pass, and every sample
-    is in one batch of one rank. Batches have `batch` samples, except for the last ones, among which the remainder is
-    divided; if there are fewer samples left than ranks, some ranks get one once more, as `Repeated`. A batch that is a
-    dict has the entry `valid`, bool (samples,), which is False for such a sample. Random draws depend only on the
-    sample, so all evaluations see the same samples.
+    All ranks get the same number of batches, because sharded models communicate in each forward pass. Every sample is
+    in exactly one batch of one rank. Batches have `batch` samples, except that the last batches of the ranks share the
+    remainder; if the remainder is smaller than the number of ranks, the ranks without a sample get a copy of the last
+    one, as `Repeated`. If a batch is a dict, its entry `valid`, bool (samples,), is False for such a copy. Random draws
+    depend only on the sample, so all evaluations see the same samples.
 
     Args:
         collate: list of samples -> batch, in place of stacking.
-        rounds: least number of batches; those without samples are `Repeated`.
+        rounds: minimum number of batches; a batch for which no samples are left is `Repeated`.
     """
     check_batch(batch, rank, size, 1, whole=False)
     batches, samples = _Batches(collate, _Identified(dataset).__getitems__), _length(dataset)

@@ -1,7 +1,7 @@
 """The order of samples in training: maps positions to samples, depending only on the seed.
 
-The order of epoch e sorts the samples by splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample), implemented
-here so that no library version changes the order.
+In epoch e, samples are sorted by splitmix64 (Steele, Lea and Flood, 2014) of (seed, e, sample). The function is
+implemented here, so that no library version changes the order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """An order with every sample once an epoch: position p is the (p mod N)-th sample of epoch p div N."""
+    """An order in which every sample occurs once per epoch: position p is the (p mod N)-th sample of epoch p div N."""
 
     def __init__(self, seed: int, samples: int) -> None:
         self.seed, self.samples = seed, samples
@@ -62,7 +62,7 @@ class Shuffled:
 
 
 class Interleaved:
-    """An order of the samples of several sources in proportion to weights; each source is shuffled and repeated
+    """An order that mixes the samples of several sources in proportion to weights; each source is shuffled and repeated
     separately.
 
     In every block of `BLOCK` positions, each source occurs exactly in proportion to its weight, in an order that is
@@ -93,8 +93,8 @@ class Interleaved:
         return samples
 
     def _layout(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of a block its source, and how often this source occurs earlier in the block; (BLOCK,)
-        each."""
+        """Two arrays (BLOCK,): the source of each position in a block, and how often this source occurs earlier in the
+        block."""
         if number != self._number:
             source_of = np.repeat(np.arange(len(self.quotas)), self.quotas)[permutation(self.seed, number, BLOCK)]
             before = np.empty(BLOCK, np.int64)

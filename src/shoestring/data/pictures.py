@@ -1,4 +1,4 @@
-"""Pictures in files that somebody else may have made, read by Pillow as bytes of one or three channels."""
+"""Reads untrusted picture files with Pillow, to uint8 tensors of one or three channels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.storage import foreign
 
 _BYTES = 256 << 20
-"""Maximum size of a file."""
+"""Maximum size of a file in bytes."""
 _PIXELS = 100_000_000
 """Maximum number of pixels; a file of a few kB may claim any number."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
-    """Read a picture as uint8 (channels, height, width), turned as its EXIF entry says.
+    """Read a picture as uint8 (channels, height, width), rotated or mirrored according to its EXIF orientation.
 
-    Of 16 bits the upper 8 are kept, of several frames the first; what is transparent becomes white.
+    Values of 16 bits are reduced to their upper 8 bits, only the first of several frames is read, and transparency is
+    rendered on white.
 
     Raises:
-        DataError: the file cannot be read, is no picture of a known format (BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), is
-            damaged, or has too many pixels.
+        DataError: the file cannot be read, is not a picture of a known format (BMP, GIF, JPEG, PNG, PPM, TIFF, WebP),
+            is damaged, or has too many pixels.
         ConfigError: Pillow is not installed.
     """
     try:
@@ -37,7 +38,7 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
         raise ConfigError("reading pictures needs Pillow", hint='pip install "shoestring[pictures]"') from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, and of sizes, which are compared here
+            warnings.simplefilter("ignore")  # warnings of damaged metadata, and of sizes, which are checked below
             content = BytesIO(foreign.read_bytes(path, _BYTES))
             picture = Image.open(content, formats=_FORMATS)  # own file: bytes that foreign.py has read
             if picture.width * picture.height > _PIXELS:
@@ -46,7 +47,7 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
             pixels = _pixels(picture, "L" if channels == 1 else "RGB")
     except Exception as error:  # a damaged file may raise any error in a decoder
         words = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, UnidentifiedImageError):  # whose text has an address in memory
+        if isinstance(error, UnidentifiedImageError):  # the error's own text contains a memory address
             words = "its format is not known"
         raise DataError(f"`{path}` is no picture that can be read: {foreign.one_line(words)[:200]}") from error
     tensor = torch.from_numpy(pixels.copy())
@@ -54,10 +55,10 @@ def read_picture(path: Path, channels: Literal[1, 3] = 3) -> Tensor:
 
 
 def _pixels(picture: Any, mode: str) -> np.ndarray:
-    """The pixels of a Pillow image in a mode of bytes."""
+    """The pixels of a Pillow image as bytes, in the mode "L" or "RGB"."""
     from PIL import Image
 
-    if picture.mode.startswith("I"):  # whole numbers of 16 bits, which Pillow would clip at 255
+    if picture.mode.startswith("I"):  # 16-bit integers; Pillow would clip them at 255
         values = np.asarray(picture).astype(np.int64)
         picture = Image.fromarray(
             (values >> 8 if values.max(initial=0) > 255 else values).clip(0, 255).astype(np.uint8)

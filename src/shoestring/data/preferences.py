@@ -40,8 +40,8 @@ CHOSEN, REJECTED, MISMATCHED = range(3)
 """Kinds of answers: chosen or desirable; rejected or undesirable; answer to another prompt (for KTO)."""
 KINDS = 3
 ANSWERS = "answers"
-"""Name of the entry of a sample that tells answers apart. Its values are `KINDS` · n + kind for the tokens of an answer
-of the n-th record, and -1 for padding and for the beginnings that several answers share."""
+"""Name of a sample's entry that says which answer each token belongs to. Its values are `KINDS` · n + kind for tokens
+of an answer of the n-th record, and -1 for padding and for beginnings that several answers share."""
 _SIDES = ("chosen", "rejected")
 
 
@@ -212,9 +212,10 @@ class PreferenceDataset(ChatDataset):
         packed: whether answers are packed; False gives each record its own sample and each of its answers its own row,
             for models in which packed answers would attend to each other. Entries are then (R, T), for the R answers
             of a record and the longest answer of T <= `sequence` tokens, and there are no `position_ids`.
-        shared: whether a sample holds the beginning that all answers of a record have in common only once. All answers
-            attend to it, and not to each other, as an additional entry `attention_mask` says, bool (1, T, T). The last
-            token before the answers is repeated for each, so that each first token is predicted at a place of its own.
+        shared: whether the beginning that all answers of a record have in common is stored only once in a sample. An
+            additional entry `attention_mask`, bool (1, T, T), lets all answers attend to the beginning but not to each
+            other. The last token before the answers is repeated for every answer, because the first token of each
+            answer needs a separate position that predicts it.
 
     Raises:
         DataError: the file is damaged.
@@ -270,8 +271,8 @@ class PreferenceDataset(ChatDataset):
         return header
 
     def _beginning(self, answers: np.ndarray) -> int:
-        """Number of tokens that all answers of a record begin with, and that none of them needs for itself: the token
-        before the first trained one is not counted."""
+        """Number of tokens at the beginning of a record that all its answers can share; excludes the token before the
+        first trained token, which every answer needs separately."""
         texts = [self._tokens[self._starts[answer] : self._starts[answer + 1]] for answer in answers]
         shortest = min(map(len, texts))
         alike = np.all([text[:shortest] == texts[0][:shortest] for text in texts], axis=0)
@@ -281,7 +282,8 @@ class PreferenceDataset(ChatDataset):
         return max(0, min(differs, *firsts) - 1)
 
     def check_fits(self) -> None:
-        """Raise DataError if no record fits into a sample: it may fit in another layout, so this is the last check."""
+        """Raise DataError if no record fits into a sample; called once the layout is decided, because records may fit
+        in another layout."""
         if not len(self):
             raise DataError(
                 f"no record fits into a sample of {self.sequence} tokens; the shortest takes {self._shortest}",
@@ -305,7 +307,7 @@ class PreferenceDataset(ChatDataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         return self._packed(index) if self.packed else self._in_rows(index)
 
     def _in_rows(self, index: int) -> dict[str, Tensor]:

@@ -21,8 +21,9 @@ from shoestring.storage.compressed import COMPRESSIONS, open_text
 PARQUET = ".parquet"
 _BLOCK = 1 << 20
 _LONGEST_WORD = 16
-"""Number of characters: a syntax error this close to the end of the text read so far may be due to a token that is cut
-off there. The longest such tokens are the word `-Infinity` and the escapes of characters."""
+"""Upper bound of the length in characters of JSON tokens other than strings: a syntax error closer than this to the end
+of the text read so far may only mean that a token is cut off. The longest such tokens are `-Infinity` and escapes of
+characters."""
 _LINES = "each line of a .jsonl file is one object"
 _ARRAY = "a .json file is an array of objects, or one object after the other"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -32,7 +33,7 @@ _SIDES = ("prompt", "completion", "chosen", "rejected")
 """Columns whose cells hold a text, or messages as JSON."""
 _ROLE = {"role", "from"}
 _Placed = tuple[str, Mapping[str, Any]]
-"""The place of a record, and the record."""
+"""A pair: the place of a record in its file, and the record."""
 
 
 class PlacedRecord(NamedTuple):

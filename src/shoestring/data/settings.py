@@ -19,19 +19,19 @@ class Data:
     """The corpus: how it is read, cut into tokens and split into training and held-out text."""
 
     form: Literal["text", "chat", "preference", "rated"] = "text"
-    """Form of the records: `text` to learn as a whole, or `chat`, conversations in any of the known formats (messages,
-    ShareGPT, Alpaca, prompt and completion), which the model's chat template renders; the model learns only the
-    assistant's messages; `preference`, pairs of a chosen and a rejected answer, for [preference.dpo],
-    [preference.simpo] and [preference.orpo]; or `rated`, single answers that are desirable or not, for
-    [preference.kto]. Several chats or answers share a sample and do not attend to each other."""
+    """Form of the records. `text`: all of the text is learnt. `chat`: conversations in any of the known formats
+    (messages, ShareGPT, Alpaca, prompt and completion), which the model's chat template renders; only the assistant's
+    messages are learnt. `preference`: pairs of a chosen and a rejected answer, for [preference.dpo], [preference.simpo]
+    and [preference.orpo]. `rated`: single answers that are desirable or not, for [preference.kto]. Several chats or
+    answers are packed into one sample and do not attend to each other."""
     field: str = ""
-    """Name of the field of a record that holds the text or the messages; defaults to `text`, and for chats to what the
-    format of the record has. A mapping such as `prompt=question, completion=answer` reads chats whose fields have other
-    names."""
+    """Name of the field of a record that holds the text or the messages; defaults to `text`, and for chats to the field
+    of the record's format. Chats whose fields have other names need a mapping such as `prompt=question,
+    completion=answer`."""
     template: str = ""
-    """Chat template: `plain` (roles on lines of their own, and the end-of-text token behind answers), `chatml`, or the
-    path of a Jinja file; it is saved with the trained model. Defaults to the model's own, and for a model that has none
-    to `chatml` if the tokenizer has ChatML's tokens, otherwise to `plain`."""
+    """Chat template: `plain` (roles on separate lines, and the end-of-text token after answers), `chatml`, or the path
+    of a Jinja file; it is saved with the trained model. Defaults to the model's own template; for a model without a
+    template, to `chatml` if the tokenizer has ChatML's tokens, otherwise to `plain`."""
     tokenizer: str = "bpe"
     """Tokenizer: `bpe` trains a byte-level BPE on the corpus, `bytes` makes each byte a token, `model` takes the
     tokenizer of the `hf:` model or of the model's folder, and anything else is the path of a tokenizer.json."""
@@ -39,14 +39,14 @@ class Data:
     """Tokens in the vocabulary of a `bpe` tokenizer: 256 bytes, the end-of-text token and at least one merge. A larger
     vocabulary shortens the text and enlarges the embedding."""
     sequence: int = 256
-    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory a step. 0
-    takes what the model reads, but at most 1,024 tokens, or 2,048 for pairs of answers."""
+    """Tokens in a sample: the length of context that the model trains on. Longer samples take more memory per step. 0
+    uses the model's context length, but at most 1,024 tokens, or 2,048 for pairs of answers."""
     held_out: float = 0.05
-    """Fraction of the documents held out of training for evaluation, between 0 and 1. They are not learnt. 0 learns all
-    chats, and evaluates on the same ones."""
+    """Fraction of the documents held out of training for evaluation, between 0 and 1. Held-out documents are not
+    trained on. With 0, all chats are trained on, and evaluation uses the same chats."""
     weights: tuple[float, ...] = ()
-    """Proportions in which the sources of a mixture are sampled, one number a source; they need not add up to 1.
-    Without weights every sample of every source is used once an epoch."""
+    """Proportions in which the sources of a mixture are sampled, one number per source; they need not add up to 1.
+    Without weights, every sample of every source is used once per epoch."""
     workers: int = 0
     """Data loading processes of each rank; 0 loads in the training process. Random draws of a data set of
     your own (torch's CPU generator, NumPy's, Python's) depend on the seed and the sample's position alone, not on the
@@ -54,16 +54,16 @@ class Data:
     arguments: Mapping[str, Any] = dataclass_field(default_factory=dict)
     """Arguments of the function that `run.data` names: `[data.arguments]` with `fold = 2` calls it with `fold=2`."""
     per_rank: bool = False
-    """Whether each rank has data of its own, such as that of a client. `run.data` names a function of (rank, number of
-    ranks) then, and the order, the position and the length of its data belong to the rank; an epoch is one of the rank
-    with most samples."""
+    """Whether each rank trains on separate data, such as the data of one client. `run.data` then names a function that
+    is called with (rank, number of ranks) and returns the rank's data, which has its own order, position and length. An
+    epoch is one pass over the largest rank's data."""
     cache_memory: float = 0.0
     """GiB of memory for the samples of a data set of your own that is slow to read, shared by the ranks of a host."""
     cache_disk: float = 0.0
     """GiB on a local disk for the samples of a data set of your own that is slow to read, shared by the ranks of a
     host."""
     cache_folder: str = ""
-    """Folder for `cache_disk`; defaults to one in ~/.cache, so that the next run uses it again."""
+    """Folder for `cache_disk`; defaults to a folder in ~/.cache, which later runs use again."""
 
     def __post_init__(self) -> None:
         if self.template and self.form == "text":
@@ -93,7 +93,7 @@ class Data:
             )
         if self.per_rank and (self.cache_memory or self.cache_disk):
             hint = "remove data.cache_memory and data.cache_disk"
-            raise ConfigError("data.per_rank and a cache that the ranks of a host share", hint=hint)
+            raise ConfigError("data.per_rank cannot be combined with a cache that the ranks of a host share", hint=hint)
         if self.workers < 0:
             raise ConfigError(f"data.workers is {self.workers}", hint="give 0 or more processes")
 

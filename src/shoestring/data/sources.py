@@ -25,8 +25,8 @@ from shoestring.storage.compressed import open_text
 
 STDLIB = "python-stdlib"
 _MANY_FILES = 32
-"""Number of text files from which each file is one document; if there are fewer, files are cut into documents of a size
-between these bounds, in bytes."""
+"""Minimum number of text files for which each file is one document. With fewer files, large files are cut into
+documents whose size in bytes lies between `_SMALLEST_PART` and `_LARGEST_PART`."""
 _SMALLEST_PART, _LARGEST_PART = 1 << 12, 1 << 16
 _PROSE = (".txt", ".text", "")
 """Suffixes of text files whose content is not expected to be JSON."""
@@ -172,7 +172,7 @@ def _matches(pattern: str) -> list[tuple[Path, str]]:
     if Path(pattern).is_file():
         return [(Path(pattern), Path(pattern).name)]
     if Path(pattern).exists():
-        raise DataError(f"{pattern} is a pipe or a device, not a file", hint="a pipe is read as a source of its own")
+        raise DataError(f"{pattern} is a pipe or a device, not a file", hint="name a pipe as a separate source")
     literal = re.split(r"[*?\[]", pattern)[0]
     if literal == pattern:
         close = nearest(pattern, [STDLIB])

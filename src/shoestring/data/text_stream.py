@@ -157,7 +157,8 @@ class _Bytes:
             if len(end) >= 3:  # an incomplete character has at most three bytes
                 break
         self._utf8.decode(end)
-        # The text that the prompt's incomplete last character has so far.
+        # The replacement characters to which the prompt's incomplete last character is decoded if no token completes
+        # it.
         self._before = self._utf8.getstate()[0].decode(errors="replace")
         self.replaced, self.complete = False, 0
 
@@ -184,7 +185,7 @@ class _Neighbours:
         self._pending: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._broken = False  # whether the current run of bytes is not valid UTF-8
-        self._prompt_readings: list[str] = []  # possible texts of the prompt's bytes in `_pending`
+        self._prompt_readings: list[str] = []  # texts that the prompt's bytes in `_pending` may decode to
         self.replaced, self.complete = False, 0
         run: list[int] = []
         for token in reversed_prompt:

@@ -58,7 +58,7 @@ def prepare(
 
     first = is_first_in(folder, world)
     written = world.agree(lambda: prepare_here() if first else None)
-    corpus = world.agree(lambda: written or prepare_here())  # on the other ranks the files exist by now
+    corpus = world.agree(lambda: written or prepare_here())  # other ranks reuse the files that the first has written
     if len(set(world.gather(corpus.fingerprint.encode()))) > 1:
         named = ", ".join(sources)
         hint = "use one Python version, or copy the files"

@@ -242,7 +242,8 @@ class Tokenizer:
 
     @cached_property
     def _middle(self) -> list[int]:
-        """An ordinary token; a token decoded after it gets the same text as in the middle of a text."""
+        """An ordinary token as context: a token that is decoded after this one has the text that it has in the middle
+        of a text."""
         names = ((token, self.engine.id_to_token(token) or "") for token in range(self.vocab_size))
         return next(([token] for token, text in names if text.isalnum() and self.decode([token])), [])
 
@@ -269,7 +270,8 @@ class Tokenizer:
         write_atomic(path, self.engine.to_str(pretty=True).encode())
 
     def save_pretrained(self, folder: Path, context: int) -> None:
-        """Write the files that transformers' AutoTokenizer needs for the same ids; its limit is `context` tokens."""
+        """Write the files that transformers' AutoTokenizer needs to return the same ids; they state a limit of
+        `context` tokens."""
         self.save(folder / "tokenizer.json")
         if "tokenizer_config.json" in self.companions:
             return
@@ -314,8 +316,8 @@ def special_tokens(config: Fields) -> list[str]:
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
     """Context that keeps the engine from starting its thread pool, because the pool breaks if this process is forked
-    later. The environment variable is the only way to do so; without it each forked loader process prints a warning.
-    Several threads may be in the context at the same time.
+    later. Only the environment variable TOKENIZERS_PARALLELISM can prevent the start; without it, each forked loader
+    process prints a warning. Several threads may be in the context at the same time.
     """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
@@ -338,7 +340,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         ConfigError: `vocabulary` leaves no room for a merge.
     """
     if vocabulary < BYTES + 2:
-        raise ConfigError(f"a vocabulary of {vocabulary} tokens", hint=f"give at least {BYTES + 2}")
+        raise ConfigError(f"a vocabulary of {vocabulary} tokens is too small", hint=f"give at least {BYTES + 2}")
     engine = tokenizers.Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

@@ -1,6 +1,6 @@
 """Token files: the format, its writer, and the data set of samples.
 
-A token file is one block of `HEADER_BYTES` bytes (a magic, then JSON padded with spaces) followed by the token ids,
+A token file is one block of `HEADER_BYTES` bytes (magic bytes, then JSON padded with spaces) followed by the token ids,
 little-endian uint16 or uint32. Every document is preceded by one end-of-text token, so that each byte of the text is
 part of a target and bits per byte of a held-out file are exact.
 """
@@ -277,7 +277,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:

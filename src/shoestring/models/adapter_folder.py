@@ -49,7 +49,7 @@ class LayerPart(NamedTuple):
 
 
 class SavedAdapter(NamedTuple):
-    """The contents of an adapter folder, converted to float32 and to a model's layer and parameter names."""
+    """The contents of an adapter folder, with tensors in float32 and under a model's names of layers and parameters."""
 
     layers: dict[str, LowRank]
     """Adapters by layer name."""
@@ -174,7 +174,7 @@ def parts_of(model: nn.Module) -> dict[str, list[LayerPart]]:
 
 
 def fingerprint_of(model: nn.Module, layers: Mapping[str, Any]) -> str:
-    """A hash of the first row of each of these layers; it does not depend on the weights' layout and data type.
+    """A hash of the first row of each layer in `layers`; does not depend on the layout and data type of the weights.
 
     The rows are rounded to bfloat16 first, because most models are stored in bfloat16.
     """
@@ -196,7 +196,7 @@ def base_of(folder: Path) -> str:
 
 
 def read(folder: Path, model: nn.Module) -> SavedAdapter:
-    """Read the adapter in a folder for this model; its tensors are on the meta or fake device if the model is.
+    """Read the adapter in a folder for a model; the adapter's tensors are on the meta or fake device if the model is.
 
     Raises:
         CheckpointError: the folder holds no adapter, or one that is of an unsupported kind or belongs to another model.
@@ -212,7 +212,7 @@ def read(folder: Path, model: nn.Module) -> SavedAdapter:
                 f"`{folder / CONFIG}`: modules_to_save has {module!r}, but the file has no weights of this module"
             )
     layers = _layers({name: value for name, value in tensors.items() if name not in whole}, config, model, folder)
-    # The hash is of the weights before rounding.
+    # The stored hash is of the weights before quantisation, so it cannot be compared with the hash of quantised layers.
     rounded = any(isinstance(model.get_submodule(name), Quantized | NF4Linear) for name in layers)
     comparable = fingerprint and not rounded and device_without_data is None
     if comparable and fingerprint != fingerprint_of(model, layers):
@@ -328,7 +328,7 @@ def _joined(parts: list[LayerPart], adapters: Mapping[str, LowRank], layer: nn.M
     alike = all(adapter.scale == first.scale and _equal(adapter.a, first.a) for adapter in adapters.values())
     total = len(first.a) if alike else sum(len(adapter.a) for adapter in adapters.values())
     dora = any(adapter.magnitude is not None for adapter in adapters.values())
-    # The initial magnitudes, which rows without an adapter keep.
+    # These are DoRA's initial magnitudes; the rows of parts without an adapter keep them.
     lengths = row_norms(matrix(layer), first.a.dtype) if dora else None
     a = first.a if alike else torch.cat([adapter.a * adapter.scale for adapter in adapters.values()])
     b, start = a.new_zeros(shape_of(layer)[0], total), 0
@@ -350,8 +350,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _read_weights(folder: Path, device_without_data: torch.device | None) -> tuple[dict[str, Tensor], str]:
-    """Read the tensors by name, and the hash of the adapted layers; on a meta or fake device only the shapes are
-    read."""
+    """Read an adapter's tensors by name and its base weights' hash; on a meta or fake device, only shapes are read."""
     try:
         with foreign.open_safetensors(folder / WEIGHTS, within=folder) as file:
             fingerprint = (file.metadata() or {}).get(_BASE, "")
@@ -374,7 +373,7 @@ def _tensors_of(tensors: Mapping[str, Tensor], name: str, folder: Path) -> dict[
 
 
 def _scale(config: AdapterConfig, name: str, tensors: Mapping[str, Tensor]) -> float:
-    """The scale that B A x is multiplied by, computed from alpha and the rank as PEFT does."""
+    """The factor s of the product B A x, computed from alpha and the rank as PEFT does."""
     rank = max(1, len(tensors[f"{_PREFIX}{name}{_SUFFIXES['a']}"]))
     own = (value for pattern, value in config.alphas.items() if pattern.match(name[:LONGEST]))
     alpha = next(own, config.alpha)

@@ -69,7 +69,7 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
-    """The shape (N, K) of a linear layer's weight; a rounded weight is not dequantised for it."""
+    """The shape (N, K) of a linear layer's weight; quantised weights need not be dequantised to find it."""
     if isinstance(layer, quantized.QuantizedLinear | NF4Linear):
         return layer.out_features, layer.in_features
     rows, columns = matrix(layer).shape
@@ -104,7 +104,7 @@ class Adapted:
         part = F.dropout(x, self.dropout, layer.training)
         inner, b = F.linear(part, layer.lora_A.to(x.dtype)), layer.lora_B.to(x.dtype)
         if self.squares is None and y.ndim > 1 and y.dtype is inner.dtype is b.dtype:
-            # One product that adds to y, where a sum of two products would read and write y twice more.
+            # `addmm` adds the product to y; separate operations would read and write y two more times.
             whole = torch.addmm(y.flatten(0, -2), inner.flatten(0, -2), b.T, alpha=self.scale)
             return whole.view(y.shape)
         low = F.linear(inner, b) * self.scale
@@ -142,7 +142,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def row_norms(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The norm ‖w‖ of each row of a weight (N, K), in `dtype`; these are DoRA's initial magnitudes."""
-    wider = torch.promote_types(weight.dtype, dtype)  # torch computes no norm in a narrower type
+    wider = torch.promote_types(weight.dtype, dtype)  # torch cannot compute a norm in a type narrower than the weight's
     return torch.linalg.vector_norm(weight, dim=1, dtype=wider).to(dtype)
 
 
@@ -172,7 +172,7 @@ def merge(model: nn.Module, adapters: Mapping[str, LowRank]) -> None:
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):
             raise CheckpointError(
                 f"`{name}` is a {type(layer).__name__}, not a plain linear layer",
-                hint="merge the adapter into the original model, before layers were quantised or packed",
+                hint="merge the adapter into the original model, whose layers are not quantised or packed",
             )
         merged = adapter.merged(matrix(layer))
         layer.weight.copy_(merged.T if is_transposed(layer) else merged)

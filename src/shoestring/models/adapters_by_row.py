@@ -1,11 +1,11 @@
-"""Several low-rank adapters over one model in one forward pass: each row of the batch has its own.
+"""Several low-rank adapters on one model in one forward pass: each row of the batch may use another adapter.
 
 A layer computes x Wᵀ for all rows at once, and adds (x Aᵀ) Bᵀ s with the factors of each row. Rows without an adapter
-are exactly those of the model alone. Sources: Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
+get exactly the output of the model alone. Sources: Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
 
-On a CPU, the low-rank products of few tokens are computed by a native kernel, which reads each adapter once, together
-with the layer's own product where that is native too. Otherwise, rows whose adapters have equal ranks share two
-batched products.
+On a CPU, a native kernel computes the low-rank products of few tokens and reads each adapter once. If the layer's own
+product is native too, the same call computes it. Otherwise, rows whose adapters have equal ranks share two batched
+products.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TILE = 64
 FEW_TOKENS = 64
 """Maximum number of tokens in a pass for which the native kernel is used; torch's products are faster for more."""
 SMALLEST_LIMIT = 64 << 20
-"""Size in bytes that the file of an adapter may always have, however small the model is."""
+"""Size in bytes that an adapter's file may always have, even if the model is smaller."""
 _numbers = count()
 
 
@@ -51,19 +51,19 @@ class AdaptableLayer:
 def adaptable_layers(
     model: nn.Module, read: Callable[[Tensor], object], rows: int = 3, tokens: int = 2
 ) -> dict[str, AdaptableLayer]:
-    """Find the linear layers of a model whose inputs keep the rows of a batch apart, by running one forward pass.
+    """Run one forward pass of a model to find the linear layers that process the rows of a batch separately.
 
     Layers that are not called, or that see tokens in another order (the experts of a mixture), are left out.
 
     Args:
         read: runs the model over tokens (B, T), in one forward pass.
-        rows: B of that pass; for a model that reads each row in a pass of its own, 1.
-        tokens: T of that pass.
+        rows: number of rows B; 1 for a model that reads each row in a separate pass.
+        tokens: number of tokens T in each row.
 
     Returns:
-        The layers by name.
+        A mapping from the names of these layers to the layers.
     """
-    mixed = bool(routers(model))  # an expert's tokens are in another order, even if it gets all of them
+    mixed = bool(routers(model))  # experts see their tokens in another order, even an expert that gets all tokens
     layers, spoilt, hooks = dict[str, AdaptableLayer](), set[str](), []
 
     def watch(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -129,7 +129,7 @@ class LoadedAdapter:
     factors: Mapping[str, Factors]
     """Factors by layer name."""
     number: int
-    """Number that no other adapter of this process has, not even the same one loaded again."""
+    """Number that is unique in this process; an adapter that is loaded twice gets two numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +141,7 @@ def place(adapters: Mapping[str, LowRank], layers: Mapping[str, AdaptableLayer],
     """Convert the adapters of layers to the layers' data types and devices.
 
     Args:
-        source: what the adapters are called in messages.
+        source: name of the adapters in error messages.
 
     Raises:
         CheckpointError: an adapter is a DoRA, is not finite, or belongs to a layer that cannot be adapted by row.
@@ -163,12 +163,12 @@ def place(adapters: Mapping[str, LowRank], layers: Mapping[str, AdaptableLayer],
         a, b = adapter.a, adapter.b.double() * adapter.scale
         factors[name] = Factors(a.to(site.device, site.dtype).contiguous(), b.to(site.device, site.dtype).contiguous())
         if _is_native(factors[name].a):
-            _ = factors[name].tiles  # computed now, and not while texts wait
+            _ = factors[name].tiles  # computed now, so that no request has to wait for it
     return LoadedAdapter(factors, next(_numbers))
 
 
 def load_adapter(folder: Path, model: nn.Module, layers: Mapping[str, AdaptableLayer]) -> LoadedAdapter:
-    """Load the adapter in a folder for a model whose weights stay as they are.
+    """Load the adapter in a folder for use with a model, without merging it into the model's weights.
 
     Raises:
         CheckpointError: the folder holds no adapter, or one that is of an unsupported kind, belongs to another model,
@@ -192,7 +192,7 @@ def _check_size(file: Path, model: nn.Module) -> None:
     limit = max(4 * numbers, SMALLEST_LIMIT)
     if file.is_file() and (size := file.stat().st_size) > limit:
         raise CheckpointError(
-            f"`{file}` has {figures.size(size)}, more than the {figures.size(limit)} of the model",
+            f"`{file}` has {figures.size(size)}, more than the limit of {figures.size(limit)} for this model",
             hint="the adapter belongs to another model",
         )
 
@@ -206,8 +206,8 @@ class AdaptedPass:
     It may be entered many times, but only by one thread at a time.
 
     Args:
-        layers: the layers that may be adapted, by name.
-        adapters: the adapter of each row of the batch; None for rows of the model alone.
+        layers: maps names to the layers that may be adapted.
+        adapters: the adapter of each row of the batch; None for rows that use no adapter.
     """
 
     def __init__(self, layers: Mapping[str, AdaptableLayer], adapters: Sequence[LoadedAdapter | None]) -> None:
@@ -243,10 +243,10 @@ class AdaptedPass:
 
 
 class RowProduct:
-    """The forward pass of a layer with adapters of some rows.
+    """The forward pass of a layer in which some rows of the batch have adapters.
 
     Args:
-        groups: factors, and the rows that have them.
+        groups: the factors of each adapter, with the indices of the rows that use this adapter.
         batch: number of rows of the batch.
     """
 
@@ -255,26 +255,28 @@ class RowProduct:
         self.names = vars(layer)
         self.outputs, self.inputs = shape_of(layer)
         self.own = skinny.product_of(layer) or layer.forward
-        """The layer's forward pass where nothing else has replaced it."""
+        """The layer's forward pass, used unless other code has replaced the layer's `forward`."""
         self.base: Callable[[Tensor], Tensor] = self.own
         self.weight: Tensor | None = None
-        """The layer's weight if `base` is the product with it, which the native kernel computes as well."""
+        """The layer's weight if `base` only multiplies by it, so that the native kernel can compute this product as
+        well."""
         self.dtype = groups[0][0].a.dtype
         self.native = _is_native(groups[0][0].a)
         self._workspace = torch.empty(0)
 
     def stand_in_for(self, forward: Callable[[Tensor], Tensor] | None) -> None:
-        """Compute what `forward` does, or what the layer does if it is None, from now on."""
+        """Use `forward` as the pass to which the adapters' products are added; None stands for the layer's own pass."""
         self.base = forward or self.own
         self.weight = self.layer.weight if isinstance(self.layer, nn.Linear) and skinny.is_product(self.base) else None
 
     def is_plain(self) -> bool:
-        """Whether only the adapters change what the layer computes, and the native kernel has their products."""
+        """Whether nothing but the adapters changes the layer's output, and the native kernel can compute their
+        products."""
         return self.native and self.base == self.own
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] % self.batch or (x.dim() != 2 and x.shape[0] != self.batch):
-            raise RuntimeError(f"an input of shape {tuple(x.shape)} in a batch of {self.batch} rows with adapters")
+            raise RuntimeError(f"an input of shape {tuple(x.shape)} does not fit a batch of {self.batch} rows")
         tokens = x.numel() // (self.batch * self.inputs)
         few = self.native and self.batch * tokens <= FEW_TOKENS
         if few and self.weight is not None and skinny.fits(x, self.weight):
@@ -294,7 +296,7 @@ class RowProduct:
 
     @cached_property
     def _by_rank(self) -> list[tuple[Any, Tensor, Tensor]]:
-        """The groups of rows whose ranks are alike, after rounding up to a power of two: rows, and stacked factors."""
+        """Row indices and stacked factors for each rank, where ranks are rounded up to a power of two."""
         device = self.groups[0][0].a.device
         if len(self.groups) == 1:
             factors, rows = self.groups[0]
@@ -313,13 +315,14 @@ class RowProduct:
 
     @cached_property
     def table(self) -> tuple[int, int, int]:
-        """For the native kernel: the number of groups, and the addresses of their table and of the rows of all."""
+        """Arguments of the native kernel: the number of groups, the address of the table of groups, and that of the row
+        indices."""
         groups, rows = self._tables
         return len(groups), groups.data_ptr(), rows.data_ptr()
 
     @cached_property
     def room(self) -> int:
-        """Floats of workspace a token."""
+        """Number of floats of workspace that the native kernel needs for each token."""
         return sum(len(factors.a) * len(own) for factors, own in self.groups)
 
     @cached_property
@@ -333,7 +336,8 @@ class RowProduct:
         return torch.tensor(table, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
 
     def _natively(self, x: Tensor, y: Tensor, tokens: int, weight: Tensor | None = None) -> None:
-        """Write the products with the adapters, and with the weight, to y; without a weight, add them to y."""
+        """Write x Wᵀ plus the adapters' products to y by the native kernel; without a `weight`, add only the products
+        to y."""
         if len(self._workspace) < self.room * tokens:
             self._workspace = x.new_empty(self.room * tokens, dtype=torch.float32)
         kernel()(

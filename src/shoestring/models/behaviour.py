@@ -70,7 +70,7 @@ class Behaviour:
     pieces: bool = True
     crops: bool = True
     carried: list[list[str]]
-    """The fields from `made` to `carried` have the meaning of the fields of `OwnCache`."""
+    """The fields from `made` to `carried` mean the same as the fields of these names in `OwnCache`."""
     windows: list[int]
     """Text lengths, in tokens, at which attention or the position embeddings change, such as the size of a sliding
     window."""
@@ -139,7 +139,8 @@ def sharing_fault(model: nn.Module, vocabulary: int, length: int = 40) -> str:
 def _fault(
     model: nn.Module, difference: Callable[[nn.Module, int, int], str], name: str, vocabulary: int, length: int
 ) -> str:
-    """What `difference` finds, from the field `name` of the observation where there is one."""
+    """Result of `difference` for a model; read from the field `name` of the stored observation if there is an
+    observation."""
     if not hf.is_pretrained(model):
         with _undisturbed(model):
             return difference(model, vocabulary, length)
@@ -173,7 +174,7 @@ def _file(model: nn.Module) -> Path | None:
 
 @cache
 def _code() -> str:
-    """Digest of the observing code; results that another version of the code has stored are not used."""
+    """Digest of the code that makes observations, so that results of another version of the code are not used."""
     own = ("behaviour", "observing", "hf_cache", "shrunken", "cache", "decoder_parts", "decoder_layers")
     files = [*(Path(__file__).with_name(f"{name}.py") for name in own), native.source_of("decoder_layers")]
     return hashlib.sha256(b"".join(map(foreign.read_bytes, files))).hexdigest()
@@ -256,7 +257,7 @@ def _observe(shrunken: Shrunken, *, copied: bool) -> Behaviour:
 def _ways(
     model: nn.Module, argument: str, carried: tuple[tuple[str, str], ...], scaled: Iterable[int]
 ) -> Iterator[OwnCache]:
-    """All ways in which a model may read into its own cache, the least costly first."""
+    """Iterate over all ways in which a model may use its own cache, the cheapest first."""
     older = ["cache_position"] if "cache_position" in inspect.signature(model.forward).parameters else []
     for made, positions in product((False, True), ("", "position_ids", *older)):
         for pieces, crops in product((True, False), repeat=2):

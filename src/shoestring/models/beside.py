@@ -1,5 +1,5 @@
-"""Completes an exported model: copies the other files of its source model, and adds the end-of-text tokens it has
-learnt.
+"""Completes an exported model: copies the source model's other files, and adds the end-of-text tokens learnt in
+training.
 
 Training switches off some entries of a model's configuration, such as `use_cache`; the export has their original
 values.
@@ -45,19 +45,19 @@ def complete(new: Path, source: Path | None, *, learnt: Sequence[int] = (), end_
 
     Args:
         source: folder of the model that the export was made from; None if there is none.
-        learnt: ids of tokens that end a text, in addition to those that the files in `source` name.
-        end_of_text: the tokenizer's end-of-text token, which ends texts where `source` names no ends.
+        learnt: ids of tokens that end a text, in addition to the ids that the files in `source` name.
+        end_of_text: the tokenizer's end-of-text token, which is used if `source` names no tokens that end a text.
     """
     original: dict[str, Any] = {}
     if source is not None:
         original = _read(source / _CONFIG)
         if (source / GENERATION).exists():
-            (new / GENERATION).unlink(missing_ok=True)  # transformers writes the values that training has changed
+            (new / GENERATION).unlink(missing_ok=True)  # transformers wrote values that training has changed
         copy_beside_weights(source, new)
     written = _read(new / GENERATION)
     generation, config = dict(written), _read(new / _CONFIG)
     if source is None or not (source / GENERATION).exists():
-        generation.pop("use_cache", None)  # copied from config.json, in which training switches it off
+        generation.pop("use_cache", None)  # from config.json, where training switches it off
     tokens = {name: original[name] for name in _TOKENS if original.get(name) is not None and config.get(name) is None}
     completed = config | tokens if config else original
     if end_of_text is not None and not ends_of(generation, completed):

@@ -27,9 +27,9 @@ class CachePlace:
     rows: slice
     """The B rows of the cache."""
     positions: Tensor
-    """Positions of the tokens, int64: (1, T) if all rows have the same, else (B, T)."""
+    """Positions of the tokens, int64: (1, T) if all rows have the same positions, else (B, T)."""
     end: int
-    """Number of cache positions that are attended to, from the first (S)."""
+    """Number S of cache positions that are attended to, counted from the first position."""
     aligned: bool
     """Whether all rows have the same positions and no padding."""
 
@@ -55,7 +55,7 @@ class KVCache:
         self.rows, self.length = rows, length
         self.lengths = [0] * rows
         self.adapters: list[LoadedAdapter | None] = [None] * rows
-        """Low-rank adapter that each row is read with; None for the model alone."""
+        """Low-rank adapter that is used for each row; None for rows without an adapter."""
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def place(
@@ -87,9 +87,9 @@ class KVCache:
     def allocate(
         self, layer: int, heads: int, width: int, dtype: torch.dtype, device: torch.device, width_of_values: int = 0
     ) -> None:
-        """Allocate the keys and values (rows, heads, length + 1, width) of a layer, unless they are allocated."""
+        """Allocate the keys and values (rows, heads, length + 1, width) of a layer if this has not been done yet."""
         if layer not in self.layers:
-            with torch.inference_mode(False):  # tensors made in inference mode could not be changed by `copy`
+            with torch.inference_mode(False):  # `copy` could not change tensors that were made in inference mode
                 keys, values = (
                     torch.zeros(self.rows, heads, self.length + 1, own, dtype=dtype, device=device)
                     for own in (width, width_of_values or width)

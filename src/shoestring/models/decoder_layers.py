@@ -1,8 +1,9 @@
-"""The layers of a decoder as one native call for a pass over few tokens, as in decoding on a CPU.
+"""Runs all layers of a decoder in one native call, for passes over few tokens, as in decoding on a CPU.
 
-A product of one token reads its weight at the speed of memory; the operators and the Python between the products of a
-layer take as long again. `native/decoder_layers.c` runs all layers in one call, on the modules' own weights and on the
-same cache. What does not fit (other types, hooks, replaced forward passes, long prompts) is left to the modules.
+With one token, matrix products are memory-bound, and the other operators and Python's overhead take as long as the
+products. `native/decoder_layers.c` avoids this overhead; it uses the modules' own weights and the same cache. The
+modules themselves run whenever native code cannot, as with other data types, hooks, replaced forward passes or long
+prompts.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from shoestring.models.quantized import QuantizedLinear
 from shoestring.models.sublayers import SkippedForward
 
 MOST_TOKENS = 64
-"""Maximum number of tokens in a pass of one native call, over all rows; the passes of prompts are longer."""
+"""Maximum number of tokens in a native pass, summed over all rows; long prompts exceed it."""
 LIBRARIES = ("decoder_layers", "skinny_dense", "skinny_attention")
-"""Native libraries that decoding with any weights uses."""
+"""Native libraries that decoding uses for weights of every kind."""
 _OTHERWISE = "a pass runs its layers operator by operator, which is slower than one native call"
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -84,11 +85,11 @@ class _CPass(ctypes.Structure):
 
 
 class _UnfitError(Exception):
-    """A module is not what native code computes."""
+    """Native code cannot compute a module of the model."""
 
 
 def of(model: nn.Module) -> DecoderLayers | None:
-    """What runs the layers of a model by native code; None if the model is of another form, or not on a CPU."""
+    """Make the object that runs a model's layers by native code; None if the model is not supported or not on a CPU."""
     decoder = decoder_parts.find(model) if _on_cpu(model) else None
     return None if decoder is None else DecoderLayers(model, decoder)
 
@@ -98,10 +99,10 @@ def _on_cpu(model: nn.Module) -> bool:
 
 
 class DecoderLayers:
-    """Runs the layers of a decoder by native code, for one thread at a time.
+    """Runs the layers of a decoder by native code; only one thread may use it at a time.
 
-    Whether it may is checked in every pass: modules may get hooks or other forward passes, and modules and weights may
-    be replaced.
+    `fits` checks before every pass whether native code may be used, because hooks may be added, and forward passes,
+    modules and weights may be replaced.
     """
 
     def __init__(self, model: nn.Module, decoder: Decoder) -> None:
@@ -114,7 +115,7 @@ class DecoderLayers:
         self._look_at(decoder)
 
     def _look_at(self, decoder: Decoder) -> None:
-        """Note where the modules and tensors of the layers are."""
+        """Record the modules and tensors of the layers, so that `fits` notices when they are replaced."""
         self.decoder = decoder
         inside = [module for block in decoder.blocks for module in block.modules()]
         self._linears = [linear for layer in decoder.layers for linear in _linears_of(layer)]
@@ -134,10 +135,10 @@ class DecoderLayers:
         self._low = 0
 
     def fits(self, tokens: Tensor, cache: KVCache) -> bool:
-        """Whether a pass over tokens (B, T) may be run by native code now."""
+        """Whether native code can run a pass over tokens (B, T) of the model in its present state."""
         if not 0 < tokens.numel() <= MOST_TOKENS or tokens.shape[1] > skinny.FEW_ROWS or torch.is_grad_enabled():
             return False
-        if self.model.training and not isinstance(self.model, GPT):  # which may have dropout
+        if self.model.training and not isinstance(self.model, GPT):  # such models may have dropout
             return False
         if (
             torch.compiler.is_compiling()
@@ -177,7 +178,7 @@ class DecoderLayers:
                 self._adapt(products)
             if ratios != self._ratios:
                 self._skip(ratios)
-        except (_UnfitError, KeyError, RuntimeError):  # RuntimeError: a tensor without storage
+        except (_UnfitError, KeyError, RuntimeError):  # a tensor without storage raises RuntimeError
             self._addresses = []
             return False
         return all(keys.dtype is self.dtype and keys.device.type == "cpu" for keys, _ in cache.layers.values())
@@ -212,7 +213,7 @@ class DecoderLayers:
         return x.to(dtype)
 
     def _use(self, cache: KVCache) -> Tensor:
-        """Allocate all layers of a cache; returns the keys of the first."""
+        """Allocate all layers of a cache; returns the keys of the first layer."""
         decoder = self.decoder
         if len(cache.layers) < len(decoder.layers):
             for index in range(len(decoder.layers)):
@@ -245,7 +246,7 @@ class DecoderLayers:
         self._workspace["low"] = torch.empty(low)
 
     def _rotate(self, length: int) -> None:
-        """Make tables of angles for so many positions."""
+        """Make tables of rotary cosines and sines for `length` positions."""
         for layer, struct in zip(self.decoder.layers, self._layers, strict=True):
             name = layer.rotation
             if name is None:
@@ -259,10 +260,10 @@ class DecoderLayers:
     # -- structures ----------------------------------------------------------------------------------------------------
 
     def _describe(self) -> None:
-        """Fill the structures from the modules.
+        """Fill the C structures with the sizes and addresses of the modules' tensors.
 
         Raises:
-            _UnfitError: a module is not what native code computes.
+            _UnfitError: native code cannot compute a module.
         """
         decoder = self.decoder
         if decoder.head_width % 16 or decoder.head_width > 256:
@@ -327,7 +328,7 @@ class DecoderLayers:
         )
 
     def _address(self, module: nn.Module, name: str) -> int:
-        tensor = module._parameters.get(name, module._buffers.get(name))  # a parametrized weight is in neither
+        tensor = module._parameters.get(name, module._buffers.get(name))  # None if it is parametrized
         if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not self.dtype:
             raise _UnfitError
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -335,10 +336,10 @@ class DecoderLayers:
         return tensor.data_ptr()
 
     def _adapt(self, products: list[RowProduct | None]) -> None:
-        """Set the low-rank factors of the rows of the next passes.
+        """Set the low-rank factors that the rows of the next passes use.
 
         Raises:
-            _UnfitError: factors have another type than the inputs of the layer's product.
+            _UnfitError: the data type of the factors is not the type of the layer's inputs.
         """
         if any(products):
             self._need("low_rank")
@@ -348,14 +349,14 @@ class DecoderLayers:
                 raise _UnfitError
             table = (0, None, None) if product is None else product.table
             struct.groups, struct.group, struct.rows = table
-        self._products = products  # which keeps the tables in memory
+        self._products = products  # the structures contain addresses of tables that these objects own
         self._low = max((product.room for product in products if product), default=0)
 
     def _need(self, *names: str) -> None:
-        """Load functions that decoder_layers.c calls.
+        """Load the named functions, which decoder_layers.c calls.
 
         Raises:
-            _UnfitError: one of them cannot be compiled.
+            _UnfitError: a function cannot be compiled.
         """
         for name in names:
             if (function := _FUNCTIONS[name]()) is None or _kernel() is None:
@@ -376,12 +377,12 @@ def _linears_of(layer: Layer) -> Iterator[nn.Module]:
 
 
 def _structs_of(layer: Any) -> Iterator[Any]:
-    """The structures of a layer's linear layers, in the order of `_linears_of`."""
+    """Iterate over the C structures of a layer's linear layers, in the order of `_linears_of`."""
     yield from (struct for struct in (*layer.qkv, layer.out, *layer.gate_up, layer.down) if struct.bits)
 
 
 def _dtype_of(decoder: Decoder) -> torch.dtype:
-    """Data type of the stream, that of the weights which are not quantised."""
+    """Data type of the residual stream, which is the data type of the weights that are not quantised."""
     dtype = next(iter(decoder.blocks[0].parameters())).dtype
     if dtype not in _DTYPES:
         raise _UnfitError
@@ -390,7 +391,7 @@ def _dtype_of(decoder: Decoder) -> torch.dtype:
 
 @cache
 def _kernel() -> Any:
-    """The function of decoder_layers.c, or None if it cannot be compiled."""
+    """The C function in decoder_layers.c; None if it cannot be compiled."""
     return native.function("decoder_layers", [ctypes.c_void_p, ctypes.c_void_p], _OTHERWISE)
 
 
@@ -401,4 +402,4 @@ _FUNCTIONS: dict[str, Callable[[], Any]] = {
     "attention": skinny.attention_kernel,
     "low_rank": adapters_by_row.kernel,
 }
-"""Maps the functions that decoder_layers.c calls to what loads them; each is compiled when it is first needed."""
+"""Maps the name of each C function that decoder_layers.c calls to its loader, which compiles it when first needed."""

@@ -1,7 +1,8 @@
-"""The parts of a decoder that decoding runs, found in a model's modules: what `decoder_layers` passes to native code.
+"""Finds the parts of a decoder-only model among its modules, for `decoder_layers`, which passes them to native code.
 
-The package's own `GPT` is known. A model of transformers is known if it belongs to one of `FAMILIES`, whose layers are
-Llama's or differ from them in what `Layer` can say; norms and activations are found out by calling them.
+The package's own `GPT` is supported, and so are models of transformers that belong to one of `FAMILIES`. The layers of
+these families are Llama's, or differ from them only in ways that the fields of `Layer` describe. The kinds of norms and
+activations are found by calling them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ FAMILIES = frozenset(
         "seed_oss",
     ]
 )
-"""Families of transformers (`model_type`) whose layers have the form of `Layer`; `behaviour` tries each model."""
+"""Model families (`model_type` in transformers) that `Layer` can describe; `behaviour` also tests native code on each
+model."""
 _KNOWN_CODE = ("torch.nn.", "transformers.", "shoestring.")
-"""Beginnings of the names of modules of Python whose classes are known; others may compute anything."""
+"""Prefixes of the Python modules whose classes may occur in a supported model; other classes may compute anything."""
 _STATIC = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary positions whose angles do not depend on the length of a text."""
 
@@ -64,16 +66,16 @@ class Layer:
     attention: nn.Module
     mlp: nn.Module
     qkv: Sequence[nn.Module]
-    """The linear layers of queries, keys and values, or one for all three, in this order."""
+    """The linear layers of queries, keys and values, in this order; or a single layer for all three."""
     out: nn.Module
     gate_up: Sequence[nn.Module]
-    """The linear layers of the gate and of what it multiplies, or one for both, in this order."""
+    """The linear layers Gate and Up, in this order; or a single layer for both."""
     down: nn.Module
     attention_norm: Norm | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     attention_end: Norm | None = None
-    """The norm of what attention adds to the stream."""
+    """The norm of attention's output, applied before the output is added to the residual stream."""
     mlp_norm: Norm | None = None
     mlp_end: Norm | None = None
     window: int | None = None
@@ -91,11 +93,11 @@ class Decoder:
 
     layers: Sequence[Layer]
     blocks: Sequence[nn.Module]
-    """The modules of the layers."""
+    """The module of each layer."""
     around: Sequence[nn.Module]
     """The modules that contain `blocks`, the model first."""
     holder: nn.Module
-    """The list of blocks."""
+    """The module list that contains `blocks`."""
     width: int
     heads: int
     kv_heads: int
@@ -106,18 +108,18 @@ class Decoder:
     head: Callable[[Tensor], Tensor]
     """Maps the residual stream to logits."""
     angles: Callable[[str, Tensor], tuple[Tensor, Tensor]]
-    """Maps the name of a table and positions (S,) to cosines and sines, (S, R / 2) each, in float32: each of the first
-    R / 2 entries of a head is rotated together with the one R / 2 further on."""
+    """Maps the name of a table and positions (S,) to cosines and sines, (S, R / 2) each, in float32. Entries i and i +
+    R / 2 of a head are rotated as a pair, for i < R / 2."""
     scale: float
-    """Factor of the scores of attention."""
+    """Factor by which attention scores are multiplied."""
     tanh_gelu: bool = False
     """Whether the gate's activation is GELU approximated by tanh; otherwise it is SiLU."""
     norm_whole: bool = False
-    """Whether the norms of queries and keys are over all heads together."""
+    """Whether the norms of queries and keys are computed over all heads together rather than head by head."""
 
 
 def find(model: nn.Module) -> Decoder | None:
-    """The parts of a model; None if it is of another form."""
+    """Find the parts of a model; None if the model is not supported."""
     if type(model) is GPT:
         own = all(map(_is_own, model.blocks))
         return _of_gpt(model) if own else None
@@ -126,12 +128,12 @@ def find(model: nn.Module) -> Decoder | None:
         return None
     try:
         return _of_transformers(model)
-    except (AttributeError, _OtherFormError):  # releases of transformers rename modules
+    except (AttributeError, _OtherFormError):  # some releases of transformers name modules differently
         return None
 
 
 def _is_own(block: nn.Module) -> bool:
-    """Whether a block of `GPT` computes what ours do."""
+    """Whether a block of a `GPT` consists of the package's own classes, none of which has been replaced."""
     kinds = [
         type(block),
         *(type(block.get_submodule(name)) for name in ("attention", "mlp", "attention_norm", "mlp_norm")),
@@ -179,7 +181,7 @@ def _of_gpt(model: GPT) -> Decoder:
 
 
 class _OtherFormError(Exception):
-    """A model differs from what `Layer` can say."""
+    """`Layer` cannot describe the layers of a model."""
 
 
 def _of_transformers(model: Any) -> Decoder:
@@ -202,7 +204,7 @@ def _of_transformers(model: Any) -> Decoder:
         sandwich = hasattr(block, "pre_feedforward_layernorm")
         ends = hasattr(block, "post_feedforward_layernorm")
         rotates = bool(getattr(attention, "use_rope", True))
-        if config.model_type == "exaone4":  # in models with windows, layers without a window do not rotate
+        if config.model_type == "exaone4":  # if some layers have windows, only these rotate
             rotates = attention.sliding_window is None or attention.is_sliding
         return Layer(
             attention=attention,
@@ -256,7 +258,7 @@ def _logits(norm: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _norm(module: Any) -> Norm | None:
-    """An RMSNorm, whose offset is found by calling it: some families store the weight less 1."""
+    """Describe an RMSNorm; a test call finds its offset, because some families store the weight minus 1."""
     if module is None:
         return None
     eps = getattr(module, "variance_epsilon", None) or module.eps
@@ -270,7 +272,7 @@ def _norm(module: Any) -> Norm | None:
 
 @torch.no_grad()
 def _is_tanh_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an activation is GELU approximated by tanh, and not SiLU."""
+    """Whether an activation is GELU approximated by tanh; False for SiLU, _OtherFormError for any other activation."""
     x = torch.linspace(-4, 4, 65)
     y = activation(x)
     if torch.allclose(y, F.gelu(x, approximate="tanh"), atol=1e-5):

@@ -53,9 +53,9 @@ def describe_model(
 
     Args:
         source: run folder, model folder, folder of an adapter, .gguf file, or hf:NAME.
-        model: the opened model, from which the sizes of context and vocabulary are taken; may be on the meta device. If
-            None, they are unknown.
-        warn: log entries of the files that are not used.
+        model: the opened model, which states the sizes of context and vocabulary; may be on the meta device. If None,
+            these sizes are unknown.
+        warn: whether to log the entries of the files that are not used.
 
     Raises:
         DataError: a file of the model is not a JSON object.
@@ -94,7 +94,7 @@ def _files(source: str) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
         base = adapter_folder.base_of(adapter)
         own = _read(adapter / GENERATION)
         below = base if Path(base).is_dir() else f"{hf.PREFIX}{base}"
-        # A base that is a folder without a model is an adapter in turn; `loading` checks such chains.
+        # A base folder without a model holds another adapter; `loading` checks such chains of adapters.
         if own or not base or (Path(base).is_dir() and model_folder(base) is None):
             return own, {}, adapter
         return _files(below)
@@ -120,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sizes(model: nn.Module | None) -> tuple[int | None, int | None]:
-    """Context and vocabulary of a model in tokens, by its configuration; None where it names none."""
+    """Context length and vocabulary size of a model, from its configuration; None for a size that is missing there."""
     config: Any = getattr(model, "config", None)
     if model is not None and hf.is_pretrained(model):
         vocabulary, context = getattr(config.get_text_config(), "vocab_size", None), hf.context_of(config)

@@ -24,25 +24,23 @@ CHUNK, CPU_CHUNK = 2**22, 2**18
 tensor takes 16 MiB. On a CPU it takes 1 MiB, which fits the cache (measured: 41 ms instead of 58 ms for 2048 tokens
 with a vocabulary of 2048, forward and backward)."""
 ETA = 3.0
-"""Rate η in the weight λ = exp(−η · acceptance) of KL in the hybrid loss; the rest of the weight is on total
-variation."""
+"""Rate η in the hybrid loss, where KL has the weight λ = exp(−η · acceptance) and total variation the weight 1 − λ."""
 
 
 class KnownWords(NamedTuple):
     """A teacher's next-token distributions, reduced to the likeliest tokens of the vocabulary ("words") and a sample of
     the other words.
 
-    All other words are treated as one outcome. The total variation computed so is a lower bound of the total variation
-    over all words, and so is KL if there is no sample. With a sample, KL and its gradient are unbiased estimates
-    (Anshumann et al., 2025). Renormalizing over the likeliest words instead would teach the student that no other word
-    ever occurs.
+    All other words are treated as one outcome. Total variation and, without a sample, KL are therefore lower bounds of
+    their values over all words. With a sample, KL and its gradient are unbiased estimates (Anshumann et al., 2025).
+    Renormalizing over the likeliest words instead would teach the student that no other word ever occurs.
     """
 
     words: Tensor
     """The likeliest words: integers (..., k)."""
     log_probabilities: Tensor
-    """Log-probabilities (..., k + 1) of `words` and, last, of all other words together; at the temperature of the
-    loss."""
+    """Log-probabilities (..., k + 1) at the temperature of the loss: of `words` and, as the last one, of all other
+    words together."""
     drawn: Tensor | None = None
     """Words outside `words`, sampled with replacement in proportion to their probabilities: integers (..., m)."""
     entropy: Tensor | None = None
@@ -91,8 +89,8 @@ def token_losses(
 
     The objectives, for teacher p and student q, are
     - `kl`: KL(p ‖ q);
-    - `reverse_kl`: KL(q ‖ p), where a word that the teacher excludes has the smallest normal probability, since the
-      loss would be infinite;
+    - `reverse_kl`: KL(q ‖ p), where words that the teacher excludes get the smallest normal number as probability,
+      because the loss would otherwise be infinite;
     - `tv`: the total variation 1 − Σ min(p, q), the probability that a draft is rejected;
     - `hybrid`: λ KL + (1 − λ) TV with λ = exp(−3 Σ min(p, q)), where λ is treated as a constant in the backward pass.
       The loss is mostly KL while the student is far from the teacher, because TV then has almost no gradient, and
@@ -141,7 +139,8 @@ def distillation_loss(
     """Sum over tokens of weight x `token_losses`; 0-d.
 
     Args:
-        weights: (...), one for each token; defaults to 1. Tokens of weight 0 contribute nothing, even if not finite.
+        weights: (...), one for each token; defaults to 1. Tokens of weight 0 contribute nothing, even if their loss is
+            not finite.
 
     Raises:
         ConfigError: the shapes differ, or the temperature is not positive.
@@ -188,7 +187,7 @@ class _TokenLosses(torch.autograd.Function):
             apart = torch.sub(q, p, out=p)
             direction = (scale * share)[rows, None] * apart
             if ctx.objective != "kl":
-                sides = apart.sign_().mul_(q)  # (d TV / d q) · q, without its factor 1/2: the sign of q - p times q
+                sides = apart.sign_().mul_(q)  # 2 (d TV / d q) · q = sign(q - p) · q
                 direction += (scale * (1 - share))[rows, None] / 2 * sides.sub_(q.mul_(sides.sum(-1, keepdim=True)))
             of_student[rows] = torch.where(scale[rows, None] != 0, direction, 0).to(student.dtype)
         return of_student, None, None, None
@@ -262,12 +261,12 @@ class _KnownLosses(torch.autograd.Function):
 def _combined(
     ctx: Any, divergence: Tensor, acceptance: Tensor, reverse: Tensor, objective: Objective, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the objectives to the outputs of `_TokenLosses` and `_KnownLosses`; also saves on `ctx` the arguments
-    that the backward pass needs."""
+    """Compute the loss from its terms; returns the outputs of `_TokenLosses` and `_KnownLosses`, and stores on `ctx`
+    what the backward pass needs."""
     ctx.objective, ctx.temperature = objective, temperature
     ctx.mark_non_differentiable(divergence, acceptance)
     rejection = 1 - acceptance
-    if objective == "tv":  # the divergence may be infinite, and 0 times that is NaN
+    if objective == "tv":  # the divergence may be infinite, and 0 times infinity is NaN
         return temperature**2 * rejection, divergence, acceptance
     if objective == "reverse_kl":
         return temperature**2 * reverse, divergence, acceptance
@@ -283,7 +282,9 @@ def _share_of_kl(objective: Objective, acceptance: Tensor) -> Tensor:
 
 
 def _floored(log_p: Tensor, objective: Objective) -> Tensor:
-    """A teacher's log-probabilities; for the reverse KL, the log of the smallest normal replaces -inf, in place."""
+    """A teacher's log-probabilities; for the reverse KL, -inf is replaced in place by the log of the smallest normal
+    number.
+    """
     if objective != "reverse_kl":
         return log_p
     return log_p.masked_fill_(log_p == -torch.inf, math.log(torch.finfo(log_p.dtype).tiny))
@@ -311,8 +312,8 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def acceptance(
     student: nn.Module, teacher: nn.Module, batches: Iterable[Batch], forward: Forward = call_model
 ) -> tuple[float, int]:
-    """Sum of Σ min(p, q) over the tokens of `batches` that have a target, and the number of these tokens; at
-    temperature 1.
+    """Sum of Σ min(p, q) at temperature 1 over all tokens of `batches` that have a target, and the number of these
+    tokens.
 
     The ratio of the two results is the fraction of drafted tokens that is accepted, if the drafts continue prefixes of
     these texts.
@@ -360,16 +361,16 @@ def counted(batch: Batch) -> Tensor:
 
 
 def check_vocabulary(student: nn.Module, source: str, what: str) -> None:
-    """Check that a model can be opened and that its vocabulary is as large as the student's, by its configuration.
+    """Check that a model can be opened, and that its configuration has the vocabulary size of the student.
 
-    The headers of its weight files are checked next; the weights are not read.
+    The headers of the model's weight files are checked too, but the weights are not read.
 
     Args:
         source: name of the model, as in `open_model`. what: key of the run file that error messages name.
 
     Raises:
-        ConfigError: the vocabulary sizes differ, or there is no such model. CheckpointError: its folder holds no model,
-            or damaged weights.
+        ConfigError: the vocabulary sizes differ, or there is no such model. CheckpointError: the folder `source` holds
+            no model, or its weights are damaged.
     """
     student_size, teacher_size = (
         getattr(getattr(model, "config", None), "vocab_size", None) for model in (student, outline(source))
@@ -383,20 +384,20 @@ def check_vocabulary(student: nn.Module, source: str, what: str) -> None:
 
 
 def freeze_teacher(attachments: Attachments, name: str, source: str = "") -> nn.Module:
-    """Open and freeze the teacher of a job; at the seam MODEL.
+    """Open and freeze the teacher of a job; called at the seam MODEL.
 
     Args:
-        name: name under which the job holds it.
+        name: name under which the job stores the teacher.
         source: name of the teacher, as in `open_model`; defaults to a copy of the job's own model in its present state.
-            Because a resumed run makes this copy again, it must start from the same model.
+            A resumed run makes this copy again, so it must start from the same model.
     """
     teacher = open_model(source) if source else copy.deepcopy(attachments.module)
     return attachments.frozen(name, teacher, source or "the model that the run began with")
 
 
 def distil(attachments: Attachments, teacher: nn.Module, *, share: float, temperature: float) -> None:
-    """Wrap the job's loss, at the seam LOSS: (1 - share) x task loss + share x `distillation_loss` of the tokens with
-    targets.
+    """Replace the job's loss by (1 - share) x task loss + share x `distillation_loss` of the tokens with targets;
+    called at the seam LOSS.
 
     Evaluation keeps the task's loss. The metrics `task_loss` and `distillation` are the two losses in nats a token, for
     this rank's latest micro-batch.

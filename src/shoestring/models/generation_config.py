@@ -61,7 +61,7 @@ def _named_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 def sampling_of(generation: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, float]:
     """The sampling settings in a generation_config.json, by the field names of `SamplingRule`.
 
-    `do_sample: false` is a temperature of 0, and `do_sample: true` without a temperature one of 1.
+    `do_sample: false` sets the temperature to 0; `do_sample: true` sets it to 1 unless the file has a temperature.
     """
     sampling: dict[str, float] = {}
     for name in _SAMPLING:
@@ -72,7 +72,7 @@ def sampling_of(generation: Mapping[str, Any], notes: list[str] | None = None) -
             if notes is not None:
                 notes.append(f"{name} {_shown(value)} is no finite number, and is ignored")
         elif name == "top_k":
-            sampling[name] = max(int(value), 0)  # -1 also means all tokens
+            sampling[name] = max(int(value), 0)  # -1, like 0, means all tokens
         else:
             sampling[name] = float(value)
     samples = generation.get("do_sample")

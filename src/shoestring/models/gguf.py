@@ -1,4 +1,4 @@
-"""Models in GGUF, llama.cpp's file format: read and written for the architectures of `gguf_architectures`.
+"""Reads and writes models in GGUF, llama.cpp's file format, for the architectures of `gguf_architectures`.
 
 A file holds the shape of the model (`gguf_keys`), its tokenizer (`gguf_tokenizer`) and its weights. llama.cpp's types
 Q8_0 and Q4_0 are the 8-bit and 4-bit numbers of `rounding`, so these weights are converted in both directions without
@@ -42,7 +42,7 @@ from shoestring.storage.whole import put_aside
 log = logging.getLogger("shoestring")
 
 KINDS: Mapping[int, Kind] = {32: "f32", 16: "f16", 8: "q8_0", 4: "q4_0"}
-"""Maps the bits of a weight to its type in the file."""
+"""Maps the number of bits per weight to the type of tensors in the file."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -86,14 +86,14 @@ def load(path: Path, *, dense: bool = False) -> tuple[nn.Module, Tokenizer | Non
     model.load_state_dict(state, assign=True, strict=isinstance(model, GPT))
     for module in model.modules():
         if isinstance(module, quantized.QuantizedEmbedding):
-            module.like = torch.empty(0)  # a non-persistent buffer, which is still on `meta`
+            module.like = torch.empty(0)  # this buffer is not stored, so it is still on `meta`
     if not isinstance(model, GPT):
         cast(Any, model).tie_weights()
     return model.eval(), gguf_tokenizer.read(values, path, config["vocab_size"])
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:
-    """The tokenizer of a file; None if it has none that can be built.
+    """The tokenizer of a file; None if the file has no tokenizer, or one that cannot be built.
 
     Raises:
         CheckpointError: the file is not a GGUF file or is damaged. DataError: the tokenizer is damaged.
@@ -149,7 +149,7 @@ def _empty(
     for name, buffer in list(model.named_buffers()):
         value = computed.get(re.sub(r"\.\d+\.", ".0.", name, count=1), computed.get(name))
         if value is None or value.shape != buffer.shape:
-            raise CheckpointError(f"`{path}`: the buffer {name} of its model is not computed")
+            raise CheckpointError(f"`{path}`: the buffer {name} of its model has no known value")
         module, _, own = name.rpartition(".")
         model.get_submodule(module).register_buffer(own, value, persistent=False)
     return model

@@ -28,7 +28,7 @@ class Key:
     entry: str
     kind: Literal["count", "number", "flag"] = "count"
     default: Any = None
-    """Value that llama.cpp uses if the file lacks the key, or the name of another entry that has this value. None if
+    """Value that llama.cpp uses if the file lacks the key, or the name of the entry whose value it then uses. None if
     the key is required."""
     optional: bool = False
     """Whether the entry may be None; the key is then not written."""
@@ -36,7 +36,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Description of one of llama.cpp's architectures."""
+    """Describes one architecture of llama.cpp; used for reading and writing."""
 
     name: str
     model_types: tuple[str, ...]
@@ -65,12 +65,12 @@ class Architecture:
     """Period in layers: the last layer of each period has full attention, the others a sliding window. 0 if llama.cpp
     has no sliding window for this architecture."""
     query_scale: int = 0
-    """Number of blocks of the one model size whose `query_pre_attn_scalar` is hidden_size / heads; in all other sizes,
-    `query_pre_attn_scalar` is the width of a head. 0 if the architecture has no such entry."""
+    """Number of blocks of the model whose `query_pre_attn_scalar` is hidden_size / heads; models of other sizes use the
+    width of a head. 0 if the architecture has no such entry."""
     local_rope: bool = False
     """Whether layers with a sliding window use other rotary frequencies than layers with full attention."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of the file; only the given value of each is supported."""
+    """Further keys of the file, with the only value of each key that is supported."""
     untied_head: bool = False
     """Whether the file must contain the output layer even if its weight is tied to the embeddings."""
     names: Mapping[str, str] = field(default_factory=dict)

@@ -208,7 +208,8 @@ def config_of(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
 
 
 def _counts(architecture: Architecture, fields: Fields, tensors: int) -> dict[str, Any]:
-    """The configuration entries that correspond to a key of their own, and the width of a head."""
+    """The configuration entries that correspond to single keys of the file (`Architecture.keys`), and the width of a
+    head."""
     entries: dict[str, Any] = {}
     for key in architecture.keys:
         default = entries[key.default] if isinstance(key.default, str) else key.default

@@ -1,7 +1,7 @@
 """Converts settings of rotary positions between GGUF's keys and transformers' `rope_parameters`.
 
-llama.cpp scales positions in three ways: linearly or by YaRN (Peng et al., 2023), both set by keys, or by a tensor with
-one factor for each frequency, which is used for Llama 3 and LongRoPE.
+llama.cpp scales positions in three ways: linearly, by YaRN (Peng et al., 2023), or by a tensor with one factor for each
+frequency (Llama 3, LongRoPE). Keys of the file select the first two.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_rope(
     """Read `rope_parameters` of the model in a file; also returns the names of the keys that were used.
 
     Args:
-        factors: those tensors named in `FACTORS` that the file has.
+        factors: the tensors in the file whose names are in `FACTORS`.
         local: whether layers with a sliding window use other rotary frequencies than layers with full attention.
 
     Raises:
@@ -95,7 +95,7 @@ def read_rope(
     used = {"rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"}
     used |= {"rope.scaling.attn_factor", *_SCALING, *_BETAS, *_USUAL, "rope.scaling.yarn_ext_factor"}
     kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default
-    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1: depends on the type
+    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1 means that the scaling type determines the value
     usual = {**_USUAL, "rope.scaling.yarn_ext_factor": mixed if mixed < 0 else float(kind == "yarn")}
     for name, value in usual.items():
         if fields.number(name, value) != value:

@@ -1,7 +1,7 @@
 """Tokenizers in GGUF files: byte-level BPE (`gpt2`) and SentencePiece's BPE with byte fallback (`llama`).
 
-llama.cpp refers by name to the rule that splits a text before merging. For SentencePiece's BPE it orders merges by a
-score of each token.
+A file contains only the name of the rule that splits a text before merging; llama.cpp implements these rules. For
+SentencePiece's BPE, llama.cpp orders merges by the scores of tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RULES: Mapping[str, Rule] = {
     "starcoder": Rule((_DIGIT, _GPT2)),
     "default": Rule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
-"""Splitting rules by the name that is written to files."""
+"""Splitting rules by name; files contain these names."""
 _ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("phi-2", "jina-es", "jina-de", "gigachat", "mpt", "olmo", "jais", "trillion"), "gpt-2"),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), "llama-bpe"),
@@ -85,7 +85,8 @@ _KNOWN = {"model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_t
 
 
 def read(values: Mapping[str, Any], path: Path, vocabulary: int) -> Tokenizer | None:
-    """Build the tokenizer of a file; None, with a warning, if the file has no tokenizer or one of an unsupported kind.
+    """Build the tokenizer of a file; returns None and logs a warning if the tokenizer is missing or of an unsupported
+    kind.
 
     Args:
         vocabulary: number of tokens in the model's vocabulary.

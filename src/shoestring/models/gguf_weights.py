@@ -89,7 +89,7 @@ def parts_of(model: nn.Module, architecture: Architecture, config: Mapping[str, 
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a module holds itself, without those of its submodules, by name."""
+    """The names and parameters that belong to a module itself and not to its submodules."""
     return list(module.named_parameters(recurse=False))
 
 

@@ -78,7 +78,7 @@ class GPTConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Number of weights in matrix products: all except the norms and the embedding's look-up."""
+        """Number of weights used in matrix products: all except the weights of norms and of the embedding's look-up."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.dim * self.hidden) + self.vocab_size * self.dim
 
@@ -113,7 +113,7 @@ class Embedding(nn.Embedding):
 
 
 def _normal(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # torch would import its compiler, which takes a second, to change nothing
+    if not weight.is_meta:  # on `meta`, torch would import its compiler, which takes a second, without any effect
         nn.init.normal_(weight, std=std)
 
 
@@ -165,13 +165,14 @@ class Past:
 
 
 class Packed:
-    """Attention within packed sequences, in which each token attends only to its own text; the layers of a pass share
-    mask.
+    """Attention within packed sequences, in which each token attends only to its own text; all layers of a pass share
+    the mask.
 
     Args:
         positions: (B, T), position of each token in its own text; a new text begins where the position does not
             increase by one.
-        mask: (B, 1, T, T) bool, whether a token (third dimension) attends to another one, if `positions` do not tell.
+        mask: (B, 1, T, T) bool, whether a token (third dimension) attends to another token (fourth); computed from
+            `positions` by default.
     """
 
     def __init__(self, positions: Tensor, mask: Tensor | None = None) -> None:
@@ -189,16 +190,18 @@ class Packed:
 
 
 def _whole(layer: nn.Module, y: Tensor) -> Tensor:
-    """The output of a fused layer, which computes several things one behind the other.
+    """Check that the output of a fused layer contains all of its projections (such as queries, keys and values), and
+    return it.
 
     Raises:
-        ConfigError: it is a part, as of torch's ColwiseParallel, whose halves are not what they are taken for.
+        ConfigError: the output is only a shard, as with torch's ColwiseParallel, so splitting it would mix the
+            projections.
     """
     outputs = getattr(layer, "out_features", None)
     if isinstance(y, Tensor) and y.shape[-1] != (outputs or y.shape[-1]):  # torch.fx traces without tensors
         raise ConfigError(
             f"a rank has {y.shape[-1]} of the {outputs} outputs of a fused layer (queries, keys, values or gate, up)",
-            hint="a contiguous split mixes them: split a model whose layers are apart, or use parallel.FSDP()",
+            hint="a contiguous split mixes them: use a model without fused layers, or parallel.FSDP()",
         )
     return y
 

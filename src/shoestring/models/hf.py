@@ -38,8 +38,9 @@ PREFIX = "hf:"
 CONFIG = "config.json"
 _DTYPES = ("float32", "bfloat16", "float16")
 _SWITCHES = "_shoestring_switches"
-"""Attribute of a model that keeps its original switches, the entries `use_cache` and the like of config.json: training
-needs no cache, and some models switch off what this machine lacks (Jamba's `use_mamba_kernels`), in their first call.
+"""Attribute of a model that stores the original values of the `use_…` entries of its config.json. Training switches
+`use_cache` off, and in their first call some models switch off features that this machine lacks (Jamba's
+`use_mamba_kernels`).
 """
 _CONTEXTS = (
     "max_position_embeddings",
@@ -52,7 +53,7 @@ _CONTEXTS = (
 """Configuration entries that give a model's context length, under the names that different model families use."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _HUB_SECONDS = 10.0
-"""Time in seconds that the hub has to say whether it has a model."""
+"""Time limit in seconds for the hub's answer whether it has a model."""
 _OPENED = (".json", ".safetensors", ".jinja")
 """Suffixes of the files that transformers opens in a model's folder."""
 
@@ -62,7 +63,7 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
 
     Args:
         name: name without `hf:`.
-        arguments: entries of config.json to change, `dtype` and `attn_implementation`.
+        arguments: entries of config.json to change, and also `dtype` and `attn_implementation`.
         from_data: sizes that the data requires: `vocab_size` and `context`.
         weights: whether the weights are read; if False, they are initialised at random. If the default device is
             `meta`, no values are read, and the weight files of a folder are only compared with the model.
@@ -78,7 +79,7 @@ def build(name: str, arguments: Mapping[str, Any], from_data: Mapping[str, Any],
         raise ConfigError(f"`model.dtype` is {dtype!r}", hint=f"give one of {', '.join(_DTYPES)}")
     on_meta = torch.get_default_device().type == "meta"
     switches = {key: value for key, value in config.to_dict().items() if key[:4] == "use_" and isinstance(value, bool)}
-    # A cache is useless in training: recomputation would append to it, and packed chats would not be isolated.
+    # Training needs no cache: recomputation would append to the cache, and packed chats would not be isolated.
     config.use_cache = False
     attention = {name: value for name, value in arguments.items() if name == "attn_implementation"}
     if weights and not on_meta:
@@ -169,11 +170,11 @@ def remember(name: str, folder: Path) -> None:
 
 @cache
 def _find(name: str) -> None:
-    """Ask the hub once for a model that is no folder: transformers would ask for each file, for 20 s if it is away.
+    """Ask the hub once whether it has a model; without this, transformers asks for every file, for 20 s if it gets no
+    answer.
 
     Raises:
-        ConfigError: there is no such model on the hub; or the hub cannot be reached, and its cache here has no such
-            model.
+        ConfigError: the hub has no such model; or the hub cannot be reached, and the model is not in the local cache.
     """
     hub = import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE:
@@ -181,13 +182,13 @@ def _find(name: str) -> None:
     try:
         hub.HfApi().model_info(name, timeout=_HUB_SECONDS)
     except hub.errors.GatedRepoError:
-        return  # transformers says what to accept or which token to give
+        return  # the error of transformers says how to get access
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError) as error:
         message = f"`hf:{name}`: there is no such folder here, and the hub has no model of this name that you may read"
         raise ConfigError(message, hint=_similar(name)) from error
     except hub.errors.HfHubHTTPError:
-        return  # a mirror may have files and not this interface
-    except Exception as error:  # errors of the network have no common base over releases
+        return  # a mirror of the hub may serve files without this API
+    except Exception as error:  # network errors have no base class that is common to all releases
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if not isinstance(hub.try_to_load_from_cache(name, CONFIG), str):
             message = f"`hf:{name}`: there is no such folder here, and the hub cannot be reached ({reason})"
@@ -197,7 +198,7 @@ def _find(name: str) -> None:
 
 
 def _similar(name: str) -> str:
-    """Hint for the error that there is no such model: the folder here whose name is the most similar."""
+    """Hint for the error that there is no such model; suggests the local folder with the most similar name."""
     path = Path(name).expanduser()
     if path.is_dir():
         return f"the shell does not expand ~ here: hf:{path}"
@@ -287,8 +288,8 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
 
 
 def _read_as_text(model: nn.Module) -> None:
-    """Let a model of text and images train on text alone: some such models require `token_type_ids` in training, here
-    all 0."""
+    """Let a model of text and images train on text alone: pass `token_type_ids` of 0, which some such models require in
+    training."""
     kinds = _transformers("models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if cast(Any, model).config.model_type not in kinds:
         return
@@ -306,7 +307,7 @@ def _read_as_text(model: nn.Module) -> None:
 
 def _refuse_kernels(name: str, config: Any) -> None:
     """Refuse a configuration that names a repository of the hub as its attention or experts implementation, because
-    compiled code from there would run.
+    compiled code from that repository would run.
 
     The user may name such a repository in `model.attn_implementation`.
     """
@@ -326,8 +327,7 @@ def _check_folder(name: str) -> None:
 
     Raises:
         ConfigError: config.json is missing or damaged.
-        CheckpointError: another of these files is not a regular file in the folder, or the counts in config.json exceed
-            the weights.
+        CheckpointError: a file is not a regular file in the folder, or the counts in config.json exceed the weights.
     """
     if (path := file_of(name, CONFIG)) is None:
         if Path(name).is_dir():

@@ -18,7 +18,7 @@ from shoestring.models.cache import CachePlace, KVCache
 
 
 class RaggedPasses:
-    """Runs a causal language model of transformers with `KVCache` and masks for it in place of the model's own.
+    """Runs a causal language model of transformers with `KVCache` and its attention masks, in place of the model's own.
 
     Args:
         model: the transformers model.
@@ -38,8 +38,9 @@ class RaggedPasses:
         self.additive = getattr(text, "_attn_implementation", "sdpa") not in ("sdpa", "flex_attention")
 
     def logits(self, tokens: Tensor, cache: KVCache, place: CachePlace, last: int | None) -> Tensor:
-        """Read tokens (B, T) into the cache at `place`; returns logits (B, T, V), or those of `last` tokens only."""
-        # The padding of a full row would lie beyond the last position.
+        """Read tokens (B, T) into the cache at `place`; returns logits (B, T, V), or (B, last, V) for only the last
+        tokens."""
+        # Without this limit, the padding of a full row would have a position beyond the last one.
         positions = place.positions.clamp(max=self.context - 1)
         options: dict[str, Any] = {"logits_to_keep": last} if last and self.shortens else {}
         options[self.argument] = _CacheOfPass(cache, place)
@@ -60,8 +61,8 @@ class RaggedPasses:
         return self._mask(place, self.window_of(self.kinds[0] if self.kinds else ""))
 
     def window_of(self, kind: str) -> int | None:
-        """Maximum number of positions that a token attends to in layers of a kind, "" if the configuration names none;
-        None for no limit."""
+        """Maximum number of positions that a token attends to in layers of a kind, or None for no limit; the kind is ""
+        if the configuration names no kinds."""
         return self.window if kind in ("", "sliding_attention") else None
 
     def _mask(self, place: CachePlace, window: int | None) -> Tensor:
@@ -101,10 +102,10 @@ class OwnCache:
     argument: str
     """Name of the argument of `forward` that takes the cache, and of the output that returns it."""
     made: bool = False
-    """Whether the first pass must be given an empty cache object; otherwise the model creates one."""
+    """Whether the first pass needs an empty cache object as an argument; otherwise the model creates the object."""
     positions: str = ""
-    """Name of the argument of `forward` that must be given the positions of a pass's tokens; empty if there is none.
-    "cache_position", of the older releases, is given only to a pass that adds to a nonempty cache."""
+    """Name of the argument of `forward` that takes the positions of a pass's tokens; empty if there is none.
+    "cache_position", which older releases use, is only passed if the cache is not empty."""
     pieces: bool = True
     """Whether a pass that adds several tokens to a nonempty cache gives the same logits as adding them one by one."""
     crops: bool = True
@@ -160,8 +161,8 @@ class TextPasses:
         """Read the last tokens of a text into its cache.
 
         Args:
-            cache: cache of this text's earlier tokens; may hold a text that differs from this one only after the first
-                N - `count` tokens.
+            cache: cache of this text's earlier tokens; the cached text may differ from `text` only after the first N -
+                `count` tokens.
             text: (N,), the whole text.
             count: number of new tokens, at the end of the text.
             last: number of last tokens whose logits are returned; defaults to `count`.
@@ -199,8 +200,8 @@ class TextPasses:
         cache.length, cache.state, cache.carried = source.length, source.state, source.carried
 
     def _passes(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Plan the passes that read a text from `start` to `end`. Each is a triple: first position, end position
-        (exclusive), and the number of last positions whose logits no earlier pass has given."""
+        """Plan the passes that read a text from `start` to `end`. Each pass is a triple: first position, end position
+        (exclusive), and the number of its last positions whose logits have not been computed by an earlier pass."""
         passes: list[tuple[int, int, int]] = []
         for switch in sorted(self.own.switches):
             if 0 < start <= switch < end:
@@ -216,7 +217,7 @@ class TextPasses:
         return [(position, position + 1, 1) for position in range(start, end)]
 
     def _pass(self, cache: TextCache, tokens: Tensor, keep: int) -> Tensor:
-        # What another object takes for the initial state of the model must not be that of a text.
+        # Restoring the state ensures that no other object mistakes this text's state for the model's initial state.
         with self.carriers_restored():
             return self._read(cache, tokens, keep)
 
@@ -269,7 +270,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    with torch.inference_mode(False):  # the model's values may take part in training afterwards
+    with torch.inference_mode(False):  # training may use the model's values afterwards
         return value.detach().clone() if isinstance(value, Tensor) else value
 
 

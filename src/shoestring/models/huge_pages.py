@@ -1,11 +1,11 @@
-"""Weights in huge pages, for decoding on a CPU: a core then reads them faster, by a quarter where it was measured.
+"""Moves weights to huge pages, from which a CPU core reads them faster when decoding (measured: by a quarter).
 
-Each token reads all weights, and a processor looks up the address of each page that it reads. Pages of 2 MiB instead
-of 4 KiB make this rare. Tensors of a model lie one behind another in one piece of memory, because only whole huge pages
-count, and a tensor of its own would begin and end in small ones.
+Each token reads all weights, and the processor has to look up the address of every page. With pages of 2 MiB instead of
+4 KiB, look-ups are rare. All tensors of a model are placed in one contiguous block of memory, because huge pages cannot
+be split: a tensor in its own block would begin and end in small pages.
 
-Where free memory lies in small pieces, the system first moves others together, which took 2 ms a MiB where it was
-measured: worth it for a server and for a conversation, not for one short text.
+If free memory is fragmented, the system first has to compact it, which took 2 ms per MiB in a measurement. This is
+worthwhile for a server or a conversation, but not for one short text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 HUGE = 2 << 20
 """Size of a huge page in bytes."""
 _ALIGNED = 64
-"""Bytes that the address of each tensor is a multiple of."""
+"""Alignment of each tensor in bytes."""
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -29,11 +29,11 @@ _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def settle(model: nn.Module) -> int:
     """Move the weights of a model that are in this process's memory to huge pages.
 
-    Parameters and buffers stay the same objects, with other storage, so no program may hold views of them. Those that
-    share their storage stay where they are. Peak memory is that of the model and of its largest tensor.
+    Parameters and buffers stay the same objects, with other storage, so no program may hold views of them. Tensors that
+    share their storage are not moved. Peak memory is the size of the model plus its largest tensor.
 
     Returns:
-        Bytes moved; 0 if the weights are fewer than a huge page, or the system has no huge pages.
+        Number of bytes moved; 0 if the weights are smaller than a huge page, or if the system offers no huge pages.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_movable(tensor)]
     users = Counter(tensor.data_ptr() for tensor in tensors)
@@ -44,9 +44,9 @@ def settle(model: nn.Module) -> int:
     try:
         memory = mmap.mmap(-1, total + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # own file: memory
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a limit of memory
+    except OSError:  # a memory limit is exceeded
         return 0
-    arena = torch.frombuffer(memory, dtype=torch.uint8)  # holds the memory as long as a tensor is in it
+    arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory as long as a tensor uses it
     at = -arena.data_ptr() % HUGE
     for tensor in tensors:
         moved = arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -65,7 +65,7 @@ def _padded(tensor: Tensor) -> int:
 
 
 def _are_offered() -> bool:
-    """Whether the system gives huge pages to memory that asks for them."""
+    """Whether the system provides huge pages to a process that requests them by `madvise`."""
     with suppress(OSError):
         return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _POLICY.read_text()  # own file: the system's
     return False

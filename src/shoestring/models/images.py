@@ -23,7 +23,8 @@ class Classifier(nn.Module):
         network: network that takes normalised images.
         mean: mean of each channel. deviation: standard deviation of each channel.
         shift: largest random shift in training, in pixels; the border is filled with the mean.
-        mirror: whether training mirrors images at random, and evaluation averages over both.
+        mirror: whether training mirrors images at random, and evaluation averages the logits of an image and its mirror
+            image.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ def mirrored(x: Tensor) -> Tensor:
 
 
 def smoothed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with label smoothing of 0.1 (Szegedy et al., 2016), for `run.loss`; returns the sum over the batch
-    and the count."""
+    """Cross-entropy with label smoothing of 0.1 (Szegedy et al., 2016), for use as `run.loss`; returns the sum over the
+    batch and the count."""
     with known_targets(output, batch["targets"]):
         total = F.cross_entropy(output, batch["targets"], label_smoothing=0.1, reduction="sum")
     return total, torch.tensor(len(output), device=output.device)

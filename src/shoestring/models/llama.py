@@ -130,8 +130,8 @@ def load_pretrained(folder: Path) -> GPT:
 
 
 def to_llama_config(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of transformers' `config.json` for `config`; readable by its versions 4 (rope_theta, torch_dtype) and
-    5."""
+    """The content of a `config.json` that transformers 4 (with rope_theta and torch_dtype) and 5 can read, for
+    `config`."""
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -99,16 +99,15 @@ def build_model(
     weights: bool = True,
     trust: Trust = USER,
 ) -> nn.Module:
-    """Build the model `run.model` with the arguments in [model], and with the entries of `from_data` (vocab_size,
-    context) that it accepts.
+    """Build the model `run.model` with the arguments in [model] and the entries of `from_data` (vocab_size, context)
+    that the model accepts.
 
     If the default device is `meta`, the weight files of a folder are compared with the model, but no values are read.
 
     Args:
         target: `package.module:callable`, `hf:NAME`, or the folder of a run or of a model to start from.
         weights: whether the weights of a model folder are read; False if a state is loaded afterwards.
-        trust: the trust needed to call `target` if it is a callable; code that a folder names needs trust in that
-            folder.
+        trust: trust in `target` if it is a callable; if `target` is a folder, the trust in this folder decides instead.
 
     Raises:
         TrustError: `target` names code that the user does not trust.
@@ -241,7 +240,7 @@ def _from_module(folder: Path, trust: bool) -> nn.Module:
     config = _config(folder)
     mark, user = _mark(config, folder), trust_of(folder, config, granted=trust)
     _callable_of(mark)
-    user.require()  # before the weights are read, because their errors would hide this one
+    user.require()  # first, because an error in the weights would hide this error
     return _filled(lambda: _built_by(mark, user), folder, any_builder=True)
 
 
@@ -368,7 +367,8 @@ def origin_of(
 ) -> dict[str, Any]:
     """The entries of config.json that are needed to build a run's model again.
 
-    For a model folder, the result is where that folder's model came from, so that it does not depend on the folder.
+    For a model folder, these are the entries from which the folder's own model was built, so only folders in
+    transformers' format are needed later.
 
     Args:
         project: folder that may hold the code that `target` names; empty for none.
@@ -391,8 +391,8 @@ def origin_of(
 
 
 def origin_trust(target: str, trust: Trust = USER) -> Trust:
-    """The trust needed for the code that `origin_of` names: that of the model folder `target`, or `trust` if it is no
-    folder."""
+    """The trust in the code that `origin_of` names: the trust in the model folder `target`, or `trust` if `target` is
+    no folder."""
     folder = model_folder(target) if ":" not in target else None
     return trust if folder is None else trust_of(folder, _config(folder))
 

@@ -70,7 +70,8 @@ class LossInHead:
         attachments.exits.callback(setattr, attachments, "forward", self.forward)
 
     def with_targets(self, model: nn.Module, batch: Batch) -> Any:
-        """The job's forward pass, during which the head has the targets of the batch."""
+        """The job's forward pass; while it runs, `targets` holds the targets of the batch, so that the head computes
+        the loss."""
         self.targets = targets_of(batch) if self.wanted(self.attachments.module, batch) else None
         try:
             return self.forward(model, batch)

@@ -125,7 +125,7 @@ nf4_linear.register_autograd(_input_gradient, setup_context=_setup_context)
 
 
 class NF4Linear(nn.Module):
-    """A linear layer with its weight in NF4, made from the linear layer or GPT-2 `Conv1D` `module`.
+    """A linear layer with its weight in NF4, made from `module`, a linear layer or a `Conv1D` of GPT-2.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -151,7 +151,7 @@ class NF4Linear(nn.Module):
 
     @property
     def stands_for(self) -> int:
-        """Number of parameters of the layer that this one replaces."""
+        """Number of parameters of the layer that this quantised layer replaces."""
         return self.in_features * self.out_features + (0 if self.bias is None else self.bias.numel())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -62,12 +62,12 @@ def tokens_of(model: nn.Module, length: int) -> Tensor:
 def reference_of(
     model: nn.Module, tokens: Tensor, carried: tuple[tuple[str, str], ...], *, by_prefix: bool = False
 ) -> ReferenceTexts:
-    """Make a long and a short text, with the logits of transformers' `generate`; if that fails, of one pass over the
-    whole text.
+    """Make a long and a short text with reference logits, from transformers' `generate` or, if that fails, from one
+    pass over the whole text.
 
     Args:
         carried: the model's state outside of caches, as `carried_by` finds it.
-        by_prefix: read each token's logits from a pass of its own over the text up to it, without a cache.
+        by_prefix: compute the logits after each prefix of the text in a separate pass without a cache.
     """
     long, short = tokens, tokens.flip(0)[: max(6, len(tokens) // 4)]
     reference = {}
@@ -249,8 +249,8 @@ def packing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
 
 
 def sharing_difference(model: nn.Module, vocabulary: int, length: int) -> str:
-    """Why answers that share the beginning of one packed sample give other logits than each with the beginning alone;
-    empty if the logits are the same."""
+    """Why several answers after one shared beginning in a packed sample give other logits than each answer in a
+    separate sample; empty if the logits are the same."""
     device = next(model.parameters()).device
     begins, *counts = (max(1, min(length, 40) * share // 40) for share in (22, 10, 8))
     draw = torch.Generator().manual_seed(1)

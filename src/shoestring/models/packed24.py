@@ -44,8 +44,9 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: (N, K), K a multiple of eight, of any floating type.
 
     Returns:
-        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes: bits 2 (v mod 4) and up of byte v / 4
-        are the place of value v within its group. The values of a group are in order of their places.
+        Values (N, K / 2) of the same type, and their places (N, K / 8) as bytes. Byte ⌊v / 4⌋ holds the place of value
+        v within its group, in the two bits that start at bit 2 (v mod 4). The two values of a group are stored in order
+        of their places.
 
     Raises:
         ConfigError: the shape cannot be packed, or more than two of four entries are nonzero; no nonzero entry is ever
@@ -84,7 +85,7 @@ def unpack(values: Tensor, indices: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """`nn.Linear` with a packed 2:4 weight, for inference.
 
-    On a CPU, inputs of few rows are multiplied by the packed weight in one pass over it by a native kernel; otherwise
+    On a CPU, a native kernel multiplies inputs of few rows by the packed weight, which it reads only once; otherwise
     the weight is unpacked and `F.linear` is called. Sums are in fp32.
     """
 
@@ -173,7 +174,7 @@ def _native(kernel: Any, x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 @cache
 def _kernel() -> Any:
-    """The C function, or None if it cannot be compiled."""
+    """The C function for products with packed weights, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, size, size, size, *[pointer] * 5, ctypes.c_int]
     return native.function(
@@ -192,7 +193,7 @@ def _(x: Tensor, values: Tensor, indices: Tensor) -> Tensor:
 
 
 def replace(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace the linear layers `names` by uninitialised packed ones, for `load_state_dict` to fill."""
+    """Replace the linear layers `names` by uninitialised packed layers, for `load_state_dict` to fill."""
     for name in names:
         linear = model.get_submodule(name)
         if not isinstance(linear, nn.Linear):
@@ -208,7 +209,7 @@ def packed(model: nn.Module) -> list[str]:
 
 
 def pack_layers(model: nn.Module) -> list[str]:
-    """Replace every linear layer whose weight is 2:4 and not shared by a packed layer; returns the names of these
+    """Convert every linear layer whose weight is 2:4 and not shared to a packed layer; returns the names of these
     layers."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     readings = read_directly(model)

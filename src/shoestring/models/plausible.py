@@ -109,8 +109,8 @@ def _numbers(config: Any, where: Path) -> Iterator[tuple[str, int]]:
 
 
 def check_size(outline: Callable[[], nn.Module], stored: StoredWeights | None, where: Path) -> None:
-    """Refuse a model with more elements than its weights can fill or, if there are no weights, than this machine has
-    bytes of memory.
+    """Refuse a model with more elements than the weight files can fill; if there are no files, with more elements than
+    bytes of memory in this machine.
 
     Args:
         outline: builds the model; called on the meta device.

@@ -39,8 +39,8 @@ from shoestring.models.rounding import (
 )
 from shoestring.models.skinny import FEW_ROWS
 
-_BYTES_OF_A_GROUP = 72  # bytes of workspace in the product of few rows for each group of inputs
-_BYTES_OF_A_PANEL = 34  # bytes of workspace in the product of many rows for each input and thread
+_BYTES_OF_A_GROUP = 72  # bytes of workspace for each group of inputs, in products of few rows
+_BYTES_OF_A_PANEL = 34  # bytes of workspace for each input and thread, in products of many rows
 _WITHOUT_KERNEL = "quantised layers are dequantised for every product, which is slower than dense ones"
 
 
@@ -57,11 +57,11 @@ def quantized_linear(
 ) -> Tensor:
     """Compute y = x Wᵀ + bias for a quantised weight W.
 
-    On a CPU, native kernels multiply the packed weight by the inputs, which they round to 16-bit integers with a scale
-    for each group: few rows in one pass over the weight, many rows in blocks. A row of y is bitwise the same, however
-    many rows are beside it. In training, and where the kernels cannot be used, products of many rows are those of
-    `F.linear` with the dequantised weight. The backward pass dequantises again, so no dense weight is kept in memory
-    between the passes.
+    On a CPU, native kernels round the inputs to 16-bit integers, with a scale for each group, and multiply them by the
+    packed weight: few rows in one pass over the weight, many rows in blocks. A row of y is bitwise independent of the
+    number of other rows. In training, and if the kernels cannot be used, many rows are multiplied by the dequantised
+    weight with `F.linear`. The backward pass dequantises again, so no dense weight is kept in memory between the
+    passes.
 
     Args:
         x: (…, K), of any floating type. weight, scales: as `pack` returns them. rows: N. bias: (N,).
@@ -132,13 +132,13 @@ def _native(product: Any, x: Tensor, weight: Tensor, scales: Tensor, rows: int, 
 
 
 def room(count: int, inputs: int) -> int:
-    """Bytes of workspace that a product with so many rows of inputs takes."""
+    """Bytes of workspace that a product takes, for `count` rows with `inputs` elements each."""
     return count * inputs // GROUP * _BYTES_OF_A_GROUP + torch.get_num_threads() * inputs * _BYTES_OF_A_PANEL
 
 
 @cache
 def few_rows(dense: bool) -> int:
-    """Largest number of rows for which the kernel of few rows is the faster one on this processor."""
+    """Largest number of rows for which the kernel for few rows is faster on this processor than the kernel for many."""
     try:
         return native.load("skinny_quantized").few_rows(not dense)
     except native.CompileError:
@@ -147,7 +147,7 @@ def few_rows(dense: bool) -> int:
 
 @cache
 def kernel(name: str) -> Any:
-    """The C function, or None if it cannot be compiled."""
+    """The C function of this name, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     return native.function(name, [ctypes.c_int, size, size, size, *[pointer] * 6, ctypes.c_int], _WITHOUT_KERNEL)
 
@@ -206,7 +206,7 @@ class Quantized(nn.Module):
 
     @property
     def stands_for(self) -> int:
-        """Number of parameters of the layer that this one replaces."""
+        """Number of parameters of the layer that this quantised layer replaces."""
         bias = getattr(self, "bias", None)
         return self.rows * self.columns + (0 if bias is None else bias.numel())
 
@@ -253,7 +253,7 @@ class QuantizedEmbedding(Quantized):
     ) -> None:
         super().__init__(weight, scales, rows)
         self.factor = factor
-        # An empty tensor that holds the data type of the output, because casts of the model change a buffer's type.
+        # This empty tensor holds the data type of the output; because it is a buffer, casts of the model convert it.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def of(module: nn.Module, bits: Bits, *, rounded: bool = True) -> Quantized:
 
 
 def _stays24(module: nn.Module) -> TypeGuard[PackedLinear]:
-    """Whether a layer stays 2:4 when it is quantised, which takes fewer bytes; its values must fill whole groups."""
+    """Whether a quantised layer stays 2:4, which takes fewer bytes; this requires that the values fill whole groups."""
     return isinstance(module, PackedLinear) and module.values.shape[1] % GROUP == 0
 
 
@@ -351,7 +351,8 @@ def choose(model: nn.Module, bits: Bits) -> tuple[dict[str, Bits], dict[str, str
     embeddings to 8 bits.
 
     Returns:
-        Names of the layers to quantise with their bits, and names of all other layers with the reason.
+        Two mappings by layer name: the bits of the layers to quantise, and the reason why any other layer is not
+        quantised.
     """
     inside = {module for block in repeated(model) for module in block.modules()}
     readers = read_by_others(model) | dict.fromkeys(routers(model), "it chooses experts")

@@ -1,8 +1,9 @@
 """Rounds weights to 8 or 4 bits, with a scale for every 32 inputs of a row, and packs them for the native product.
 
-The format is llama.cpp's Q8_0 and Q4_0, so its files need no further rounding: w = scale · q, with q from -127 to 127
-or from -8 to 7 and the scale in fp16. This takes 8.5 or 4.5 bits a weight. Zeros stay zero. In memory the codes q of
-sixteen rows are interleaved, in the order in which the native product reads them; see `native/skinny_quantized.c`.
+The formats are llama.cpp's Q8_0 and Q4_0, so llama.cpp's files need no further rounding: w = scale · q, with q from
+-127 to 127 or from -8 to 7 and the scale in fp16. This takes 8.5 or 4.5 bits a weight. Zeros stay zero. In memory the
+codes q of sixteen rows are interleaved, in the order in which the native product reads them; see
+`native/skinny_quantized.c`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ _WEIGHTS_AT_ONCE = 1 << 22  # number of weights rounded at once, which limits te
 def quantize(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """Round a weight to 8 or 4 bits.
 
-    For 8 bits, the largest weight of a group sets its scale. With only the 16 levels of 4 bits this would be a poor
-    choice, so 26 scales near it are tried, each also refined by least squares, and the scale with the least squared
-    error is used.
+    For 8 bits, the largest weight of a group sets its scale. With the 16 levels of 4 bits, this scale would be poor, so
+    26 similar scales are tried, each also refined by least squares, and the scale with the least squared error is used.
 
     Args:
         weight: (N, K), finite, K a multiple of 32.
@@ -140,7 +140,7 @@ def dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) ->
     """The dequantised weight (rows, K) from packed codes and scales.
 
     On a GPU, and on a CPU in fp32 and bf16, a kernel writes the weight in one pass over memory; torch's operations take
-    six.
+    six passes.
     """
     if weight.device.type == "cuda" and find_spec("triton") is not None:
         from shoestring.models.rounding_kernel import dequantized
@@ -169,7 +169,7 @@ def plain_dequantize(weight: Tensor, scales: Tensor, rows: int, dtype: torch.dty
 
 @cache
 def _kernel() -> Any:
-    """The C function, or None if it cannot be compiled."""
+    """The C function that dequantises weights, or None if it cannot be compiled."""
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [ctypes.c_int, ctypes.c_int, size, size, pointer, pointer, pointer, ctypes.c_int]
     otherwise = "weights of 8 and 4 bits are dequantised by torch's operations, which is slower"

@@ -14,8 +14,8 @@ GROUPS = 16  # number of groups of a row that one program writes
 
 @triton.jit
 def dequantize_kernel(
-    weight: tl.tensor,  # (sixteens, groups, chunks, 16 rows, 4 bytes)
-    scales: tl.tensor,  # (sixteens, groups, 16 rows)
+    weight: tl.tensor,  # (blocks of 16 rows, groups, chunks, 16 rows, 4 bytes)
+    scales: tl.tensor,  # (blocks of 16 rows, groups, 16 rows)
     dense: tl.tensor,  # (rows, columns)
     rows: tl.tensor,
     groups: tl.tensor,

@@ -36,7 +36,7 @@ class SampleCache:
 
     Args:
         folder: parent folder of caches; this one uses a subfolder named by its identity.
-        identity: everything besides the sample that the tensors depend on, such as the model's hash and settings.
+        identity: everything that the tensors depend on besides the sample, such as the model's hash and settings.
             Tensors stored under another identity are never returned.
 
     Raises:
@@ -108,7 +108,7 @@ class SampleCache:
         return {name: file.get_slice(name)[row] for name in file.keys() if name != KEYS}  # noqa: SIM118
 
     def write(self, keys: Sequence[bytes], tensors: Mapping[str, Tensor]) -> None:
-        """Add the samples that are missing; `tensors` are by name, with one row for each key."""
+        """Add the samples that are missing; `tensors` maps names to tensors with one row for each key."""
         host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in host.items()}
         if shapes != {name: (buffer.dtype, buffer.shape[1:]) for name, buffer in self._buffers.items()}:
@@ -144,7 +144,7 @@ class SampleCache:
 def must_compute(cache: SampleCache, keys: Sequence[bytes], attachments: Attachments) -> bool:
     """Whether the tensors of some samples have to be computed; a collective if parameters are sharded.
 
-    A sharded model runs on all ranks together or on none, so there a sample that one rank lacks counts for all.
+    A sharded model runs on all ranks or on none, so if one rank lacks a sample, the result is True on all ranks.
     """
     missing = cache.missing(keys)
     if attachments.divided != "parameters":

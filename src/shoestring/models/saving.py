@@ -39,9 +39,10 @@ def save_model(
     write_beside: Callable[[Path], None] | None = None,
     beside: Beside = NOTHING,
 ) -> None:
-    """Write a model as safetensors and config.json, in transformers' format if possible, else with `origin`.
+    """Write a model as safetensors and config.json, in transformers' format if it has one; otherwise config.json holds
+    `origin`.
 
-    The new model replaces an earlier one in the folder atomically; other files stay.
+    The new model replaces an earlier model in the folder atomically; other files stay.
 
     Args:
         origin: entries of config.json that are needed to build the model again; see `loading.origin_of`.
@@ -137,7 +138,7 @@ def _save_replaced(built: nn.Module, new: Path, config: Mapping[str, Any]) -> No
     packed = [*packed24.packed(built), *quantized.packed(built)]
     plain = config.get(MARKER, {"format": "gpt" if isinstance(built, GPT) else "transformers"})
     floats = (tensor.dtype for tensor in built.state_dict().values() if tensor.is_floating_point())
-    # The data types of quantised layers' outputs.
+    # If all layers are quantised, no stored tensor is floating-point, so the data type of the layers' outputs is used.
     rounded = (like.dtype for name, like in built.named_buffers() if name.endswith(".like"))
     dtype = next(chain(floats, rounded))
     mark = {
@@ -154,8 +155,8 @@ def save_packed(built: nn.Module, source: Path, folder: Path) -> list[str]:
     """Write a model with its 2:4 weights packed; the result is opened like any model folder.
 
     Args:
-        built: the model of the folder `source`, whose config.json, tokenizer and other files are copied. The model's
-            linear layers with unshared 2:4 weights are replaced by packed layers.
+        built: the model of the folder `source`, whose config.json, tokenizer and other files are copied. In `built`,
+            packed layers replace the linear layers with unshared 2:4 weights.
 
     Returns:
         The names of the packed layers.

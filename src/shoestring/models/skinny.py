@@ -23,8 +23,9 @@ OTHERWISE = "decoding takes torch's functions, which are slower than native ones
 FEW_ROWS = 16
 """Maximum number of input rows for which native products are used on any processor."""
 DENSE_ROWS = {torch.float32: 64, torch.bfloat16: 32}
-"""The same with AVX-512, by data type: up to there, torch's product was faster by at most 8%, and at 17 to 32 rows of
-float32 it took 1.3 to 2.1 times as long (four shapes of 0.7 to 17 M weights, two threads)."""
+"""Maximum number of input rows for which native products are used on processors with AVX-512, by data type. Up to this
+number, torch's product was at most 8% faster in measurements, and for 17 to 32 rows of float32 it took 1.3 to 2.1 times
+as long (four shapes of 0.7 to 17 M weights, two threads)."""
 FEWEST_WEIGHTS = 1 << 17
 """Minimum number of weights for which native products are used; for smaller layers, the call costs more than the
 product."""
@@ -144,7 +145,7 @@ def attention_kernel() -> Any:
 class Products:
     """Context in which the linear layers of a model, and an embedding that is also its output layer, use `linear`.
 
-    No weights are copied. Layers whose class or instance overrides the forward pass keep theirs.
+    No weights are copied. Layers whose class or instance overrides the forward pass are left unchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -169,8 +170,8 @@ class Products:
 
 
 def product_of(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The product x Wᵀ of a linear layer, or of an embedding that is also an output layer, by `linear`; None for layers
-    that are too small, and for those whose forward pass is their own."""
+    """A function that computes x Wᵀ by `linear`, for a linear layer or an embedding that is also an output layer; None
+    for layers that are too small or whose class overrides the forward pass."""
     output = isinstance(layer, nn.Embedding) and hasattr(layer, "logits")
     if not output and not (isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
         return None

@@ -1,7 +1,7 @@
 """SLoRB, an adapter of pruned linear layers (Huang et al., AAAI 2025): y = (W ∘ M) x + B (P x).
 
 P sums every k consecutive inputs, so it has no weights. B starts as the mean of the pruned weights over each block of k
-inputs, which is their best approximation by one number a block. A layer of N x K weights gets an additional parameter
+inputs, which is their best approximation by one number per block. A layer of N x K weights gets an additional parameter
 `slorb` of N x K / k weights, which holds B. The adapter cannot be merged into the weight, because the result would not
 be 2:4.
 """
@@ -68,7 +68,7 @@ def adapted(model: nn.Module) -> dict[str, int]:
 
 
 def make_room(model: nn.Module, blocks: Mapping[str, int]) -> None:
-    """Add adapters of zeros to layers, for `load_state_dict` to fill."""
+    """Add adapters whose weights are zero to layers, for `load_state_dict` to fill."""
     for name, count in blocks.items():
         layer: Any = model.get_submodule(name)
         like = next(tensor for tensor in layer.state_dict().values() if tensor.is_floating_point())
@@ -84,7 +84,8 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], *, assign: bool = Fals
     """Load weights into a plain model, adding the adapters that they contain.
 
     Args:
-        assign: whether the model gets the tensors themselves, where their data type is that of the model, and no copy.
+        assign: whether the model uses the tensors themselves instead of copies, except tensors whose data type has to
+            be converted.
 
     Raises:
         RuntimeError: the weights do not fit the model.

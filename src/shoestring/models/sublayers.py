@@ -126,8 +126,8 @@ def read(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
 
 
 class SkippedForward:
-    """The forward pass of a skipped sublayer, which returns (ratio - 1) times the stream, or of its norms, which return
-    the stream.
+    """The forward pass of a skipped sublayer or of one of its norms: the sublayer returns (ratio - 1) times the stream,
+    a norm returns the stream.
 
     Args:
         items: as in `Sublayer`.
