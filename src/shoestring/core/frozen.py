@@ -16,7 +16,7 @@ from shoestring.core.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class Reference:
-    """What a checkpoint holds of a frozen module: its source and a hash of its tensors, instead of the tensors."""
+    """What a checkpoint holds for a frozen module: its source and a hash of its tensors, instead of the tensors."""
 
     source: str
     digest: str
@@ -31,7 +31,7 @@ class Reference:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare this module's hash with the hash in the checkpoint; there are no tensors to load.
+        """Raise CheckpointError if this module's hash differs from the checkpoint's; there are no tensors to load.
 
         Raises:
             CheckpointError: the checkpoint was written with other tensors.
@@ -76,7 +76,7 @@ def freeze(module: nn.Module) -> Callable[[], None]:
     modes = {submodule: submodule.training for submodule in module.modules()}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.eval().requires_grad_(False)
-    for submodule in modes:  # `train()` of an enclosing model calls `train()` of every submodule
+    for submodule in modes:  # `train()` of an enclosing model would call `train()` of every submodule
         vars(submodule)["train"] = lambda mode=True, submodule=submodule: submodule
 
     def undo() -> None:
