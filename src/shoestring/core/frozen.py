@@ -25,7 +25,9 @@ class Reference:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise ConfigError(f"a frozen module has the source {self.source!r}", hint="give what `open_model` takes")
+            raise ConfigError(
+                f"a frozen module has the source {self.source!r}", hint="give a name or path that `open_model` accepts"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

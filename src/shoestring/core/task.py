@@ -96,7 +96,7 @@ def known_targets(logits: Tensor, targets: Tensor) -> Iterator[None]:
         sample, *place = strange.nonzero()[0].tolist()
         where = f"sample {sample} of the batch" + (f", position {place[0]}," if place else "")
         raise ConfigError(
-            f"{where} has the target {int(targets[strange][0])}, and the model knows the classes 0 to {classes - 1}",
+            f"{where} has the target {int(targets[strange][0])}, but the model has only the classes 0 to {classes - 1}",
             hint="give the model as many classes as the data set has, or correct the labels",
         ) from error
 
@@ -120,7 +120,7 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor]:
             form = f"a {type(returned).__name__}"
     raise ConfigError(
         f"the loss returned {form}, not (sum, count)",
-        hint="return the sum over all targets and the number of targets; a mean times that number is the sum",
+        hint="return the sum over all targets and the number of targets; multiply a mean by the number of targets",
     )
 
 

@@ -73,7 +73,7 @@ def joined(
     if any((shape[:, 1] != by_rank[0][:, 1]).any() for shape in by_rank):
         raise ConfigError(
             "rows of the outputs have different sizes on different ranks, and the loss is over the whole batch",
-            hint="let run.forward return rows of one size",
+            hint="let run.forward return rows of the same size on all ranks",
         )
     lengths = [shape[:, 0].tolist() for shape in by_rank]
     parts = (_joined(rows, [of_rank[index] for of_rank in lengths], group) for index, rows in enumerate(own))

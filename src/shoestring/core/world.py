@@ -93,7 +93,9 @@ class World:
         if added in self.axes:
             return self
         if size < 1 or self.axes.get(axis, 1) % size:
-            raise WorldError(f"the {self.axes.get(axis, 1)} ranks over {axis} do not divide into {added} of {size}")
+            raise WorldError(
+                f"the {self.axes.get(axis, 1)} ranks over {axis} cannot be split into groups of {size} for {added}"
+            )
         if (axis, added, size) not in self._cache:
             layout = {}
             for name, ranks in self.axes.items():
