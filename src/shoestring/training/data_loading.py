@@ -314,8 +314,10 @@ def with_lengths(data: DataSets, lengths: Sequence[Sequence[int]]) -> DataSets:
     """
     if len({held_out > 0 for _, held_out in lengths}) > 1:
         lacking = next(rank for rank, (_, held_out) in enumerate(lengths) if not held_out)
-        message = f"rank {lacking} has no held-out data, and other ranks have some"
-        raise DataError(message, hint="hold out samples on all ranks or on none")
+        raise DataError(
+            f"rank {lacking} has no held-out data, and other ranks have some",
+            hint="hold out samples on all ranks or on none",
+        )
     return replace(data, of_ranks=tuple((train, held_out) for train, held_out in lengths))
 
 
