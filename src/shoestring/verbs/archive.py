@@ -46,8 +46,8 @@ class Archive:
 
     @classmethod
     def of(cls, path: Path) -> Archive:
-        """Locate the checkpoints of a run. `path` is the run folder, the folder of its checkpoints, or one checkpoint; it
-        need not exist.
+        """Locate the checkpoints of a run. `path` names the run folder, the folder of its checkpoints, or one
+        checkpoint, and need not exist.
 
         Raises:
             ConfigError: the run file is damaged.
