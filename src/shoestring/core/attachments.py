@@ -1,4 +1,4 @@
-"""What features may read, extend and replace in a job: its model, loss, optimizer, phases and checkpointed states."""
+"""The view of a job that features get: its model, loss, optimizer, step phases and checkpointed states."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ class Attachments:
             sync: function (is this the last micro-batch?) -> context around a micro-batch, so that gradients are
                 exchanged only in the last one.
             trained: name of a parameter -> tensor that the optimizer steps instead of the parameter (a shard, an fp32
-                master, a copy on the host), with as many elements. This rank trains no other parameters, and other
-                ranks may train others. By default the optimizer steps the parameters themselves.
+                master, a copy on the host), with as many elements. This rank trains only these parameters; other
+                ranks may train different ones. By default the optimizer steps the parameters themselves.
             refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
@@ -405,7 +405,7 @@ class Attachments:
     def weights(self) -> dict[str, Any]:
         """This rank's shards of the model's parameters and buffers by name, including those of frozen modules.
 
-        Parameters that other ranks train, or hold, are missing.
+        Parameters that only other ranks train or hold are missing.
         """
         trained = self.trained if self.trainers else self._trained or {}
         return ModelState(self.model, trained, leave_out=self.elsewhere, trainers=self.trainers).state_dict()

@@ -83,7 +83,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path, *, folders: bool = False) -> str:
-    """Path of the most similarly named entry in the folder of a path that does not exist; empty if there is none.
+    """Suggest a path for a mistyped one: the most similar name in the same folder; empty if no name is similar.
 
     Args:
         folders: whether to suggest only folders.

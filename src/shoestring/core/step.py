@@ -181,8 +181,8 @@ class MicroBatches:
         """The divisor of a micro-batch's loss before the backward pass.
 
         One process with one micro-batch divides by the true count. With more processes or micro-batches, the divisor is
-        the previous step's count divided by the number of ranks, because SHARD averages gradients over ranks although
-        their sum is needed. `correct` adjusts the gradients to the true count later.
+        the previous step's count divided by the number of ranks: SHARD averages gradients over ranks, but the step
+        needs their sum. `correct` adjusts the gradients to the true count later.
         """
         attachments, progress = self.attachments, self.attachments.progress
         ranks, batches = self._ranks, 1 if self.whole else len(self.batches)

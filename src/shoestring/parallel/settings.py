@@ -36,7 +36,7 @@ class DDP(Feature):
     """Replicate the model on every rank and average gradients (torch DDP); the default with several ranks."""
 
     bucket_mb: float = 25.0
-    """Size of the buckets of gradients in MB. Each bucket is all-reduced while the backward pass still runs."""
+    """Size of a gradient bucket in MB. Each bucket is all-reduced while the backward pass still runs."""
     find_unused: bool = False
     """Whether to search in each step for parameters without a gradient, by traversing the autograd graph. Needed if
     some steps do not use all parameters."""

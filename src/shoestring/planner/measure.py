@@ -1,4 +1,4 @@
-"""Measures what the parts of a run's model cost on this rank, without the state of its optimizer and its gradients.
+"""Measures what the parts of a run's model cost on this rank, without optimizer state and gradients.
 
 Blocks are measured one by one, each on the inputs that it got in a forward pass; of several equal blocks, only one is
 measured. The layers outside the blocks are measured while the blocks do nothing. In this way a model can be measured
@@ -295,7 +295,7 @@ class _Measuring:
         return trained(layout.before - both), trained(layout.behind), trained(both)
 
     def _optimizer(self) -> tuple[float, float]:
-        """Seconds of the optimizer's step and bytes of its state, per byte of trained weights; from one block."""
+        """Seconds of a step and bytes of state of the optimizer, per byte of trained weights, measured on one block."""
         block = max(self.blocks, key=lambda one: sum(p.nbytes for p in one.parameters()), default=self.model)
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
         total = sum(parameter.nbytes for parameter in trained)

@@ -2,8 +2,8 @@
 
 Peaks are predicted on fake tensors. Predicting every combination of settings would take too long. So the search
 predicts only four peaks for each way to store the model's state (two micro-batch sizes, with and without
-recomputation), and interpolates the peaks of all other combinations. If the interpolated peak of a combination fits,
-its peak is then predicted; the fastest combinations are tried first, until one fits. The time of an operator is
+recomputation), and interpolates the peaks of all other combinations. Combinations whose interpolated peak fits
+are then predicted one by one, the fastest first, until a predicted peak fits. The time of an operator is
 computed from its operations and bytes, at rates measured on this machine.
 """
 

@@ -201,7 +201,7 @@ def sequence_of(run: Run) -> int:
 
 
 def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens that `run.model` reads, by its configuration, in which `arguments` replace entries.
+    """Context length of `run.model` in tokens, from its configuration after `arguments` have replaced entries in it.
 
     None if the model sets no limit, if there is no model, or if `target` is a callable, whose context follows the data.
 

@@ -27,7 +27,7 @@ def check_named_files(run: Run) -> None:
         return
     for source in run.sources:
         named = ":" in source or source.endswith(".tokens") or is_piped(source) or Path(source).is_dir()
-        if not named and not has_magic(source):  # files that match a pattern may be many, so they are listed only later
+        if not named and not has_magic(source):  # a pattern may match many files, so it is expanded only later
             open_source(source, run.data.record_field)
 
 

@@ -117,7 +117,7 @@ class Meter:
         job, newest = self.job, []
         if self._pending is not None:
             newest.append(self._pending)
-        if job.progress.step > self._taken and "loss" in job.numbers:  # called inside a step
+        if job.progress.step > self._taken and "loss" in job.numbers:  # a step that is not recorded yet
             newest.append((job.progress.step, torch.as_tensor(job.numbers["loss"]), self._numbers()))
         for step, loss, numbers in newest:
             bits = {"bits_per_byte": loss * self.nats_to_bits} if self.nats_to_bits else {}
@@ -145,7 +145,7 @@ class Meter:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median duration, in seconds, of the newest steps, at most 15; NaN before the first step."""
+        """Median duration, in seconds, of the last 15 steps or fewer; NaN before the first step."""
         times = [mark.time for mark in self._marks]
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else math.nan

@@ -136,7 +136,7 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     """Describe the keys of all tables in a run file or a recipe, table by table, with the values that are set there.
 
     Raises:
-        ConfigError: the file or recipe does not exist, or it names a table that does not exist.
+        ConfigError: the file or recipe does not exist, or names a table that does not exist.
     """
     _, document = run.read(source)
     run.override(document, overrides, source)

@@ -270,7 +270,7 @@ def _try(
 
 
 WORTH_TRYING = 1.15
-"""Accuracy of predictions, as a factor: a plan is not tried if it is predicted to exceed the best time by more."""
+"""Plans are not tried if their predicted time exceeds the best by this factor, the accuracy of predictions."""
 
 
 def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:

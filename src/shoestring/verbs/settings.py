@@ -162,8 +162,8 @@ class ProgramProfiling:
     """Fraction of the time in which operators are recorded, above 0 and at most 1. Below 1, counts and times are
     estimates that are scaled up; a smaller fraction slows the program less and gives less certain estimates."""
     budget: float | None = None
-    """Processor time that profiling may add, as a fraction of the program's own time: 0.03 is 3%. Operators are then
-    recorded for a fraction of the time that fits this budget."""
+    """Processor time that profiling may add, as a fraction of the program's own time: 0.03 is 3%. The fraction of
+    time in which operators are recorded is then chosen to fit."""
     native_frames: bool = False
     """Sample the native functions that operators spend their time in, such as those of MKL. Linux only."""
     inside: str = ""

@@ -77,7 +77,7 @@ def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> Tria
 def keep_for_forks(plan: StudyPlan, lease: TrialLease) -> None:
     """Keep a copy of the checkpoint at which a member of a population has paused, for the next two comparisons.
 
-    The copy consists of hard links. They are made at once, and take no space until the run deletes its own checkpoint.
+    The copy consists of hard links, which take no time to make, and no space until the run deletes its own checkpoint.
     """
     if not isinstance(plan.schedule, Population):
         return
