@@ -141,7 +141,7 @@ class TrimCheckpoints(CheckpointsOfRun):
     """Arguments of `shoestring checkpoint trim`."""
 
     keep: int
-    """Number of checkpoints on disk to keep, the newest ones."""
+    """Number of newest checkpoints on disk to keep."""
     memory: bool = False
     """Delete also the checkpoints that a dead run left in this host's shared memory."""
     output: Output = Output()

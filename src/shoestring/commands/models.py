@@ -31,7 +31,7 @@ class Generate(TrainedModel):
 
     prompt: str | None = None
     """Text that the model continues, or with --chat the question that it answers. `-` reads the text from standard
-    input. Without --prompt, --chat reads the question from standard input, and other text starts with `def `."""
+    input. Without --prompt, --chat reads the question from standard input; without --chat, the text is `def `."""
     settings: Generation = field(default_factory=Generation)
     """Settings of the generation."""
     report: bool = False

@@ -30,8 +30,9 @@ class Ranks:
     """Number of ranks to start on this host."""
 
     workers: int | Literal["auto"] = 0
-    """Number of ranks to start on this host. 0 starts one rank for each GPU, or a single rank if there is no GPU. auto
-    does the same with GPUs, and otherwise starts up to two ranks. Ignored under torchrun, which starts the ranks."""
+    """Number of ranks to start on this host. 0 starts one rank for each GPU, or a single rank if there is no GPU; auto
+    starts one rank for each GPU, or up to two ranks if there is no GPU. Ignored under torchrun, which starts the
+    ranks."""
 
     def launch(self, *arguments: str, restarts: int = 0) -> int | None:
         """Start ranks that run the command line with these arguments, and return their exit code.

@@ -40,9 +40,9 @@ class Attachments:
 
     The methods from `at` to `add_pass` add to lists: any number of features may call them, and entries keep the order
     of the calls. The methods from `own` to `refuse_with` claim something that only one feature may own; a second
-    feature that claims the same thing gets a ConflictError. Features must not assign to the attributes, with two
-    exceptions: a feature at LOSS replaces `loss` by a function that wraps it, and a feature at MODEL or SHARD wraps
-    `forward` in the same way.
+    feature that claims the same thing gets a ConflictError. Features must not assign to the attributes, except that a
+    feature at LOSS replaces `loss` by a function that wraps it, and a feature at MODEL or SHARD wraps `forward` in the
+    same way.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Attachments:
         self.module = unwrap(model)  # the user's module without any wrapper
         self.forward, self.loss = forward, loss
         self.task_loss = loss  # the loss of evaluations: the user's loss, unless a feature changes the training task
-        self.build_optimizer = optimizer  # the owner of OPTIM replaces it; called after SHARD has been applied
+        self.build_optimizer = optimizer  # factory, which the owner of OPTIM replaces; called after SHARD
         self.optimizer: Optimizer  # the optimizer, once `build_optimizer` has been called
         self.progress, self.world, self.trace = progress, world, trace
         self.features: tuple[Feature, ...] = ()
@@ -91,7 +91,7 @@ class Attachments:
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
         self.elsewhere: set[str] = set()  # names of parameters that other ranks hold and this rank does not need
         self.holders: dict[str, tuple[int, ...]] = {}  # parameter -> the ranks that hold it, if not all ranks do
-        self.orders: dict[str, ShardOrder] = {}  # parameter -> order of its trained DTensor, if it is a different one
+        self.orders: dict[str, ShardOrder] = {}  # parameter -> order of its DTensor, if the two differ
         self.run_over: tuple[str, ...] = ()  # mesh axes of the owner that runs the micro-batches
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
@@ -120,7 +120,7 @@ class Attachments:
                 called for "own" states when the number of ranks has changed. Without `merge`, an "own" state is then
                 initialized anew.
             merged: whether the state is constant or changes only in `after_merges`, and so is equal on all ranks even
-                where they train separate replicas. There, states with `merged` False are saved as "own".
+                where they train separate replicas. Other states are then saved as "own".
         """
         if name in self.kept:
             raise ConfigError(f"two features keep state under the name `{name}`")
@@ -242,9 +242,9 @@ class Attachments:
         elsewhere: Collection[str] = (),
         orders: Orders | None = None,
     ) -> None:
-        """Set how the model is distributed over mesh axes, and which tensors the optimizer steps. Only at SHARD.
+        """Set how the model is distributed over mesh axes, and which tensors the optimizer steps.
 
-        Each mesh axis has one owner; `trained` and `run` each have one owner for all axes together.
+        Features call this at SHARD. Each mesh axis has one owner; `trained` and `run` each have one owner for all axes.
 
         The owner guarantees three things. After the backward pass of the last micro-batch, the `.grad` of each trained
         tensor is the mean over the ranks along `over`, for the shard that this rank holds. A trained tensor, with its

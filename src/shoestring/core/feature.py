@@ -114,7 +114,7 @@ class Feature(ABC):
     data_form: ClassVar[str] = ""
     """At LOSS: value that `data.form` must have for this loss; empty if the loss works on text or chats."""
     reads_first_rank: ClassVar[bool] = False
-    """Whether the feature assumes that the first rank holds the whole model, unlike a pipeline stage."""
+    """Whether the feature assumes that the first rank holds the whole model, which is wrong in a pipeline."""
     adds_parameters: ClassVar[bool] = False
     """At MODEL: whether the feature adds parameters to the model (LoRA). Existing parameters keep their names."""
 

@@ -68,7 +68,7 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
     if scaler.is_enabled() and (parted := attachments.world.group(attachments.parted)) is not None:
         for overflow in overflows(scaler, optimizer):  # without this, some pipeline stages would step and others not
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=parted)
-    if progress.count and (gradients := attachments.gradients):  # there are none after a refused loss
+    if progress.count and (gradients := attachments.gradients):  # a refused loss leaves no gradients
         micro.correct(gradients, sums[1])
     with span("optimizer", "compute"):
         scaler.step(optimizer)

@@ -32,10 +32,10 @@ _MARK = "whole_batch"
 def whole_batch(loss: Loss) -> Loss:
     """Mark a loss that compares samples with each other, so that it gets the rows of all ranks and micro-batches.
 
-    Write the loss as for one process. It gets two arguments. `output` is what `forward` returns for the whole batch of
-    the step: tensors, or a tuple, list or dict of tensors, with one row per sample; the rows of all ranks are joined.
-    0-d tensors, such as a temperature, are equal on all ranks and stay as they are. `batch` is a dict of only those
-    entries of the batch that hold one number per sample, of shape (samples,). If the loss needs anything else,
+    Write the loss as for one process. Its argument `output` is what `forward` returns for the whole batch of the step:
+    tensors, or a tuple, list or dict of tensors, with one row per sample; the rows of all ranks are joined. 0-d
+    tensors, such as a temperature, are equal on all ranks and stay as they are. The argument `batch` is a dict of only
+    those entries of the batch that hold one number per sample, of shape (samples,). If the loss needs anything else,
     `forward` may return it. Gradients flow only through what `forward` returns.
     """
     setattr(loss, _MARK, True)
@@ -57,7 +57,7 @@ def joined(
         repeated: whether this rank's rows are copies that another rank counts, so that they must be left out.
 
     Raises:
-        ConfigError: an output has no rows, or rows of a different shape on another rank. Raised on all ranks.
+        ConfigError: an output has no rows, or rows of a different shape on another rank; raised on all ranks.
     """
     numbers = _numbers(batch)
     own = [tensor for tensor in tree_leaves((output, numbers)) if isinstance(tensor, Tensor) and tensor.ndim]

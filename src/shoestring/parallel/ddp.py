@@ -25,7 +25,7 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
         return
     attachments.claim(over, whole=True)
     references = [record.state for record in attachments.kept.values() if isinstance(record.state, Reference)]
-    # DDP need not broadcast frozen modules, because the ranks' hashes of them were compared. DDP cannot broadcast
+    # DDP need not broadcast frozen modules, because ranks have compared hashes of them. DDP cannot broadcast
     # tensors of data types that Gloo lacks.
     frozen = [name for reference in references for name in reference.within_model]
     elsewhere = {name for name, tensor in _tensors(attachments.model) if tensor.is_meta}  # held by other stages
@@ -56,7 +56,7 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
 
 
 def _last_of_several(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
-    """Return the `sync` for a pipeline, in which other forward passes may run between a forward pass and its backward.
+    """Return the `sync` for a pipeline, in which other forward passes may run before a backward pass.
 
     DDP decides in a forward pass whether the next backward pass averages gradients. Here no forward pass may decide so;
     instead the last backward pass is prepared when it begins.
@@ -77,7 +77,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_used(attachments: Attachments) -> None:
-    """Raise ConfigError if a parameter got no gradient. DDP then waits for it, so its bucket was not averaged."""
+    """Raise ConfigError if a parameter got no gradient. DDP waits for the gradient, so its bucket was not averaged."""
     unused = [name for name, parameter in attachments.trained.items() if parameter.grad is None]
     if unused and len(unused) < len(attachments.trained):  # after a refused step no parameter has a gradient
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""

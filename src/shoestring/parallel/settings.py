@@ -314,8 +314,8 @@ class Tensor(Feature):
     """Split each layer over ranks of a host (tensor parallelism; Shoeybi et al., 2019). Every rank works on the same
     samples with its own heads and features, and the ranks add up their results twice per block.
 
-    The layers of the built-in GPT, GPT-2, ViT, and models with a tensor-parallel plan in transformers are known; name
-    the layers of other models.
+    The built-in GPT, GPT-2, ViT, and models with a tensor-parallel plan in transformers need no further settings. For
+    other models, name the layers to split.
     """
 
     ways: int = 0
@@ -327,7 +327,7 @@ class Tensor(Feature):
     """Layers to split by their outputs, as patterns of names such as `blocks.*.up`. For a fused layer, add the relative
     sizes of its sections: `blocks.*.qkv:8+2+2`."""
     rows: tuple[str, ...] = ()
-    """Layers to split by their inputs; their inputs are the outputs of layers in `columns`."""
+    """Layers to split by their inputs, which are the outputs of layers in `columns`."""
     gathered: tuple[str, ...] = ()
     """Output layers and embeddings to split by the entries of the vocabulary."""
     heads: tuple[str, ...] = ()

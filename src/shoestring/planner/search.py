@@ -1,4 +1,4 @@
-"""Lists the ways to train a run on a cluster, predicts each of them, and chooses one; all from earlier measurements."""
+"""Lists the ways to train a run on a cluster, predicts their step times from measurements, and chooses one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """A way to train: features that are added to the user's, and the numbers of micro-batches for which to plan."""
+    """A way to train: the features added to the user's, and the numbers of micro-batches to plan for."""
 
     run: Run
     """The run with the added features and all defaults."""
@@ -157,7 +157,7 @@ class PlanSearch:
         """The way with added features; None if they do not fit, or if one of them would have no effect."""
         if any(one in added for one in self._unfit) or not _one_owner((*fixed, *added)):
             return None
-        with contextlib.suppress(ShoestringError):  # the features may need a mesh that does not divide the ranks
+        with contextlib.suppress(ShoestringError):  # the ranks may not divide into the mesh that is needed
             world = arrange_mesh(self.world, (*fixed, *added))
             if any(Seam.SHARD in feature.seams and world.ranks_over(feature.over) == 1 for feature in added):
                 return None

@@ -22,7 +22,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeed:
-    """One host's disk below the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
+    """A host's disk that holds the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
 
     host: str
     write: float
@@ -69,7 +69,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All measurements of a cluster, which predictions of step time use."""
+    """All measurements of a cluster; step times are predicted from them."""
 
     devices: tuple[Device, ...] = ()
     stores: tuple[DiskSpeed, ...] = ()

@@ -102,7 +102,7 @@ class _Building:
         return len(self.tasks) - 1
 
     def _add_pass(self, stage: int, one: StagePass) -> bool:
-        """Add a pass if the pass whose result it needs was already added; returns whether it did."""
+        """Add a pass if the pass that it depends on was already added; return whether the pass was added."""
         step, last = self.step, len(self.step.parts) - 1
         needed: tuple[int, int, bool] | None
         if one.backward:

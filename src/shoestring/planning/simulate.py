@@ -3,7 +3,8 @@
 A step is a set of tasks on resources. Each resource runs its tasks in a fixed order, because all ranks must call the
 same collectives in the same order. So without `slowdown` the makespan is the longest path through a graph whose edges
 are the dependencies between tasks and the order on each resource. The makespan is at least the critical path of the
-dependencies, and at least the total time of any resource's tasks. Making a task shorter never makes it longer.
+dependencies, and at least the total time of any resource's tasks. Making a task shorter never makes the
+makespan longer.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Decision:
     reason: str
     predicted: dict[str, float]
     worth: dict[str, float] = field(default_factory=dict)
-    """Candidate -> training progress of one step with it, relative to one step with the first candidate."""
+    """Candidate -> training progress of one step with this candidate, relative to one step with the first candidate."""
 
     @property
     def seconds(self) -> float:
@@ -106,11 +107,11 @@ def choose(
 ) -> Decision:
     """Choose the first candidate unless the fastest one saves more than the fraction `margin` of its time.
 
-    If it does, choose the first candidate whose time exceeds the fastest candidate's by at most half of `margin`.
+    Otherwise choose the first candidate whose time exceeds the fastest candidate's by at most half of `margin`.
 
     Args:
-        worth: candidate -> training progress of one step with it, relative to one step with the first candidate; 1 for
-            candidates without an entry. Candidates are compared by the time that they take for equal progress.
+        worth: candidate -> training progress of one step with this candidate, relative to one step with the first
+            candidate; 1 for candidates without an entry. Candidates are compared by their time for equal progress.
     """
     predicted = {name: makespan(candidate.predict(trace, cluster)) for name, candidate in candidates.items()}
     worths = {name: (worth or {}).get(name, 1.0) for name in predicted}

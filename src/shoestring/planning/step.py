@@ -180,7 +180,7 @@ class StepPlan:
     divided: dict[str, int] = field(default_factory=lambda: {"optimizer": 1, "gradients": 1, "parameters": 1})
     """Name of a state ("optimizer", "gradients", "parameters") -> number of ranks over which it is sharded."""
     buckets: bool = False
-    """Whether gradients are also copied into communication buckets, which take memory."""
+    """Whether gradients also lie in communication buckets, which take as much memory."""
     recomputed: frozenset[int] = frozenset()
     """Indices of blocks that are recomputed in the backward pass."""
 
@@ -204,7 +204,7 @@ class StepPlan:
         return self.model.tied > 0 and self.stages > 1 and self.first == 0
 
     def hidden(self, block: int) -> float:
-        """Bytes of a micro-batch's hidden states before block `block`; after the last one if there is no such block."""
+        """Bytes of a micro-batch's hidden states before block `block`; after the last block if there is none."""
         return self.model.hidden[block] * self.samples
 
     def group(self, axes: Iterable[str]) -> GroupShape:

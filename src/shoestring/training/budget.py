@@ -43,7 +43,7 @@ log = logging.getLogger("shoestring")
 
 GIB = 2**30
 ROUGHLY = 1.05
-"""How far an interpolated peak may exceed the budget before the search skips the combination: a factor."""
+"""Factor by which an interpolated peak may exceed the budget before the search skips the combination."""
 GIGABIT = 125e6
 """Assumed bandwidth for gathering weights, in bytes/s, if there are no ranks that could measure it."""
 EIGHT_BITS = 8.0
@@ -80,7 +80,7 @@ class MemoryChoice:
     blocks: int = 0
     level: RecomputeLevel = NOT_AT_ALL
     added: float = 0.0
-    """Predicted seconds that a step takes longer than with the run file's own settings."""
+    """Predicted additional seconds of a step, compared to a step with the run file's own settings."""
     roughly: float = 0.0
     """Interpolated peak of a rank in bytes, before the peak is predicted."""
 

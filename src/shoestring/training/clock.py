@@ -23,7 +23,7 @@ PACE_STEPS = 12  # steps after which the time per step is steady enough to compu
 REPLAN = 10  # steps between corrections of the number of steps
 LATE = 1.1  # ratio of planned time to time left, above which the plan is corrected even late in a run
 SPENT = "spent.json"
-"""Name of the file in a run folder that holds the seconds of training before the newest start, with lost steps."""
+"""Name of the file in a run folder that holds the seconds of training before the newest start, including lost steps."""
 
 
 class TrainingClock:

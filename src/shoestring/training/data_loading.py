@@ -109,7 +109,7 @@ class DataSets:
 
 
 def open_data(run: Run, world: World, folder: Path, collate: Collate | None = None) -> DataSets:
-    """Open the data, and check that all hosts have the same; at first use, prepare it in `folder`. A collective.
+    """Open the data, and check that it is equal on all hosts; at first use, prepare it in `folder`. A collective.
 
     Args:
         collate: the function that `run.collate` names.
@@ -203,7 +203,7 @@ def sequence_of(run: Run) -> int:
 def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
     """Context length of `run.model` in tokens, from its configuration after `arguments` have replaced entries in it.
 
-    None if the model sets no limit, if there is no model, or if `target` is a callable, whose context follows the data.
+    None if the model sets no limit, if there is no model, or if `target` is a callable, which takes it from the data.
 
     Raises:
         ConfigError, CheckpointError: the `hf:` model does not exist, or its folder is damaged.
@@ -241,7 +241,8 @@ def tokenizer_of(run: Run) -> str:
     """The tokenizer to use: `data.tokenizer`, or the path of the model's own tokenizer if the setting is "model".
 
     Raises:
-        ConfigError: the model was trained with a different tokenizer, or the setting is "model" and it has none.
+        ConfigError: the model was trained with a different tokenizer, or the setting is "model" but the model
+            has no tokenizer.
         DataError: the model's tokenizer cannot be used.
     """
     chosen, target = run.data.tokenizer, run.settings.model
@@ -302,7 +303,7 @@ def _own(run: Run, world: World) -> DataSets:
 
 
 def _of_ranks(data: DataSets, world: World) -> DataSets:
-    """Exchange the numbers of samples, so that each rank knows those of all ranks. A collective."""
+    """Exchange the numbers of samples, so that each rank knows all of them. A collective."""
     return with_lengths(data, [json.loads(message) for message in world.gather(json.dumps(data.lengths).encode())])
 
 

@@ -142,7 +142,7 @@ def _own_results(job: Job, settings: Settings, data: DataSets, own: Callable[...
 
 
 def _result(value: Any) -> float | Finding:
-    """Convert a result of the user's evaluation to a number, or leave it a table or a picture."""
+    """Convert a result of the user's evaluation to a number, unless it is a table or a picture."""
     if isinstance(value, Table | Picture):
         return value
     if hasattr(value, "getbands") or (getattr(value, "ndim", 0) > 1 and math.prod(value.shape) != 1):

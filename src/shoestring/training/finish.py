@@ -313,7 +313,7 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     if not changing and not parted and not any(isinstance(value, DTensor) for value in state.values()):
         return attachments.module
     if changing:
-        with attachments.evaluating():  # computes buffers (batch norm statistics) again if they need averaged weights
+        with attachments.evaluating():  # recomputes buffers that depend on averaged weights (batch norm statistics)
             pass
     weights = {}
     for name, value in state.items():

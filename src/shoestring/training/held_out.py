@@ -78,7 +78,7 @@ class HeldOut:
                 batches, in the order of the batches.
 
         Returns:
-            `rows` with (len(self), ...) rows in place of n, on the device of `rows`, on every rank.
+            `rows` with len(self) rows instead of n, on the device of `rows`, on every rank.
 
         Raises:
             ConfigError: the number of rows differs from the number of this rank's samples.

@@ -45,14 +45,14 @@ def train(
     sinks: Sequence[Sink] = (),
     stop: Callable[[], bool] | None = None,
 ) -> finish.Result:
-    """Train a run on this rank of `world`. Every rank must call it, from any thread.
+    """Train a run on this rank of `world`. Every rank must call this function, from any thread.
 
     Args:
         record: recorder that records the start of the run, and its failure if the run fails.
         sinks: additional sinks for metrics, besides those that `run.sinks` names; used only on the first rank. The run
-            closes them. If a sink raises an error, the run continues without that sink.
-        stop: function that every rank calls before each step. If it returns True on any rank, the run ends after that
-            step and writes a last checkpoint, from which it can be resumed.
+            closes these sinks. If a sink raises an error, the run continues without that sink.
+        stop: function that every rank calls before each step. If `stop` returns True on any rank, the run ends after
+            that step and writes a last checkpoint, from which it can be resumed.
 
     Raises:
         ShoestringError: the user can correct the cause; raised on all ranks. Earlier checkpoints are intact.

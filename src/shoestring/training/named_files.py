@@ -19,7 +19,7 @@ def check_named_files(run: Run) -> None:
             file does not exist.
     """
     model = run.settings.model
-    is_module = "." in model and all(part.isidentifier() for part in model.split("."))  # lacks `:callable`; see later
+    is_module = "." in model and all(part.isidentifier() for part in model.split("."))  # without `:callable`
     if ":" not in model and not is_module and not Path(model).exists():
         hint = "give the folder of a model, of a run, or hf:NAME"
         raise ConfigError(f"there is no model `{model}`: it is no folder", hint=hint)

@@ -1,4 +1,4 @@
-"""The layout of chats and preferences in samples: as dense as the model can read it correctly.
+"""The layout of chats and preferences in samples: as dense as the model can read correctly.
 
 Several chats share a sample only if the model keeps them from attending to each other. The answers of a preference
 share their prompt only if the model accepts the attention mask that this needs.
@@ -71,7 +71,7 @@ def _packing_fault(model: nn.Module, vocabulary: int, length: int) -> str:
 
 
 def laid_out(corpus: Corpus, faults: Mapping[str, str]) -> Corpus:
-    """The corpus with samples in the densest layout that its model reads correctly; a sparser layout is logged.
+    """The corpus with samples in the densest layout that the model reads correctly; a sparser layout is logged.
 
     Args:
         faults: result of `faults_of_layouts`.

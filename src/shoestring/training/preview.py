@@ -32,7 +32,7 @@ _EXPANSION = 8
 MOST = 1 << 28
 """Maximum number of characters that the check reads of a larger source; reading them takes seconds."""
 CHATS = 1 << 18
-"""Maximum number of characters that it reads of a larger source of chats, which must also be rendered and encoded."""
+"""The same maximum for a source of chats, which is lower because chats must be rendered and encoded."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
 
 
 def _is_quick(source: str) -> bool:
-    """Whether a source is small enough to prepare. A missing source is, so that opening it raises an error."""
+    """Whether a source is small enough to prepare. A missing source counts as small, so that opening it fails."""
     if is_piped(source):
         return False
     if source.endswith(".tokens"):

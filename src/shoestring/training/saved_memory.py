@@ -78,7 +78,7 @@ class SavedMemory:
 
 class SavingsTables(Protocol):
     """A function that waits for the prediction, and returns a list with one table: how much memory each feature saved.
-    The list is empty if that could not be predicted."""
+    The list is empty if the prediction failed."""
 
     def __call__(self, trace: Trace) -> list[Table]:
         """`trace` is the run's trace, which holds the measured peak if memory was traced."""
@@ -150,7 +150,7 @@ def predict_savings(run: Run, ranks: int, apply: Callable[..., Iterable[int]] = 
         apply: function like `map`, which calls the predicting function on its arguments.
 
     Raises:
-        Exception: a feature or operator does not work on fake tensors; any error that it raises.
+        Exception: any error that a feature or operator raises because it does not work on fake tensors.
     """
     names = saving(run.features)
     without = (

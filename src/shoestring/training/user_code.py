@@ -40,7 +40,7 @@ def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
     """Import the functions that keys of [run] name, except `run.model` and `run.data`.
 
     Args:
-        skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the packages.
+        skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the sinks' packages.
 
     Raises:
         ConfigError: a name does not exist, or importing it fails.

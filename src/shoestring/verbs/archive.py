@@ -263,10 +263,10 @@ def list_checkpoints(run: Path) -> list[FoundCheckpoint]:
 def verify(run: Path, step: int | None = None) -> list[dict[str, Any]]:
     """Read and verify the checkpoints of a run, or only the checkpoints of one step.
 
-    Skips checkpoints that were never committed, and checkpoints that a live run deletes meanwhile.
+    Checkpoints that were never committed are skipped, and so are checkpoints that a live run deletes meanwhile.
 
     Returns:
-        A row for each checkpoint; its entry `damage` lists the faults.
+        A row for each checkpoint, with an entry `damage` that lists the faults.
 
     Raises:
         CheckpointError: there are no checkpoints.
@@ -328,7 +328,7 @@ def explain(run: Path) -> recovery.Explanation:
 
 
 def show(run: Path, step: int | None = None) -> dict[str, Any]:
-    """Describe the checkpoint of a step: the bytes and values of its states, and its tensors. By default the newest.
+    """Describe the checkpoint of a step, by default the newest one: the bytes and values of states, and its tensors.
 
     Raises:
         CheckpointError: there is no checkpoint of this step, or it is damaged.

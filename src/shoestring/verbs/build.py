@@ -1,4 +1,4 @@
-"""`shoestring build`: compiles the native kernels for this machine ahead of time, so that no run has to wait for it."""
+"""`shoestring build`: compiles the native kernels for this machine, so that no run has to wait for compilation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def build() -> Iterator[str]:
     """Compile all kernels that are not in the cache yet; yield a line for each kernel, then the folder of the cache.
 
     Raises:
-        DataError: a kernel cannot be compiled; raised after the last line. Programs then use slower code instead.
+        DataError: a kernel cannot be compiled; raised after the last line. Programs use slower code instead of
+            this kernel.
     """
     failed = 0
     for name in native.names():

@@ -184,7 +184,7 @@ class Dialogue:
         """Yield the next answer in pieces, and add it to the conversation.
 
         Args:
-            forget: number of messages to remove from the conversation if it does not fit into the context.
+            forget: number of messages to remove again if the conversation cannot be rendered.
         """
         try:
             tokens = self._rendered()

@@ -1,4 +1,4 @@
-"""`shoestring distill`: training a draft model in two stages from one run file, and measuring its acceptance."""
+"""`shoestring distill`: trains a draft model in two stages from one run file, and measures its acceptance rate."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, f
 
 
 def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, forward: Forward, run: Run, world: World) -> float:
-    """Acceptance rate over the held-out samples, which the ranks share out. Every rank must call this function."""
+    """Acceptance rate over the held-out samples, which are divided among ranks. Every rank must call this function."""
     assert data.held_out is not None
     batch = max(1, run.settings.batch // (world.size * run.settings.accumulate))
     shares = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT, collate=data.collate)

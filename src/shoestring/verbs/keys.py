@@ -106,7 +106,7 @@ def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
 
     The order of matches is: keys whose name equals a word, keys whose name contains the words, keys whose help text
     contains the words. Among equal matches, keys of tables that every run has come first. A single word may also be the
-    name of a setting in another tool; then the result is the same setting here.
+    name of a setting in another tool; then the result is the equivalent key.
 
     Raises:
         ConfigError: no key matches.

@@ -55,7 +55,7 @@ class Exchanged:
 
     @property
     def took(self) -> float:
-        """The same as `seconds`, but measured. For local steps it is predicted, because a trial includes no merge."""
+        """Like `seconds`, but measured in a trial. Equal to it for local steps, because a trial includes no merge."""
         return self.seconds if self.merges else self.measured / self.facts["predicted_worth"]
 
     @property
@@ -204,7 +204,7 @@ def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world:
         peak_gib=float(f"{plan.predicted.peak / GIB:.4g}"),
     )
     run = search.file(plan)
-    return replace(run, features=(record, *run.features))  # first, so that its check for other ranks comes first
+    return replace(run, features=(record, *run.features))  # first, so that its check of the ranks runs first
 
 
 def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
@@ -221,7 +221,7 @@ def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> b
 
 
 def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
-    """Choose an exchange as [comm.auto] does, and time a few steps with it. A collective."""
+    """Choose an exchange of gradients like [comm.auto], and time a few steps with it. A collective."""
     run, others, world = planning.run, planning.others, planning.world
     trial = for_trial(replace(run, features=(*others, auto)), world)
     budget = (planning.budget,) if planning.budget else ()  # stays in the run, to lower the peak when the run trains

@@ -38,7 +38,7 @@ def compare(runs: Sequence[Path], out: Path) -> tuple[str, Path]:
         A summary for the terminal, and the path of the page that was written (`out`).
 
     Raises:
-        ConfigError: there are fewer than two folders, a folder is given twice, or one is not a run folder.
+        ConfigError: there are fewer than two folders, a folder is given twice, or is not a run folder.
     """
     text, written = comparison.compare(runs, out)
     return "\n".join([text, *compare_runs(runs)]), written

@@ -117,7 +117,7 @@ class TaskEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class DataView:
-    """Settings of how training data is read and shown. A run file determines all of these settings except `first` and
+    """Settings for reading and showing training data. A run file determines all of these settings except `first` and
     `most`."""
 
     model: str = ""

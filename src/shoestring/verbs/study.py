@@ -26,8 +26,8 @@ TABLES = ("tune", "space", "halving", "population")
 FIXED = ("run.model", "run.data", "run.seed", "model.", "data.")
 """Keys that cannot change during a run, so a population cannot search them."""
 ENVIRONMENT = "env:"
-"""Prefix of a store's URL that instead names an environment variable with the URL. In this form a password in the URL
-does not show in `ps`."""
+"""Prefix that marks the name of an environment variable that holds a store's URL. A password in the URL then does not
+show in `ps`."""
 
 
 @dataclass(frozen=True)

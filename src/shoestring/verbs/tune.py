@@ -44,7 +44,7 @@ class StudyOutcome:
 
 
 def tune(file: Path, workers: int = 1) -> StudyOutcome:
-    """Start or continue the study of a study file, and run its trials until the study is over, or SIGTERM or SIGINT.
+    """Start or continue the study of a file, and run trials until the study is over, or SIGTERM or SIGINT arrives.
 
     Raises:
         ConfigError: the study file is wrong, or its store cannot be used.
@@ -55,7 +55,7 @@ def tune(file: Path, workers: int = 1) -> StudyOutcome:
 
 
 def join(store: str, name: str = "", workers: int = 1, *, trust: bool = False) -> StudyOutcome:
-    """Run trials of a study that another machine has started, until the study is over, or SIGTERM or SIGINT.
+    """Run trials of a study that another machine started, until the study is over, or SIGTERM or SIGINT arrives.
 
     For the arguments and errors, see `study.join_plan`.
     """
@@ -186,7 +186,7 @@ def summary(plan: StudyPlan, store: Store) -> list[str]:
 
 
 def lineage(trials: Sequence[TrialLease], trial: TrialLease) -> list[str]:
-    """The settings of a trial and of its ancestors by forking, one line for each trial, the oldest first."""
+    """The settings of a trial and of the trials that it descends from, one line for each trial, the oldest first."""
     by_number = {member.number: member for member in trials}
     line, until = [], ""
     while True:

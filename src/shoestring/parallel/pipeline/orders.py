@@ -67,8 +67,8 @@ def orders(
 
     def choose(stage: int, now: int) -> Pass | None:
         own = [part for part in parts if part % stages == stage]
-        # Embeddings are computed in no time, so they could all be sent early. They are not, because other messages
-        # would have to wait behind them.
+        # Embeddings are computed in no time, so they could all be sent early. They are sent one by one, because other
+        # messages would have to wait behind them.
         if -1 in own and (sent := forward[-1]) < min(micro, forward[0] + ahead + 2):
             return Pass(-1, sent, False)
         begun, ended = (sum(counts[part] for part in own if part >= 0) for counts in (forward, backward))

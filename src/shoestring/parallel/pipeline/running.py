@@ -45,7 +45,7 @@ def attach(attachments: Attachments, settings: Pipeline) -> None:
 
 
 def sum_tied(attachments: Attachments, settings: Pipeline) -> None:
-    """Let the first and the last stage add up their gradients of tied weights, after DDP or others averaged them."""
+    """Let the first and the last stage add up their gradients of tied weights, after these were averaged."""
     if attachments.world.ranks_over([STAGE]) > 1:
         running = attachments.carry(settings, lambda: cast(Running, None))  # `attach` has already built it
         if running.tied:
@@ -53,7 +53,7 @@ def sum_tied(attachments: Attachments, settings: Pipeline) -> None:
 
 
 def _groups(world: World) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create two process groups of the stages of this rank's replica, one for each direction. A collective.
+    """Create two process groups with the stages of this rank's replica, one for each direction. A collective.
 
     An NCCL communicator runs one operation after another, so in a single group one direction would wait for the other.
     """

@@ -299,7 +299,7 @@ class Stage:
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
-        """Context of a part's first pass: checks the parameters that it reads, and gives embeddings' outputs gradients.
+        """Context of a part's first pass: checks which parameters it reads, and gives embeddings' outputs gradients.
 
         The gradients show `_check_inputs` which arguments depend on embeddings, even on frozen ones.
         """

@@ -1,8 +1,8 @@
 """Plans which layers of a model are split, and how: from built-in tables, transformers' tables, or the user's names.
 
 The terms are those of Megatron-LM (Shoeybi et al., 2019). Layers that read the residual stream are split by their
-outputs (`columns`). Layers that write to it are split by their inputs (`rows`). Between the two, each rank works on
-its own heads or features, and nothing is exchanged.
+outputs (`columns`). Layers that write to the residual stream are split by their inputs (`rows`). Between such layers,
+each rank works on its own heads or features, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Way = Literal["columns", "rows", "vocabulary", "gathered"]
 _FUSED = re.compile(r"(?P<pattern>.+?):(?P<sections>\d+(\+\d+)*)")
 _STYLES: dict[str, Way] = {"colwise": "columns", "rowwise": "rows"}
 _SUMMED = "replicated_with_grad_allreduce"
-_OTHERS = ("replicate", "embedding_rowwise", "colwise_gather_output", _SUMMED)  # vocabulary layers: `_vocabulary`
+_OTHERS = ("replicate", "embedding_rowwise", "colwise_gather_output", _SUMMED)  # see also `_vocabulary`
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
         vocabulary: whether token embeddings and the output layer are split as well.
 
     Raises:
-        ConfigError: there is no table for this model, or the layers that the user named do not fit it.
+        ConfigError: there is no table for this model, or the layers that the user named do not fit the model.
     """
     if settings.columns or settings.rows or settings.gathered or settings.heads:
         if settings.vocabulary != "auto":

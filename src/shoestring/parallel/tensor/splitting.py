@@ -100,7 +100,7 @@ class Splitting:
         named = {name: tensor for name, tensor in attachments.named().items() if tensor.requires_grad}
         whole = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
         for tensor in whole.values():
-            if tensor not in self.parts:  # as DTensors too: foreach operations cannot mix them with tensors
+            if tensor not in self.parts:  # foreach operations cannot mix DTensors and plain tensors
                 self.stepped[tensor] = self._placed(tensor.detach(), None, tensor.shape, tensor.stride())
         attachments.shard(
             over=(),
@@ -159,7 +159,7 @@ class Splitting:
                 module.training = mode
 
     def _check_answer(self, before: Tensor | None) -> None:
-        """Raise ConfigError if the split model computes something else, such as a norm that needs all features.
+        """Raise ConfigError if the split model computes different logits, such as if a norm needs all features.
 
         Raises:
             ConfigError: the logits differ by more than the order of summation explains.
