@@ -176,7 +176,7 @@ class Attachments:
         return self._carried[id(feature)]
 
     def count_evaluated(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Add a batch to a metric of the running evaluation: the mean over all batches and ranks."""
+        """Add a batch to a metric that is averaged over all batches and ranks of the running evaluation."""
         sums = torch.stack((total.detach().double(), count.double()))
         self.evaluated[name] = self.evaluated[name] + sums if name in self.evaluated else sums
 

@@ -120,7 +120,7 @@ class Job:
         return step.evaluate(self._attachments, batches)
 
     def stop(self) -> None:
-        """Ask all ranks to stop: `done` becomes True on all after the same step. Signal handlers may call this."""
+        """Ask all ranks to stop: `done` becomes True on all ranks after the same step. Safe in signal handlers."""
         self._attachments.stop_requested = True
 
     @property

@@ -17,9 +17,9 @@ Stretch = tuple[int, int]
 class ShardOrder:
     """The order of the slices of a fused weight in its DTensor, which differs from their order in the parameter.
 
-    A rank that has half of the queries, keys and values holds three slices of the fused weight. Its local shard, and so
-    the DTensor, has these slices one after another, ordered by rank. torch has no placement for slices of unequal
-    sizes. It needs none, because an optimizer does not depend on the order of the elements.
+    A rank that has half of the queries, keys and values holds three slices of the fused weight. The rank's local shard,
+    and so the DTensor, has these slices one after another. PyTorch has no placement for slices of unequal sizes. It
+    needs none, because an optimizer does not depend on the order of the elements.
     """
 
     shape: tuple[int, ...]

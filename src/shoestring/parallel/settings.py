@@ -173,8 +173,8 @@ class Pipeline(Feature):
     """Number of parts of the model in each stage (interleaved schedule). With more parts, stages wait less but send
     more messages."""
     ahead: int = 1
-    """Additional micro-batches that a stage may have in flight, for each link between it and the last stage. More of
-    them hide the latency of slow links, but hold more activations."""
+    """Additional micro-batches that a stage may have in flight, for each link between it and the last stage. More
+    micro-batches hide the latency of slow links, but hold more activations."""
     embeddings: Literal["auto", "first", "last"] = "auto"
     """Stage that looks up embeddings if they are tied to the output layer. With `last`, the last stage sends embedded
     tokens to the first stage and gets their gradients back. With `first`, the two stages exchange the gradient of the

@@ -38,7 +38,7 @@ from shoestring.training.user_code import UserCode
 REPLACEABLE = (DDP(), DDP(hosts="leave"))
 """The default features at SHARD, which a plan may replace. DDP with other settings is the user's choice, and stays."""
 CLOSE = 0.02
-"""If a plan takes at most this fraction longer than the fastest one and has fewer features, it is chosen instead."""
+"""A plan with fewer features is chosen instead of the fastest plan if it takes at most this fraction longer."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,10 @@ class TrainingClock:
         self._seconds = self.before + time.perf_counter() - self._began
 
     def end_step(self, meter: Meter) -> None:
-        """Every `REPLAN` steps, set the number of remaining steps by the measured time per step. A collective."""
+        """After `PACE_STEPS` steps, and then every `REPLAN` steps, set the number of remaining steps by the pace so far.
+
+        A collective. The pace is the median time of the newest steps.
+        """
         progress = self.job.progress
         done = progress.step - self._first
         if not self.settings.minutes or done < PACE_STEPS or (done > PACE_STEPS and done % REPLAN):

@@ -49,7 +49,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
 
     The check calls the same functions in the same order as `training.loop.train`, up to the start of ranks, so it
     refuses every run that training would refuse before its first step. Settings that name untrusted code are listed at
-    the end, but the code is not read. If `run.model` is such a setting, its parameters and memory are left out.
+    the end, but the code is not read. If `run.model` is such a setting, parameters and memory are left out.
 
     Raises:
         ShoestringError: training would refuse the run before its first step.

@@ -131,7 +131,7 @@ class DataView:
     template: str = ""
     """Path of a chat template (a Jinja file), for a model that has no template."""
     sequence: int = 0
-    """Number of tokens in a sample; longer chats are cut off. 0 uses the context of the model, but at most 1,024."""
+    """Number of tokens in a sample; longer chats are cut off. 0 uses the model's context, but at most 1,024 tokens."""
     first: int = 3
     """Number of records to show in full; all other records are only counted."""
     most: int = 1000
