@@ -93,7 +93,7 @@ class TrainingClock:
         self._seconds = self.before + time.perf_counter() - self._began
 
     def end_step(self, meter: Meter) -> None:
-        """After `PACE_STEPS` steps, and then every `REPLAN` steps, set the number of remaining steps by the pace so far.
+        """After `PACE_STEPS` steps, and then every `REPLAN` steps, set the number of remaining steps by the pace.
 
         A collective. The pace is the median time of the newest steps.
         """
