@@ -111,7 +111,7 @@ def test_weights_alone_are_a_start_at_step_0(runs, tmp_path):
     assert begun["began"] == begun["step"] == 0
     weights = {name: value for name, value in story["last"].items() if name.startswith("model.")}
     assert weights.items() <= begun["first"].items()
-    with pytest.raises(CheckpointError, match="has a checkpoint of step 0 already"):
+    with pytest.raises(CheckpointError, match="already has a checkpoint of step 0"):
         imported(tmp_path / "out", tmp_path / "one", "safetensors")
 
 
@@ -325,7 +325,7 @@ def test_one_file_is_imported_too_and_never_into_what_was_started(tmp_path):
     found = Archive.of(tmp_path / "run").pick(None).content().state("model")
     assert torch.equal(found["weight"].read(), torch.ones(2))
     saving_ranks.train(folder=str(tmp_path / "begun"), steps=1)
-    with pytest.raises(CheckpointError, match="a run was started in"):
+    with pytest.raises(CheckpointError, match="a run was already started in"):
         imported(tmp_path / "model.safetensors", tmp_path / "begun", "safetensors")
 
 

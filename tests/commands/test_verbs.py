@@ -330,7 +330,7 @@ def test_what_a_plan_was_off_by_is_said_of_what_it_predicted(measured, said):
 def test_more_ranks_than_memory_holds_are_refused_before_they_start(capsys):
     assert main(["train", "quickstart", "--workers", "1000000"]) == 2
     said = capsys.readouterr().err
-    assert "1000000 ranks take about" in said and "set --workers to the" in said
+    assert "1000000 ranks need about" in said and "lower --workers" in said
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "distill"])

@@ -44,9 +44,9 @@ def test_a_world_with_other_hosts_shares_no_mesh():
 @pytest.mark.parametrize(
     ("axis", "added", "size", "message"),
     [
-        (LOCAL, "tensor", 3, "the 4 ranks over local do not divide into tensor of 3"),
+        (LOCAL, "tensor", 3, "the 4 ranks over local cannot be split into groups of 3 for tensor"),
         ("nowhere", "tensor", 2, "the 1 ranks over nowhere do not divide"),
-        (LOCAL, "tensor", 0, "do not divide into tensor of 0"),
+        (LOCAL, "tensor", 0, "cannot be split into groups of 0 for tensor"),
         (LOCAL, HOSTS, 4, "the mesh already has an axis hosts of 2 ranks, not 4"),
     ],
 )

@@ -84,5 +84,5 @@ def test_a_label_that_is_no_class_is_named(loss, label):
     batch = {"targets": torch.tensor([0, 3, label, 1])}
     with pytest.raises(ConfigError) as raised:
         loss(torch.zeros(4, 4), batch)
-    said = f"sample 2 of the batch has the target {label}, and the model knows the classes 0 to 3"
+    said = f"sample 2 of the batch has the target {label}, but the model has only the classes 0 to 3"
     assert raised.value.parts()[1] == said

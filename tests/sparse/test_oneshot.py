@@ -184,7 +184,7 @@ def test_what_the_verb_refuses_in_one_line(trained, tmp_path, capsys):
         ([str(tmp_path / "full"), "--out", str(tmp_path / "new")], "holds no model"),
         ([str(bare), "--out", str(tmp_path / "new"), "--method", "wanda"], "has no tokenizer.json"),
         ([str(trained), "--out", str(tmp_path / "new"), "--layers", "no.*"], "no linear layer of GPT can be pruned"),
-        ([str(trained / "model"), "--out", str(tmp_path / "new"), "--method", "wanda"], "name some by --data"),
+        ([str(trained / "model"), "--out", str(tmp_path / "new"), "--method", "wanda"], "name a text with --data"),
     ):
         assert main(["prune", *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())

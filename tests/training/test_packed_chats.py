@@ -122,7 +122,7 @@ def test_no_chat_sees_another(tmp_path, caplog, kind, packed):
     assert check_losses(tmp_path, kind) is packed
     messages = [record.getMessage() for record in caplog.records if "each sample holds one chat" in record.getMessage()]
     assert len(messages) == (0 if packed else 1)
-    assert all("padding is 55% of them in place of 15%" in message for message in messages)
+    assert all("padding is 55% of them instead of 15%" in message for message in messages)
     assert ("use_cache = False" in "".join(messages)) is (kind == "caching")
 
 

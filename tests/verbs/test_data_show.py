@@ -84,7 +84,7 @@ def test_texts_run_files_and_missing_models(model, tmp_path):
     (texts,) = show(str(lines), DataView(model=model))
     assert (texts.format, texts.records, texts.learnt) == ("text", 2, 6)
     chats = str(write(tmp_path, "a.ndjson", [{"messages": TALK}] * 3))
-    with pytest.raises(ConfigError, match="with the chat template of a model"):
+    with pytest.raises(ConfigError, match="chats need the chat template of a model"):
         show(chats)
     with pytest.raises(ConfigError, match=r"the model `nowhere` has no tokenizer\.json"):
         show(chats, DataView(model="nowhere"))

@@ -28,7 +28,7 @@ class Output:
     """Format of the output."""
 
     json: bool = False
-    """Print JSON in place of a table."""
+    """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class VerifyCheckpoints(CheckpointsOfRun):
     """Arguments of `shoestring checkpoint verify`."""
 
     step: Positional[int | None] = None
-    """Step of the checkpoint to verify; by default all checkpoints are verified."""
+    """Step of the checkpoints to verify; by default all checkpoints are verified."""
     output: Output = Output()
     """Format of the output."""
 
@@ -67,7 +67,7 @@ class OneCheckpoint(CheckpointsOfRun):
     """Arguments that name one checkpoint."""
 
     step: Positional[int | None] = None
-    """Step of the checkpoint; defaults to the newest one on disk."""
+    """Step of the checkpoint; defaults to the newest checkpoint on disk."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ImportCheckpoint:
     folder: Positional[Path]
     """Folder or file that torch.distributed.checkpoint, safetensors or Hugging Face wrote."""
     to: Path
-    """Path of a run folder without checkpoints; it may be new."""
+    """Path of a run folder without checkpoints; it may be a new folder."""
     settings: CheckpointImport = field(default_factory=CheckpointImport)
     """Settings of the import."""
 
@@ -141,9 +141,9 @@ class TrimCheckpoints(CheckpointsOfRun):
     """Arguments of `shoestring checkpoint trim`."""
 
     keep: int
-    """Number of the newest checkpoints on disk to keep."""
+    """Number of newest checkpoints on disk to keep."""
     memory: bool = False
-    """Delete also the checkpoints that a dead run has left in this host's shared memory."""
+    """Delete also the checkpoints that a dead run left in this host's shared memory."""
     output: Output = Output()
     """Format of the output."""
 
@@ -156,7 +156,7 @@ class TrimCheckpoints(CheckpointsOfRun):
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of a table: names of columns, then aligned rows, in which numbers are aligned to the right."""
+    """Lines of a table: a line with the names of the columns, then the rows; numbers are aligned to the right."""
     if not rows:
         return
 
@@ -202,7 +202,7 @@ def _described(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pieces(pieces: Sequence[Any]) -> str:
-    """The number of shards of a tensor, and the dimensions along which it is sharded."""
+    """Text: the number of shards of a tensor, and the dimensions along which the tensor is sharded."""
     if len(pieces) == 1:
         return "whole"
     cut = [str(dim) for dim, firsts in enumerate(zip(*(offset for offset, _ in pieces), strict=True)) if any(firsts)]

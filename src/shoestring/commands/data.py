@@ -30,9 +30,9 @@ class ShowData:
     source: Positional[str]
     """Data source as in run.data (files, globs, hf:NAME or a pipe), or a run file."""
     view: DataView = field(default_factory=DataView)
-    """Settings of how the data is read and shown."""
+    """Settings for reading and showing the data."""
     json: bool = False
-    """Print JSON, with every piece of text and whether it is learnt."""
+    """Print JSON that lists every piece of text and whether it is learnt."""
 
     def __call__(self) -> int:
         from shoestring.verbs.data import show
@@ -49,7 +49,7 @@ class ShowData:
 
 
 def _lines(data: ShownData, coloured: bool) -> Iterator[str]:
-    """Yield the lines that are printed for a data source; text from the source is escaped."""
+    """Yield the lines to print for a data source; control characters in its text are escaped."""
     yield one_line(f"{data.source}: format {data.format or 'unknown'}")
     if data.first:
         legend = f"{_GREEN}learnt{_RESET}, {_BOLD}special token{_RESET}" if coloured else "»learnt«, ⟨special token⟩"
@@ -75,7 +75,7 @@ def _sample_lines(sample: ShownSample, coloured: bool) -> Iterator[str]:
 
 
 def _coloured(pieces: list[RenderedPiece], learnt: bool) -> str:
-    """Text in colours; the colour codes are repeated in each line."""
+    """Colour the text of pieces; the colour codes are repeated in each line, so that every line can be shown alone."""
     parts = []
     for piece in pieces:
         style = (_GREEN if learnt else _DIM) + (_BOLD if piece.special else "")

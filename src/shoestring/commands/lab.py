@@ -13,12 +13,12 @@ class StartLab:
     hosts: int = 2
     """Number of hosts to start."""
     rate: str = "100mbit"
-    """Bandwidth of each host's link in each direction, in the notation of tc, such as 10mbit or 1gbit."""
+    """Bandwidth of each host's link in each direction, in the notation of Linux's tc, such as 10mbit or 1gbit."""
     delay: float = 0.0
     """Delay of each link in each direction, in seconds; 0.02 is 20 ms."""
     coalesce: bool = False
-    """Release frames once per millisecond at rates above 12 Mbit/s, so that emulating the links takes less processor
-    time from the programs on the hosts; changes a setting of the machine until `shoestring lab down`."""
+    """Release frames once per millisecond at rates above 12 Mbit/s. Emulating the links then takes less processor time
+    from the programs on the hosts. This changes a setting of the machine until `shoestring lab down`."""
 
     def __call__(self) -> int:
         from shoestring.testing.netlab.by_hand import up

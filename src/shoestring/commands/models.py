@@ -30,8 +30,8 @@ class Generate(TrainedModel):
     """Arguments of `shoestring generate`."""
 
     prompt: str | None = None
-    """Text that the model continues, or with --chat the question that it answers; `-`, and with --chat the default, is
-    to read it from standard input; otherwise defaults to `def `."""
+    """Text that the model continues, or with --chat the question that it answers. `-` reads the text from standard
+    input. Without --prompt, --chat reads the question from standard input; without --chat, the text is `def `."""
     settings: Generation = field(default_factory=Generation)
     """Settings of the generation."""
     report: bool = False
@@ -49,7 +49,7 @@ class Generate(TrainedModel):
             prompt = prompt.strip() if chat else prompt
         prompt = "def " if prompt is None else prompt
         pieces = generate(self.model, prompt, self.settings, report=lines.append if self.report else None)
-        first = next(pieces, "")  # errors are raised before anything is printed
+        first = next(pieces, "")  # an error comes before anything is printed
         write_text(first if chat else prompt + first)
         for piece in pieces:
             sys.stdout.flush()
@@ -85,15 +85,14 @@ class Predict:
     """Arguments of `shoestring predict`."""
 
     run: Positional[str]
-    """Run folder whose model is used; its run file names the functions that read files and describe outputs."""
+    """Run folder with the model; its run file names the functions that read files and describe outputs."""
     folder: Positional[Path]
-    """Folder with the files, which is searched with its subfolders."""
+    """Folder with the files; its subfolders are searched as well."""
     out: Path = Path("predictions.csv")
-    """File to write the rows to, a .csv or .jsonl file; a page with the same name and the suffix .html lies beside
-    it."""
+    """.csv or .jsonl file to write the rows to; a page with the same name and the suffix .html is written beside it."""
     pictures: Path | None = None
-    """Folder to write the pictures among the predictions to, as PNG files that the rows name. By default they are on
-    the page only."""
+    """Folder to write predicted pictures to, as PNG files; the rows then hold the files' names. By default pictures are
+    only on the page."""
     settings: FilePrediction = field(default_factory=FilePrediction)
     """Settings of the predictions."""
 
@@ -140,7 +139,7 @@ class Serve(TrainedModel):
     serving: Serving = field(default_factory=Serving)
     """Settings of the server."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    """Settings of sampling for requests that give none."""
+    """Sampling settings for requests that specify none."""
     decoding: Decoding = field(default_factory=Decoding)
     """Settings of the model's forward passes and of speculative decoding."""
 
@@ -158,7 +157,7 @@ class Skip(TrainedModel):
     out: Path = Path("plan.json")
     """File to write the plan to."""
     choice: SkipChoice = field(default_factory=SkipChoice)
-    """Settings of the choice of sublayers to skip."""
+    """Settings for choosing the sublayers to skip."""
 
     def __call__(self) -> int:
         from shoestring.verbs.skip import skip
@@ -172,7 +171,7 @@ class PruneModel(TrainedModel):
     """Arguments of `shoestring prune`."""
 
     out: Path
-    """Folder to write the pruned model to, which must be new or empty."""
+    """New or empty folder to write the pruned model to."""
     settings: OneShotPruning = field(default_factory=OneShotPruning)
     """Settings of the pruning."""
 
@@ -188,7 +187,7 @@ class QuantizeModel(TrainedModel):
     """Arguments of `shoestring quantize`."""
 
     out: Path
-    """Folder to write the quantised model to, which must be new or empty; with --format gguf, the file."""
+    """New or empty folder to write the quantised model to; with --format gguf, the GGUF file to write."""
     settings: Quantization = field(default_factory=Quantization)
     """Settings of the rounding."""
 

@@ -1,4 +1,4 @@
-"""Prints the output of verbs. Control characters are escaped, because texts from untrusted files must not send control
+"""Prints the output of verbs. Control characters are escaped, so that text from untrusted files cannot send control
 sequences to the terminal."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from shoestring.storage.foreign import one_line, printable
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a text and a line break, flushed, with control characters escaped."""
+    """Print a text and a line break with control characters escaped, and flush the stream."""
     print(printable(str(text)), file=stream or sys.stdout, flush=True)
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Print lines, with line breaks and control characters inside them escaped."""
+    """Print lines; escape control characters inside a line, line breaks included."""
     print("\n".join(map(one_line, lines)), flush=True)
 
 
 def write_text(text: str) -> None:
-    """Write generated text: unchanged to a file or a pipe, with control characters escaped to a terminal."""
+    """Write generated text: unchanged to a file or a pipe; to a terminal, with control characters escaped."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
 
 

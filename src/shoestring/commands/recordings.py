@@ -1,4 +1,4 @@
-"""Arguments of `shoestring profile` and `shoestring memory`: recordings of where time and memory go."""
+"""Arguments of `shoestring profile` and `shoestring memory`, which record where a run spends time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring.verbs.settings import ProgramProfiling
 
 @dataclass(frozen=True)
 class ShownLines:
-    """Settings of the summary of a profile that is printed."""
+    """Settings for the printed summary of a profile."""
 
     lines: int = 15
     """Number of lines of the program to show."""
@@ -32,16 +32,16 @@ class ShownLines:
 
 @dataclass(frozen=True)
 class RunProfiled:
-    """Arguments of `shoestring profile` for a program."""
+    """Arguments of `shoestring profile` when it runs a program."""
 
     program: Positional[str] = ""
     """Python file to run. All arguments after the file are passed to the program."""
     module: Annotated[str, arg(aliases=("-m",))] = ""
-    """Name of a Python module to run in place of a file, as `python -m` does."""
+    """Name of a Python module to run instead of a file, as with `python -m`."""
     settings: ProgramProfiling = field(default_factory=ProgramProfiling)
     """Settings of the profiling."""
     shown: ShownLines = ShownLines()
-    """Settings of what is printed."""
+    """Settings for the printed summary."""
 
     def __call__(self, arguments: Sequence[str]) -> int:
         from shoestring.profile.summary import summary
@@ -71,12 +71,12 @@ class ViewProfile:
     """Arguments of `shoestring profile view`."""
 
     files: Positional[tuple[Path, ...]]
-    """Files with the profiles to show. Several profiles, such as one of each rank, are merged; the page has the times
-    of each profile."""
+    """Files with the profiles to show. Several profiles, such as those of all ranks, are merged, and the page has the
+    times of each profile."""
     out: Path | None = None
     """Path of the page to write; defaults to the path of the first profile, with `.html` in place of `.npz`."""
     shown: ShownLines = ShownLines()
-    """Settings of what is printed."""
+    """Settings for the printed summary."""
 
     def __call__(self) -> int:
         from shoestring.profile.summary import summary
@@ -98,9 +98,9 @@ class DiffProfiles:
     after: Positional[Path]
     """File with the later profile."""
     out: Path = Path("profile-diff.html")
-    """Path of the page to write, whose flame graph is red where time was added and blue where it was removed."""
+    """Path of the page to write; its flame graph is red where time was added, and blue where time was removed."""
     shown: ShownLines = ShownLines()
-    """Settings of what is printed."""
+    """Settings for the printed summary."""
 
     def __call__(self) -> int:
         from shoestring.profile.summary import changes
@@ -136,10 +136,10 @@ class ExportProfile:
     file: Positional[Path]
     """File with the profile to convert."""
     format: Annotated[str, arg(metavar="{speedscope,pprof,collapsed,hatchet,perfetto}")]
-    """Format to write: speedscope's JSON; pprof's protobuf, with time, calls, bytes and FLOP; collapsed stacks, for
-    FlameGraph; a literal for Hatchet; or a trace for Perfetto of the aggregated call paths."""
+    """Format to write: JSON for speedscope; protobuf for pprof, with time, calls, bytes and FLOP; collapsed stacks for
+    FlameGraph; a literal for Hatchet; or a trace of the aggregated call paths for Perfetto."""
     out: Path | None = None
-    """File to write; defaults to the path of the profile, with the file name extension of the format."""
+    """File to write; defaults to the path of the profile, with the extension of the format."""
 
     def __call__(self) -> int:
         from shoestring.verbs.profile import export
@@ -153,7 +153,7 @@ class ExportProfile:
 
 @dataclass(frozen=True)
 class ShownTensors:
-    """Settings of the summary of a memory recording that is printed."""
+    """Settings for the printed summary of a memory recording."""
 
     tensors: int = 15
     """Number of tensors to print, the largest first."""
@@ -212,9 +212,9 @@ class LeasedMemory:
     """Arguments of `shoestring memory host`."""
 
     folder: Path = Path(Broker.folder)
-    """Folder that the processes on this host have set as `memory.broker.folder`."""
+    """Value of `memory.broker.folder` in the processes on this host that share memory."""
     shared: bool = False
-    """Show the processes that share the host with other users, instead of this user's own."""
+    """Show the processes that share memory with other users, instead of only this user's processes."""
 
     def __call__(self) -> int:
         from shoestring.verbs.memory import list_leases
@@ -224,15 +224,15 @@ class LeasedMemory:
         return 0
 
 
-# -- what follows `shoestring profile` --------------------------------------------------------------------------------
+# -- splitting the arguments of `shoestring profile` -------------------------------------------------------------------
 
 _FLAGS = ("--debug", "--help", "-h", "--native-frames", "--no-native-frames")
 """Flags of `shoestring profile` that take no value."""
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of `shoestring profile run` into the arguments of the verb, which end with the name of the
-    program, and the arguments of the program."""
+    """Split the arguments of `shoestring profile run` into the arguments of the verb and the arguments of the program.
+    The first part ends with the name of the program."""
     own, rest = [], list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         own.append(rest.pop(0))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _RANK_BYTES = 200 << 20
-"""Memory in bytes that a rank takes for Python and torch."""
+"""Bytes of memory that a rank needs for Python and torch alone."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Ranks:
 
     workers: int | Literal["auto"] = 0
     """Number of ranks to start on this host. 0 starts one rank for each GPU, or a single rank if there is no GPU; auto
-    starts up to two ranks if there is no GPU. The number is not used under torchrun, which starts the ranks itself."""
+    starts one rank for each GPU, or up to two ranks if there is no GPU. Ignored under torchrun, which starts the
+    ranks."""
 
     def launch(self, *arguments: str, restarts: int = 0) -> int | None:
         """Start ranks that run the command line with these arguments, and return their exit code.
@@ -46,9 +47,10 @@ class Ranks:
 
         if (needed := number * _RANK_BYTES) > (free := free_memory()):
             message = (
-                f"{number} ranks take about {figures.size(needed)} before they hold a model, of {figures.size(free)}"
+                f"{number} ranks need about {figures.size(needed)} even without a model, and "
+                f"{figures.size(free)} is free"
             )
-            raise ConfigError(message, hint=f"set --workers to the {processors()} processors of this host, or fewer")
+            raise ConfigError(message, hint=f"lower --workers; this host has {processors()} processors")
         debug = ["--debug"] if logging.getLogger("shoestring").isEnabledFor(logging.DEBUG) else []
         return launch([*debug, *arguments], number, restarts)
 
@@ -64,7 +66,7 @@ class Ranks:
 
 
 def _silence_other_ranks(first: bool) -> None:
-    """Let all ranks but the first print warnings and errors only."""
+    """Let ranks other than the first print only warnings and errors."""
     if not first:
         logging.getLogger("shoestring").setLevel(logging.WARNING)
 
@@ -77,7 +79,7 @@ class RunSource:
     """Run file, run folder, or name of a recipe such as quickstart."""
 
     def load(self, overrides: Sequence[str], *, trusted: bool = True) -> Run:
-        """Read the run in order to start it; the files that it names must be there."""
+        """Read the run in order to start it; raises an error if a file that it names does not exist."""
         from shoestring import run
         from shoestring.training.named_files import check_named_files
 
@@ -93,8 +95,8 @@ class Train(RunSource):
     ranks: Ranks = Ranks()
     """Number of ranks to start."""
     restarts: int = 0
-    """Number of times that all ranks are started again after one of them has died; use it with run.resume = "auto".
-    Errors that only the user can correct, such as a wrong run file, end the run at once."""
+    """Number of times to restart all ranks after one of them has died; use it with run.resume = "auto". Errors that
+    only the user can correct, such as a wrong run file, end the run at once."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides)
@@ -116,13 +118,13 @@ class Check:
     """Arguments of `shoestring check`."""
 
     source: Positional[Annotated[str, arg(metavar="RUN")]] = ""
-    """Run file, run folder, or name of a recipe such as quickstart; without a run, only the model of --model is
+    """Run file, run folder, or name of a recipe such as quickstart. Without a run, only the model of --model is
     described."""
     model: str | None = None
-    """Model that replaces run.model of the run; without a run, the model to describe: a run folder, a model folder, a
+    """Model that replaces the run's run.model. Without a run, the model to describe: a run folder, a model folder, a
     .gguf file, or hf:NAME."""
     workers: int = 1
-    """Number of ranks on one host to check the run for."""
+    """Number of ranks for which the run is checked, all on one host."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         from shoestring import run
@@ -156,8 +158,8 @@ class Plan(RunSource):
     """Path of the run file to write; defaults to plan.toml beside the run file. A page with pictures of the plan is
     written beside it, with the suffix .html."""
     tries: int = 3
-    """Number of ways to train, the fastest as predicted, that are tried for a few steps before one is chosen; 0
-    compares exchanges of whole replicas only."""
+    """Number of ways to train to try for a few steps before one is chosen, starting with the fastest predicted one; 0
+    compares only exchanges of gradients between whole replicas."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         resolved = self.load(overrides, trusted=False)
@@ -232,9 +234,9 @@ class Probe:
     """Arguments of `shoestring probe`."""
 
     out: Path = Path("cluster.toml")
-    """Path of the file to write; the disk that holds this file is measured."""
+    """Path of the file to write; the disk that holds it is measured."""
     ranks: Ranks = Ranks(workers="auto")
-    """Number of ranks to start, between which links are measured."""
+    """Number of ranks to start; the links between them are measured."""
 
     def __call__(self) -> int:
         code = self.ranks.launch("probe", "--out", str(self.out))
@@ -254,7 +256,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Build:
-    """Arguments of `shoestring build`: none."""
+    """The verb `shoestring build`, which has no arguments."""
 
     def __call__(self) -> int:
         from shoestring.verbs.build import build
@@ -266,7 +268,7 @@ class Build:
 
 @dataclass(frozen=True)
 class ListRecipes:
-    """Arguments of `shoestring recipes list`: none."""
+    """The verb `shoestring recipes list`, which has no arguments."""
 
     def __call__(self) -> int:
         from shoestring.verbs.recipes import list_recipes
@@ -282,7 +284,7 @@ class CopyRecipe:
     name: Positional[str]
     """Name of the recipe; `shoestring recipes` lists them."""
     folder: Positional[Path]
-    """Folder to copy the recipe to, which must be new or empty."""
+    """New or empty folder to copy the recipe to."""
 
     def __call__(self) -> int:
         from shoestring.verbs.recipes import copy
@@ -316,7 +318,7 @@ class Report:
     run: Positional[Path]
     """Run folder to report on."""
     trace: Path | None = None
-    """Path of a Chrome trace for Perfetto, with the spans of all ranks; by default none is written."""
+    """Path of a Chrome trace to write for Perfetto, with the spans of all ranks; by default no trace is written."""
 
     def __call__(self) -> int:
         from shoestring.verbs.report import report
@@ -339,7 +341,7 @@ class TrustPlaces:
         from shoestring.verbs.trust import forget, vouch
 
         if not self.places:
-            raise ConfigError("nothing is named", hint="name a folder or a run file")
+            raise ConfigError("no folder or file is named", hint="name a folder or a run file")
         for place in self.places:
             print("\n".join(forget(place) if self.forget else vouch(place)), flush=True)
         return 0

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 PROMPT, CONTINUED = "> ", "… "
 QUOTES = '"""'
-"""Begins and ends a question of several lines."""
+"""Marks the beginning and the end of a question of several lines."""
 HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoestring" / "questions"
-"""File of the questions that were typed before, for the arrow keys."""
+"""File with the questions of earlier conversations, which the arrow keys recall."""
 REMEMBERED = 1000
-"""Number of lines that `HISTORY` keeps."""
+"""Maximum number of lines in `HISTORY`."""
 HELP = f"""\
-Ctrl-C stops an answer, Ctrl-D ends the conversation. A line that ends in \\ goes on in the next one, and a question of
-several lines may stand between {QUOTES} and {QUOTES}.
+Ctrl-C stops an answer, Ctrl-D ends the conversation. A line that ends in \\ continues in the next line, and a question
+of several lines may stand between {QUOTES} and {QUOTES}.
 
-/retry              answer the last question again, by other random numbers
+/retry              answer the last question again, with a different seed
 /undo               forget the last question and its answer
-/system TEXT        begin anew with this system message; without TEXT, with none
-/clear              begin anew with the same system message
-/save FILE          write the conversation as a file of one chat, which `shoestring train finetune` reads
-/load FILE          go on with a conversation that was saved
+/system TEXT        start a new conversation with this system message; without TEXT, with none
+/clear              start a new conversation with the same system message
+/save FILE          write the conversation as a file with one chat, which `shoestring train finetune` reads
+/load FILE          continue a conversation that was saved
 /set NAME VALUE     change temperature, top_k, top_p, min_p, repetition_penalty or seed; without NAME, show them
-/rates              show how fast answers come, after each of them, or no longer
+/rates              show the reading and writing speed after each answer, or hide it
 /exit               end the conversation"""
 
 
 def talk(conversation: Dialogue) -> int:
-    """Converse until the input ends; returns the exit code."""
+    """Hold the conversation until the input ends; returns the exit code."""
     tty = sys.stdin.isatty() and sys.stdout.isatty()
     if tty:
         _remember_lines()
@@ -49,7 +49,7 @@ def talk(conversation: Dialogue) -> int:
     while True:
         try:
             question = next(questions, None)
-        except KeyboardInterrupt:  # clears the line, as in a shell
+        except KeyboardInterrupt:  # Ctrl-C clears the line, as in a shell
             say("")
             questions = entries(_typed if tty else _piped)
             continue
@@ -61,10 +61,10 @@ def talk(conversation: Dialogue) -> int:
 
 
 class _Terminal:
-    """Carries out what the user types.
+    """Handles the questions and commands that the user types.
 
     Args:
-        rates: whether to show how fast answers come.
+        rates: whether to show reading and writing speed after each answer.
     """
 
     def __init__(self, conversation: Dialogue, rates: bool) -> None:
@@ -72,7 +72,7 @@ class _Terminal:
         self.shows_rates = rates
         self.saved: set[Path] = set()
         self.failed = False
-        """Whether anything that was typed was refused."""
+        """Whether any question or command was refused."""
         self.commands: dict[str, Callable[[str], object]] = {
             "/help": lambda _: say(HELP),
             "/retry": lambda _: self._show(conversation.retry()),
@@ -86,7 +86,7 @@ class _Terminal:
         }
 
     def take(self, entry: str) -> bool:
-        """Answer a question, or carry out a command; returns whether the conversation goes on."""
+        """Answer a question, or carry out a command; returns False if the command ends the conversation."""
         word, _, rest = entry.partition(" ")
         if word in ("/exit", "/quit", "/bye"):
             return False
@@ -98,7 +98,7 @@ class _Terminal:
                 raise ConfigError(f"there is no command `{word}`", hint=hint)
             else:
                 self._show(self.conversation.ask(entry))
-        except KeyboardInterrupt:  # before the answer began
+        except KeyboardInterrupt:  # Ctrl-C before the answer began
             say("")
         except (ShoestringError, OSError) as error:
             self.failed = True
@@ -106,7 +106,7 @@ class _Terminal:
         return True
 
     def _show(self, pieces: Generator[str]) -> None:
-        """Print an answer as it is written; Ctrl-C stops it."""
+        """Print an answer while it is generated; Ctrl-C stops the answer."""
         if left_out := self.conversation.left_out:
             say(f"(the model no longer sees the first {left_out} messages, for lack of room)", sys.stderr)
         try:
@@ -130,7 +130,7 @@ class _Terminal:
     def _save(self, name: str) -> None:
         path = _path(name, "/save")
         if path.exists() and path not in self.saved:
-            raise ConfigError(f"`{path}` is already there", hint="give another name")
+            raise ConfigError(f"`{path}` already exists", hint="give another name")
         self.conversation.save(path)
         self.saved.add(path)
         say(f"wrote {path}: {len(self.conversation.messages)} messages", sys.stderr)
@@ -154,10 +154,10 @@ def _path(name: str, command: str) -> Path:
 
 
 def entries(read: Callable[[str], str | None]) -> Iterator[str]:
-    """Yield what the user enters, joined from lines; empty entries are left out.
+    """Yield the user's entries, which may consist of several lines; empty entries are skipped.
 
     Args:
-        read: returns the next line, after showing the prompt that it is given; None at the end of the input.
+        read: function that shows the prompt that it gets, and returns the next line, or None at the end of the input.
     """
     while (line := read(PROMPT)) is not None:
         lines = [line]
@@ -189,10 +189,10 @@ def _piped(_: str) -> str | None:
 
 
 def _remember_lines() -> None:
-    """Let the arrow keys reach the lines that were typed before, also in earlier conversations."""
+    """Let the arrow keys recall lines that were typed before, in earlier conversations too."""
     try:
         import readline
-    except ImportError:  # some builds of Python have none
+    except ImportError:  # some builds of Python lack readline
         return
     import atexit
 

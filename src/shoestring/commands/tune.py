@@ -21,7 +21,7 @@ class StudyFile:
 
 @dataclass(frozen=True)
 class StudyWorkers:
-    """Workers of a study on this host."""
+    """Number of workers of a study on this host."""
 
     workers: int = 1
     """Number of workers to start on this host; each runs one trial at a time."""
@@ -44,12 +44,12 @@ class JoinStudy(StudyWorkers):
     """Arguments of `shoestring tune join`."""
 
     store: Positional[str]
-    """URL of the store; env:NAME takes it from the environment variable NAME."""
+    """URL of the store; env:NAME reads the URL from the environment variable NAME."""
     name: Positional[str] = ""
-    """Name of the study; needed only where the store holds several."""
+    """Name of the study; needed only if the store holds several studies."""
     trust: bool = False
-    """Run code that the study names, such as a model of your own. Everybody who can write to the store can name code of
-    their choice; without this flag, a study that names code is refused."""
+    """Run code that the study names, such as your own model. Everybody who can write to the store can make it name any
+    code; without this flag, a study that names code is refused."""
 
     def __call__(self) -> int:
         from shoestring.verbs.tune import join
@@ -78,7 +78,7 @@ class WritePage:
     """Arguments of `shoestring tune page`."""
 
     files: Positional[tuple[Path, ...]] = (Path("tune.toml"),)
-    """Study files: first the study that the page shows, then the studies with which its hours are compared."""
+    """Study files: first the study that the page shows, then studies to compare it with."""
     out: Annotated[Path | None, arg(metavar="PATH")] = None
     """Path of the page to write; defaults to study.html in the folder of the study."""
 

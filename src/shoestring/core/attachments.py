@@ -1,4 +1,4 @@
-"""What features may read, extend and replace in a job: its model, loss, optimizer, phases and checkpointed states."""
+"""The view of a job that features get: its model, loss, optimizer, step phases and checkpointed states."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ STEPPED = "what the optimizer steps"
 
 
 class Attachments:
-    """The view of a job that features get, as the argument of their `check`, `apply` and `explain`.
+    """The interface of a job that features see: the argument of their `check`, `apply` and `explain`.
 
     The methods from `at` to `add_pass` add to lists: any number of features may call them, and entries keep the order
-    of the calls. The methods from `own` to `refuse_with` take something that only one feature may own; if a second
-    feature calls one of them for the same thing, it raises ConflictError. Features only read the attributes, with two
-    exceptions: a feature at LOSS replaces `loss` by a function that wraps it, and a feature at MODEL or SHARD replaces
-    `forward` in the same way.
+    of the calls. The methods from `own` to `refuse_with` claim something that only one feature may own; a second
+    feature that claims the same thing gets a ConflictError. Features must not assign to the attributes, except that a
+    feature at LOSS replaces `loss` by a function that wraps it, and a feature at MODEL or SHARD wraps `forward` in the
+    same way.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Attachments:
         self.model = model  # the module that a forward pass calls; an owner of SHARD may replace it by a wrapper
         self.module = unwrap(model)  # the user's module without any wrapper
         self.forward, self.loss = forward, loss
-        self.task_loss = loss  # the loss of evaluations: the user's own, unless a feature changes what is learned
-        self.build_optimizer = optimizer  # the owner of OPTIM replaces it; called after SHARD has been applied
+        self.task_loss = loss  # the loss of evaluations: the user's loss, unless a feature changes the training task
+        self.build_optimizer = optimizer  # factory, which the owner of OPTIM replaces; called after SHARD
         self.optimizer: Optimizer  # the optimizer, once `build_optimizer` has been called
         self.progress, self.world, self.trace = progress, world, trace
         self.features: tuple[Feature, ...] = ()
-        self.exits = ExitStack()  # callbacks that release resources when the job is closed, the newest first
-        self.numbers: dict[str, float | Tensor] = {}  # metrics of the newest step: loss, and features' own
-        self.evaluated: dict[str, Tensor] = {}  # (sum, count) of further metrics of the running evaluation, by name
+        self.exits = ExitStack()  # callbacks that release resources when the job is closed; the last added runs first
+        self.numbers: dict[str, float | Tensor] = {}  # metrics of the newest step: the loss, and features' metrics
+        self.evaluated: dict[str, Tensor] = {}  # name of an additional metric -> (sum, count) in this evaluation
         self.data_axes: tuple[str, ...] = DATA  # mesh axes along which ranks read different samples
         self.replicas: tuple[str, ...] = ()  # mesh axes over which gradients are averaged
-        self.defers = world.device.type != "cpu"  # read each loss a step late, as reading waits for the device
+        self.defers = world.device.type != "cpu"  # read the loss one step late, because reading waits for the device
         self.kept: dict[str, Kept] = {}
         self.frozen_modules: dict[str, nn.Module] = {}  # see `frozen`; FSDP shards them as well
         self.phases: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
@@ -76,22 +76,22 @@ class Attachments:
         self.owners: dict[str, str] = {}  # resource with one owner -> name of the feature that owns it
         self.attaching: tuple[str, Seam | None] = ("the program", None)  # the feature being applied, and the seam
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-        self.restore: Callable[[str], int | None] | None = None  # ("auto" | path) -> the step resumed from
+        self.restore: Callable[[str], int | None] | None = None  # function: "auto" or a path -> the step resumed from
         self.refuse: Callable[[NonFiniteError], None] = _raise
         self.run_micro_batches: Callable[[MicroBatches], None] | None = None
-        self.stop_requested = False  # this rank's vote to stop, summed over ranks with the loss
+        self.stop_requested = False  # whether this rank votes to stop; the votes are summed over ranks with the loss
         self.stopping = False  # whether all ranks have agreed to stop
-        self.merged = True  # whether all ranks have the same weights, or shards of the same, after the newest step
+        self.merged = True  # whether all ranks hold the same weights (or shards of them) after the newest step
         self.after_merges: list[Callable[[], None]] = []  # called between OUTER and CAPTURE of steps with `merged` True
-        self.merge_apart: Merge | None = None  # set where ranks train separate replicas: the default `merge` of `keep`
+        self.merge_apart: Merge | None = None  # default `merge` of `keep`; set where ranks train separate replicas
         self.hooks_are_off = False
         self._around_step: list[Callable[[bool], AbstractContextManager[Any]]] = []
         self._around_forward: list[Context] = []
         self._around_evaluation: list[Context] = []
         self.trainers: Mapping[str, tuple[int, ...]] = {}  # parameter -> ranks that train it; empty if all ranks do
-        self.elsewhere: set[str] = set()  # parameters that other ranks hold in place of this one
-        self.holders: dict[str, tuple[int, ...]] = {}  # of parameters that not all ranks hold: the ranks that do
-        self.orders: dict[str, ShardOrder] = {}  # of trained DTensors that are in another order than their parameters
+        self.elsewhere: set[str] = set()  # names of parameters that other ranks hold and this rank does not need
+        self.holders: dict[str, tuple[int, ...]] = {}  # parameter -> the ranks that hold it, if not all ranks do
+        self.orders: dict[str, ShardOrder] = {}  # parameter -> order of its DTensor, if the two differ
         self.run_over: tuple[str, ...] = ()  # mesh axes of the owner that runs the micro-batches
         self.parted: tuple[str, ...] = ()  # mesh axes along which ranks train different parameters (pipeline stages)
         self._trained: Mapping[str, Tensor] | None = None
@@ -111,19 +111,20 @@ class Attachments:
     def keep(
         self, name: str, state: Stateful, *, across: Across = "same", merge: Merge | None = None, merged: bool = False
     ) -> None:
-        """Save `state` in checkpoints, and restore it from them. A name that is in use raises ConfigError.
+        """Save `state` in checkpoints and restore it from them. Raise ConfigError if the name is already in use.
 
         Args:
             across: "same" if all ranks have the same state, "shard" if each rank has a shard of one state, "own" if
                 each rank has a state of its own.
-            merge: (states of all former ranks, new rank, new world size) -> state of this rank. Called for "own" states
-                when the number of ranks has changed. Without `merge`, an "own" state starts afresh in that case.
-            merged: whether the state is constant or changes in `after_merges` only, and so is equal on all ranks even
+            merge: function (states of all former ranks, new rank, new world size) -> state of this rank. `merge` is
+                called for "own" states when the number of ranks has changed. Without `merge`, an "own" state is then
+                initialized anew.
+            merged: whether the state is constant or changes only in `after_merges`, and so is equal on all ranks even
                 where they train separate replicas. Other states are then saved as "own".
         """
         if name in self.kept:
             raise ConfigError(f"two features keep state under the name `{name}`")
-        if isinstance(state, LRScheduler):  # would be saved before it steps; also, rates are settings
+        if isinstance(state, LRScheduler):  # checkpoints are written before a scheduler steps; rates are settings
             raise ConfigError(f"`{name}` would resume with wrong learning rates", hint="use optim.Schedule instead")
         if self.merge_apart is not None and not merged:
             across, merge = "own", merge or self.merge_apart
@@ -148,7 +149,7 @@ class Attachments:
         if the hash is the same.
 
         Args:
-            source: name or path of the model that the tensors come from, as `open_model` takes it.
+            source: name or path of the model that the tensors come from, in a form that `open_model` accepts.
 
         Raises:
             ConfigError: `source` is missing, the model trains parameters of the module, ranks have different tensors,
@@ -166,7 +167,7 @@ class Attachments:
         return module
 
     def carry(self, feature: Feature, build: Callable[[], T]) -> T:
-        """Return an object that `feature` keeps from its `apply` at one seam to its `apply` at the next.
+        """Return an object that is the same at all seams of `feature`, so that one `apply` can pass it to the next.
 
         The first call for a feature builds it with `build`; later calls return the same object.
         """
@@ -175,12 +176,12 @@ class Attachments:
         return self._carried[id(feature)]
 
     def count_evaluated(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Add to a metric of the evaluation that runs, which is the mean over all its batches and ranks."""
+        """Add a batch to a metric that is averaged over all batches and ranks of the running evaluation."""
         sums = torch.stack((total.detach().double(), count.double()))
         self.evaluated[name] = self.evaluated[name] + sums if name in self.evaluated else sums
 
     def evaluated_means(self) -> dict[str, float]:
-        """The metrics of the newest evaluation that features have counted; a collective if there are any."""
+        """Means of the metrics that features added by `count_evaluated` in the newest evaluation. A collective."""
         names = sorted(self.evaluated)
         if not names:
             return {}
@@ -200,7 +201,7 @@ class Attachments:
         self._around_evaluation.append(context)
 
     def add_pass(self, work: GraphPass, *, on: Literal["forward", "joint"] = "forward") -> None:
-        """Add a pass over the traced graph, run before compilation and after earlier passes. At GRAPH only.
+        """Add a pass over the traced graph, to run before compilation and after earlier passes. Call it only at GRAPH.
 
         Args:
             on: "forward" sees the forward graph as torch.compile captures it; "joint" sees the forward and backward
@@ -241,9 +242,9 @@ class Attachments:
         elsewhere: Collection[str] = (),
         orders: Orders | None = None,
     ) -> None:
-        """Set how the model is distributed over mesh axes, and which tensors the optimizer steps. For owners of SHARD.
+        """Set how the model is distributed over mesh axes, and which tensors the optimizer steps.
 
-        Each mesh axis has one owner; `trained` and `run` have one owner over all axes.
+        Features call this at SHARD. Each mesh axis has one owner; `trained` and `run` each have one owner for all axes.
 
         The owner guarantees three things. After the backward pass of the last micro-batch, the `.grad` of each trained
         tensor is the mean over the ranks along `over`, for the shard that this rank holds. A trained tensor, with its
@@ -251,25 +252,26 @@ class Attachments:
         pass after an optimizer step uses the values that the step wrote.
 
         Args:
-            model: module to call in place of the model, such as DDP around it.
+            model: module to call instead of the model, such as a DDP wrapper around it.
             over: mesh axes over which the owner averages gradients.
-            sync: (last micro-batch?) -> context around each micro-batch, to exchange gradients in the last one only.
+            sync: function (is this the last micro-batch?) -> context around a micro-batch, so that gradients are
+                exchanged only in the last one.
             trained: name of a parameter -> tensor that the optimizer steps instead of the parameter (a shard, an fp32
-                master, a copy on the host), with as many elements. This rank trains no other parameters, and other
-                ranks may train others. Defaults to the parameters themselves.
+                master, a copy on the host), with as many elements. This rank trains only these parameters; other
+                ranks may train different ones. By default the optimizer steps the parameters themselves.
             refresh: copies `trained` into the parameters; called after a checkpoint was loaded.
             run: runs the micro-batches of each step instead of `step.run_in_order`, in any order (a pipeline), and
                 must obey these rules. Among the ranks that read the same samples, exactly one calls `loss` on the
                 output of a micro-batch, and `backward` on the tensor that `loss` returns. Forward passes and losses run
                 within `computing`. The backward pass of a micro-batch runs within `sync(last)`, where `last` says
-                whether it is the last of this rank in the step; forward passes do not. All communication is
-                complete when `run` returns, because the step then sums losses over the ranks and corrects all gradients
-                by the true divisor. Evaluations call `run` as well, with `training` False and gradients off; in an
-                evaluation `run` does no backward pass.
-            elsewhere: names of parameters that other ranks hold, and this one need not, trained or not. Those that it
-                does have are not those of the model.
-            orders: name of a parameter in `trained` -> the order in which its DTensor has it, if that is another one
-                than the parameter's (a fused weight).
+                whether the micro-batch is this rank's last one in the step; forward passes run outside `sync`. All
+                communication is complete when `run` returns, because the step then sums losses over the ranks and
+                corrects all gradients by the true divisor. Evaluations call `run` as well, with `training` False and
+                gradients off; in an evaluation `run` does no backward pass.
+            elsewhere: names of parameters, trained or not, that other ranks hold and this rank does not need. If this
+                rank has tensors under these names, their values are not the model's.
+            orders: name of a parameter in `trained` -> the order of its DTensor, if the DTensor stores the elements in
+                a different order than the parameter does (a fused weight).
         """
         self.claim(over, trained=trained is not None)
         self.average_over(over)
@@ -292,11 +294,11 @@ class Attachments:
         """Claim what `shard` will set, before anything is allocated for it.
 
         Args:
-            over: the mesh axes. trained: whether the feature chooses what the optimizer steps.
-            whole: whether it needs whole parameters, and cannot take those that another feature has sharded.
+            over: the mesh axes to claim. trained: whether the feature chooses which tensors the optimizer steps.
+            whole: whether the feature needs whole parameters, and cannot work with parameters that are already sharded.
 
         Raises:
-            ConflictError: another feature owns some of it, or has sharded parameters.
+            ConflictError: another feature owns one of these axes or `STEPPED`, or has sharded parameters.
         """
         for axis in over:
             self.own(f"SHARD over {axis}", Seam.SHARD)
@@ -336,13 +338,13 @@ class Attachments:
         self.replicas = tuple(axis for axis in self.world.axes if axis in self.replicas or axis in axes)
 
     def exchange(self, over: Sequence[str]) -> None:
-        """Make the feature average gradients over mesh axes that no owner of SHARD averages over."""
+        """Make the feature the owner of WIRE over mesh axes, and average gradients over them as well."""
         for axis in over:
             self.own(f"WIRE over {axis}", Seam.WIRE)
         self.average_over(over)
 
     def compile_with(self, backend: str | Callable[..., Any]) -> None:
-        """Compile the model with torch.compile; this backend gets the graph after all passes."""
+        """Compile the model with torch.compile and this backend, which gets the graph after all passes have run."""
         self.own("the compiler's backend", Seam.GRAPH)
         self.graph.backend = backend
 
@@ -352,12 +354,12 @@ class Attachments:
         self.build_optimizer = optimizer
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
-        """Set the loss scaler for fp16: it scales losses before backward passes, and gradients back before the step."""
+        """Set the loss scaler for fp16, which scales losses before backward passes and unscales gradients later."""
         self.own("the loss scale", Seam.MODEL)
         self.scaler = scaler
 
     def restore_with(self, restore: Callable[[str], int | None]) -> None:
-        """Set the function that restores a checkpoint: "auto" or a path -> step resumed from, None if none exists."""
+        """Set the function that restores a checkpoint: it takes "auto" or a path, and returns the step resumed from."""
         self.own("restoring", Seam.STEP)
         self.restore = restore
 
@@ -403,13 +405,13 @@ class Attachments:
     def weights(self) -> dict[str, Any]:
         """This rank's shards of the model's parameters and buffers by name, including those of frozen modules.
 
-        Parameters that other ranks train, or hold, are missing.
+        Parameters that only other ranks train or hold are missing.
         """
         trained = self.trained if self.trainers else self._trained or {}
         return ModelState(self.model, trained, leave_out=self.elsewhere, trainers=self.trainers).state_dict()
 
     def whole(self, name: str, value: Any) -> Any:
-        """The whole of a shard that `weights` has returned, in the parameter's order. A collective for a DTensor."""
+        """Gather the full tensor, in the parameter's order, of a shard that `weights` returned. A collective."""
         if not isinstance(value, DTensor):
             return value
         return self.orders[name].back(value.full_tensor()) if name in self.orders else value.full_tensor()
@@ -431,12 +433,13 @@ class Attachments:
         self.parted = tuple(axis for axis in self.world.axes if self.world.differs_along(axis, names))
 
     def total(self, values: Tensor, names: Sequence[str]) -> Tensor:
-        """Sum of one number for each of some trained tensors, over all parameters of the model.
+        """Sum `values`, one number per trained tensor, over all trained parameters of the model.
 
-        A collective where ranks train different parameters; one that several of these train counts once.
+        If ranks train different parameters, this is a collective; a parameter that several ranks train counts once.
 
         Args:
-            values: (n,), equal on the ranks that train the same tensors. names: n names of `trained`.
+            values: numbers of shape (n,), equal on the ranks that train the same tensors.
+            names: n names of `trained`.
         """
         group = self.world.group(self.parted)
         if group is None:
@@ -472,7 +475,7 @@ class Attachments:
                 work()
 
     def sync(self, last: bool) -> AbstractContextManager[None]:
-        """Context around the passes of a micro-batch; gradients are exchanged in the `last` one only."""
+        """Context around the passes of a micro-batch; gradients are exchanged only if `last` is True."""
         return _enter_all(partial(context, last) for context in self._around_step)
 
     def computing(self) -> AbstractContextManager[None]:
@@ -508,7 +511,10 @@ class Attachments:
         return self.stopping or self.progress.done
 
     def verify(self) -> None:
-        """Read the newest step's loss: count its targets, raise NonFiniteError if not finite. Waits for the device."""
+        """Read the newest step's loss, count its targets, and raise NonFiniteError if it is NaN or infinite.
+
+        Reading waits for the device.
+        """
         loss, count, _ = (0.0, 0.0, 0.0) if self.progress.unread is None else self.progress.unread.tolist()
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss became {loss} at step {self.progress.step}")
@@ -523,13 +529,13 @@ class Attachments:
     # -- what `compose` does between the seams -----------------------------------------------------------------------
 
     def build(self) -> None:
-        """Build the optimizer, run phases in its step hooks, and let checkpoints save the states that every job has."""
+        """Build the optimizer, run phases in its step hooks, and register the states that all checkpoints hold."""
         assert not isinstance(self.build_optimizer, Optimizer)
         self.optimizer = self.build_optimizer(self.parameters)
         if not isinstance(self.optimizer, Optimizer):
             message = f"`optimizer` returned a {type(self.optimizer).__name__}, not a torch.optim.Optimizer"
             raise ConfigError(message, hint="give a function from parameters to an optimizer, or the optimizer itself")
-        self.world.note("ended", -1)  # overwrites the note of an earlier job of this process
+        self.world.note("ended", -1)  # overwrites the note that an earlier job of this process may have left
         self.exits.callback(call_closure_first(self.optimizer))
         self.exits.callback(self.optimizer.register_step_pre_hook(lambda *_: before_update(self)).remove)
         self.exits.callback(self.optimizer.register_step_post_hook(lambda *_: after_update(self)).remove)

@@ -29,12 +29,12 @@ from shoestring.core.whole_batch import is_over_whole_batch
 
 
 def compose(job: Job, features: Sequence[Feature] = (), *, dry: bool = False) -> Job:
-    """Attach features to a job: fill in "auto" settings, refuse conflicts, check each feature, apply seam by seam.
+    """Attach features to a job: fill in "auto" settings, refuse conflicts, check each feature, apply it at its seams.
 
-    Nothing is changed or allocated before all checks have passed. If an `apply` fails, everything is released.
+    Nothing is changed or allocated before all checks have passed. If an `apply` fails, the job is closed.
 
     Args:
-        dry: stop after the checks.
+        dry: stop after the checks, without applying the features.
 
     Raises:
         ConfigError: a feature does not fit the job, or ranks have different settings. ConflictError: two features own
@@ -86,7 +86,7 @@ def check_features(features: Sequence[object]) -> None:
 
 
 def _check_replicas(attachments: Attachments) -> None:
-    """Raise ConfigError if no feature keeps the models of ranks along a mesh axis equal, or merges them."""
+    """Raise ConfigError if no feature keeps the models of the ranks along a mesh axis equal, or merges the models."""
     owners = (feature for feature in attachments.features if {Seam.SHARD, Seam.WIRE} & set(feature.seams))
     owned = set(attachments.replicas).union(*(feature.over for feature in owners))
     for axis, ranks in attachments.world.axes.items():
@@ -96,7 +96,7 @@ def _check_replicas(attachments: Attachments) -> None:
 
 
 def _apply_all(attachments: Attachments) -> None:
-    """Apply the features seam by seam; inside a seam in the given order.
+    """Apply the features seam by seam; within a seam, in the order of `order_of_application`.
 
     Why the seams have this order:
 
@@ -123,7 +123,7 @@ def _apply_all(attachments: Attachments) -> None:
             attachments.agree_on_trained()
         if seam is Seam.OPTIM:
             attachments.build()
-            if "OPTIM" not in attachments.owners:  # otherwise `compose` has compared the feature's settings
+            if "OPTIM" not in attachments.owners:  # the settings of a feature at OPTIM were compared by `compose`
                 built = facts.of_optimizer(attachments.optimizer, attachments.world.axes)
                 attachments.world.alike(built, "build the same optimizer on all ranks")
 
@@ -140,11 +140,12 @@ def attach(
         scaler: the loop's own loss scaler for fp16, if it has one.
 
     Returns:
-        The job. The loop may call its `keep`, `restore` and `close`, but not its `step`: it steps its own optimizer.
+        The job. The loop may call `keep`, `restore` and `close` of the job, but not `step`: the loop calls its own
+        optimizer's `step`.
 
     Raises:
-        ConfigError: as in `compose`; also for a feature at LOSS, because the loop computes the loss itself, and for one
-            that runs micro-batches itself.
+        ConfigError: as in `compose`; also for a feature at LOSS, because the loop computes the loss itself, and for a
+            feature that runs the micro-batches.
     """
     check_features(features)
     for feature in features:
@@ -187,13 +188,13 @@ def _before_forward(attachments: Attachments) -> Callable[[nn.Module, object], N
 
 
 def _factory_of(optimizer: Optimizer, attachments: Attachments) -> Callable[[Params], Optimizer]:
-    """Build a factory that returns `optimizer` with the tensors that are trained when it is called.
+    """Build a factory that returns `optimizer` over the tensors that are trained when the factory is called.
 
-    If an owner of SHARD has replaced the parameters, as `fully_shard` does, these tensors are not the ones that the
-    optimizer was built with.
+    An owner of SHARD may have replaced the parameters, as `fully_shard` does. Then the trained tensors are not the
+    tensors that the optimizer was built with.
     """
-    # Accelerate wraps the optimizer, and steps the inner one only when gradients are complete. So the hooks must be
-    # registered on the inner optimizer.
+    # Accelerate wraps the optimizer, and steps the wrapped one only when gradients are complete. So the hooks must be
+    # registered on the wrapped optimizer.
     optimizer = inner if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) else optimizer
     names = {parameter: name for name, parameter in attachments.named().items()}
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on.
+"""Errors that a user can act on.
 
     ShoestringError
     ├── ConfigError          the run file, a flag, or an argument is wrong
@@ -9,8 +9,8 @@
     ├── CheckpointError      a saved state cannot be written, found or read
     └── NonFiniteError       the loss became NaN or infinite
 
-The command line prints each as one line, followed by its hint, and exits with its `code`.
-Anything else that escapes is a bug and keeps its traceback.
+The command line prints such an error as one line, followed by its hint, and exits with the error's `code`.
+Any other exception that reaches the user is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ STOPPED = 130
 
 
 class ShoestringError(Exception):
-    """A message of one line that says what went wrong and where; `hint` says what to do."""
+    """An error whose message says in one line what went wrong and where; `hint` says what to do."""
 
-    code: ClassVar[int] = 2  # the exit code for an error that a restart does not help against
+    code: ClassVar[int] = 2  # exit code of errors that a restart cannot fix
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -59,13 +59,13 @@ class DataError(ShoestringError):
 
 
 class WorldError(ShoestringError):
-    """Processes, devices or links are not what was asked for."""
+    """Processes, devices or links differ from what the user asked for."""
 
 
 class PeerError(WorldError):
-    """A rank, or the connection to it, was lost while the ranks worked together."""
+    """A rank, or the connection to it, was lost while the ranks were working together."""
 
-    code = 75  # EX_TEMPFAIL of sysexits.h: starting again may help
+    code = 75  # EX_TEMPFAIL of sysexits.h: a restart may succeed
 
 
 class CheckpointError(ShoestringError):
@@ -83,10 +83,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path, *, folders: bool = False) -> str:
-    """The most similar name beside a path that does not exist, as a path; empty if there is none.
+    """Suggest a path for a mistyped one: the most similar name in the same folder; empty if no name is similar.
 
     Args:
-        folders: whether only folders are meant.
+        folders: whether to suggest only folders.
     """
     with suppress(OSError):
         names = [there.name for there in path.parent.iterdir() if there.is_dir() or not folders]

@@ -1,4 +1,4 @@
-"""`Feature`, the base class of all techniques: frozen settings that attach to a job at hooks that torch has.
+"""`Feature`, the base class of all techniques: frozen settings that attach to a job through torch's own hooks.
 
 This module imports neither torch nor any area, so that settings can be read, checked and documented in milliseconds.
 """
@@ -33,24 +33,24 @@ Inexact = Literal["", "numbers", "gradients", "replicas", "fragments"]
 """Why several ranks compute a different result than one process does; empty if only the order of sums differs.
 
 "numbers": some numbers are rounded, random or delayed. "gradients": the average of the gradients is approximate.
-"replicas": ranks train separate replicas, whose weights are merged at intervals. "fragments": the same, but each merge
-covers only some of the weights.
+"replicas": ranks train separate replicas, whose weights are merged at intervals. "fragments": as "replicas", but each
+merge covers only some of the weights.
 """
 
 Divided = Literal["", "optimizer", "parameters"]
-"""What an owner of SHARD shards: nothing, only the tensors that the optimizer steps, or the parameters as well."""
+"""What an owner of SHARD shards: nothing; only the tensors that the optimizer steps; or the parameters as well."""
 
 
 class Seam(IntEnum):
-    """A place where features attach; seams are applied in the order of these numbers."""
+    """A place where features attach to a job; seams are applied in ascending order of their numbers."""
 
-    MODEL = 10  # change what a module computes; may add, not rename, parameters  chain
-    GRAPH = 20  # a pass over the graph that torch.compile traces                 chain, one backend
-    LOSS = 30  # wrap `attachments.loss`                                          chain
-    SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                     one owner per mesh axis
-    WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange        one owner per mesh axis
-    OPTIM = 60  # build the torch.optim.Optimizer                                 one owner
-    STEP = 70  # around the optimizer step, in the phases of `Phase`             chain
+    MODEL = 10  # change what a module computes; may add parameters, not rename  any number of features
+    GRAPH = 20  # a pass over the graph that torch.compile traces                any number of features, one backend
+    LOSS = 30  # wrap `attachments.loss`                                         any number of features
+    SHARD = 40  # DDP | fully_shard | ZeRO-2 | local replicas                    one owner per mesh axis
+    WIRE = 50  # DDP communication hook | FSDP2 all-reduce hook | exchange       one owner per mesh axis
+    OPTIM = 60  # build the torch.optim.Optimizer                                one owner
+    STEP = 70  # around the optimizer step, in the phases of `Phase`             any number of features
 
 
 class Phase(IntEnum):
@@ -89,7 +89,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A chart that a feature adds to the report: metrics that it published at each step, over the steps."""
+    """A chart that a feature adds to the report: metrics that it published at each step, plotted over the steps."""
 
     title: str
     metrics: Mapping[str, str]  # name of a metric -> its label in the chart
@@ -100,21 +100,21 @@ class Curve:
 class Feature(ABC):
     """The settings of one technique: a final, frozen, keyword-only dataclass whose field docstrings are the help texts.
 
-    `compose` calls the methods in this order, each one for all features before the next: `arrange`, `resolve`,
-    `beside`, `check`, and `apply` once for each seam. Before `check` it looks for conflicts.
+    `compose` calls these methods in turn, each for all features: `arrange`, `resolve`, `beside`, `check`, and `apply`
+    once for each seam. Before it calls `check`, `compose` looks for conflicts between features.
     """
 
     seams: ClassVar[tuple[Seam, ...]]
     neutral: ClassVar[Feature | None] = None
-    """Settings whose results are bit-identical to those without the feature, if such settings exist."""
+    """Settings with which results are bit-identical to results without the feature; None if there are none."""
     divided: ClassVar[Divided] = ""
     """At SHARD: which tensors are sharded over ranks."""
     averages_in_backward: ClassVar[bool] = False
     """At SHARD: whether gradients are averaged during the backward pass, with a hook that WIRE may replace."""
     data_form: ClassVar[str] = ""
-    """At LOSS: form that `data.form` must have, for a loss of samples of that form; empty if text or chats will do."""
+    """At LOSS: value that `data.form` must have for this loss; empty if the loss works on text or chats."""
     reads_first_rank: ClassVar[bool] = False
-    """Whether the feature takes the first rank's parameters for those of the model, which a pipeline divides."""
+    """Whether the feature assumes that the first rank holds the whole model, which is wrong in a pipeline."""
     adds_parameters: ClassVar[bool] = False
     """At MODEL: whether the feature adds parameters to the model (LoRA). Existing parameters keep their names."""
 
@@ -130,12 +130,12 @@ class Feature(ABC):
 
     @property
     def places_model(self) -> bool:
-        """Whether the feature moves the model to the device itself, layer by layer, because the whole might not fit."""
+        """Whether the feature moves the model to the device itself, layer by layer, because the model might not fit."""
         return False
 
     @property
     def tokenizer_of(self) -> str:
-        """Model whose tokenizer the run's data must use, in the form of `run.model`; empty if any tokenizer works."""
+        """Model, in the form of `run.model`, whose tokenizer the run's data must use; empty if any tokenizer works."""
         return ""
 
     @property
@@ -166,22 +166,23 @@ class Feature(ABC):
         return self
 
     def beside(self, features: Sequence[Feature]) -> Self:
-        """Return the feature with settings that depend on the other features filled in; all were resolved before."""
+        """Return the feature with settings that depend on other features filled in; `resolve` ran before."""
         return self
 
     def check(self, attachments: Attachments) -> None:
-        """Raise ConfigError if the feature cannot work on this job. Called before anything is changed or allocated."""
+        """Raise ConfigError if the feature cannot work on this job. `compose` calls this before it changes anything."""
         return
 
     @abstractmethod
     def apply(self, attachments: Attachments, seam: Seam) -> None:
-        """Attach the feature at one of its `seams`. Callbacks that undo this go on `attachments.exits`."""
+        """Attach the feature at one of its `seams`, and add callbacks that undo this to `attachments.exits`."""
 
     def export(self, weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Turn trained weights into weights with which a plain model, without the feature, computes the same.
+        """Turn trained weights into weights with which a plain model, without the feature, computes the same outputs.
 
-        For features at MODEL whose module does not compute with its parameters as they are (masked weights, adapters).
-        Called on one rank, with unsharded tensors in host memory; also after the run, with a checkpoint's content.
+        Features at MODEL need this if their module does not compute with its parameters as they are (masked weights,
+        adapters). `export` is called on one rank, with unsharded tensors in host memory; also after the run, with a
+        checkpoint's content.
 
         Args:
             weights: parameters and buffers by name, after the `export` of earlier features.
@@ -190,13 +191,13 @@ class Feature(ABC):
         return weights
 
     def write_beside(self, attachments: Attachments, base: str) -> Callable[[Path], None] | None:
-        """Gather further content to export, and return a function that writes it to the exported model's folder.
+        """Gather what the feature exports besides the model, and return a function that writes it to the export folder.
 
-        All ranks call this method; the function that it returns is called on the first rank only. The result is None
-        if the feature exports nothing else.
+        All ranks call this method; the function that it returns is called only on the first rank. The result is None
+        if the feature exports nothing besides the model.
 
         Args:
-            base: name or path of the model that the run started from; empty if it started from none.
+            base: name or path of the model that the run started from; empty if the run started from no model.
         """
         return None
 
@@ -205,15 +206,15 @@ class Feature(ABC):
         return
 
     def explain_resume(self, attachments: Attachments) -> str:
-        """A line for the log on what changes because the run is resumed with other settings; empty if nothing does."""
+        """A log line on what changes because the run is resumed with different settings; empty if nothing changes."""
         return ""
 
     def explain(self, attachments: Attachments) -> str:
-        """A line on what the feature chose and why, printed at the start of a run and in the report."""
+        """A line on the values that the feature chose and why, printed at the start of a run and in the report."""
         return ""
 
     def reduction(self, trace: Trace) -> Reduction | None:
-        """How far the feature reduced the use of a resource, computed from the run's trace; None if not known."""
+        """How much the feature reduced the use of a resource, computed from the run's trace; None if not known."""
         return None
 
     def report_items(self, trace: Trace) -> Sequence[Table | Curve]:
@@ -230,7 +231,7 @@ def area_of(kind: type[Feature]) -> str:
 def export_weights(
     features: Iterable[Feature], weights: dict[str, Tensor], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """Pass trained weights through the `export` of each feature, one after the other."""
+    """Pass trained weights through the `export` of one feature after another."""
     for feature in features:
         weights = feature.export(weights, states)
     return weights
@@ -262,10 +263,10 @@ def check_owners(features: Sequence[Feature]) -> None:
 
 
 def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Feature]]:
-    """All pairs (seam, feature) in the order in which they are applied; within a seam, features keep their order.
+    """All pairs (seam, feature) in the order of application; within a seam, features mostly keep their order.
 
-    Only owners of an axis along which ranks share a replica go before the others at SHARD, so that the others see the
-    parameters that a rank trains, and after the others at WIRE, once gradients are averaged over replicas.
+    Features that split a replica over ranks are the exception. At SHARD they go first, so that other features see the
+    parameters that this rank trains. At WIRE they go last, after gradients have been averaged over replicas.
     """
 
     def place(pair: tuple[Seam, Feature]) -> tuple[Seam, bool]:
@@ -276,10 +277,10 @@ def order_of_application(features: Iterable[Feature]) -> list[tuple[Seam, Featur
 
 
 def splits_replicas(feature: Feature) -> bool:
-    """Whether ranks work on the same samples, so that none runs the whole model (a pipeline)."""
+    """Whether the feature makes several ranks work on the same samples, so that none runs the whole model."""
     return Seam.SHARD in feature.seams and not {*feature.over} <= {*DATA}
 
 
 def splitting(features: Iterable[Feature], world: World) -> list[str]:
-    """Names of the features that split replicas over several ranks of a world whose axes are arranged."""
+    """Names of the features that split replicas over several ranks of `world`, to which `arrange_mesh` was applied."""
     return [part.name for part in features if splits_replicas(part) and world.ranks_over(part.over) > 1]

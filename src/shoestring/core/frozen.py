@@ -16,7 +16,7 @@ from shoestring.core.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class Reference:
-    """What a checkpoint holds of a frozen module: its source and a hash of its tensors, instead of the tensors."""
+    """What a checkpoint holds for a frozen module: its source and a hash of its tensors, instead of the tensors."""
 
     source: str
     digest: str
@@ -25,13 +25,15 @@ class Reference:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise ConfigError(f"a frozen module has the source {self.source!r}", hint="give what `open_model` takes")
+            raise ConfigError(
+                f"a frozen module has the source {self.source!r}", hint="give a name or path that `open_model` accepts"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare this module's hash with the hash in the checkpoint; there are no tensors to load.
+        """Raise CheckpointError if this module's hash differs from the checkpoint's; there are no tensors to load.
 
         Raises:
             CheckpointError: the checkpoint was written with other tensors.
@@ -76,7 +78,7 @@ def freeze(module: nn.Module) -> Callable[[], None]:
     modes = {submodule: submodule.training for submodule in module.modules()}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.eval().requires_grad_(False)
-    for submodule in modes:  # `train()` of an enclosing model calls `train()` of every submodule
+    for submodule in modes:  # `train()` of an enclosing model would call `train()` of every submodule
         vars(submodule)["train"] = lambda mode=True, submodule=submodule: submodule
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""Passes over the graph that torch.compile traces, followed by one compiler backend."""
+"""Passes over the graph that torch.compile traces, and the compiler backend that runs after them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GraphPass = Callable[[fx.GraphModule], fx.GraphModule | None]
 
 @dataclass(eq=False)
 class Graph:
-    """How torch.compile treats the model: passes over its graph, then one backend. Without either it stays eager."""
+    """How torch.compile treats the model: passes over its graph, then one backend. With neither, it stays eager."""
 
     backend: str | Callable[..., Any] = ""
-    """Backend of torch.compile; if empty, "aot_eager" where there are joint passes, "eager" for forward passes only."""
+    """Backend of torch.compile; if empty, "aot_eager" if there are joint passes, or "eager" if only forward passes."""
     forward: list[GraphPass] = field(default_factory=list)
     joint: list[GraphPass] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Graph:
 
 
 def run_passes(passes: Sequence[GraphPass], graph: fx.GraphModule) -> fx.GraphModule:
-    """Run passes over a graph; after each pass the graph is checked and its Python code is generated again."""
+    """Run passes over a graph; after each pass, check the graph and regenerate its Python code."""
     for work in passes:
         graph = work(graph) or graph
         graph.graph.lint()

@@ -27,10 +27,10 @@ class Job:
             the same output.
         loss: (output, batch) -> (sum, count), both 0-d tensors. Sums and counts are added up over micro-batches and
             ranks and divided once, so that unequal counts give the exact mean. Features at LOSS may wrap the loss for
-            training; evaluation uses the loss as it is.
-        optimizer: parameters -> torch.optim.Optimizer, called after SHARD has chosen the parameters; or an optimizer
-            over the model's parameters, which then gets the chosen parameters instead.
-        total: number of optimizer steps, over which schedules decay, or a loader whose length is that number; 0 if the
+            training; evaluation uses the loss without these wrappers.
+        optimizer: function parameters -> torch.optim.Optimizer, called after SHARD has chosen the parameters; or an
+            optimizer over the model's parameters, whose parameters are then replaced by the chosen ones.
+        total: number of optimizer steps, which schedules decay over; or a loader whose length is that number; 0 if the
             number is not known.
     """
 
@@ -103,24 +103,24 @@ class Job:
         """Do one optimizer step on one batch, or on several micro-batches whose gradients accumulate.
 
         Returns:
-            The mean loss over all micro-batches and over all ranks that average gradients; 0-d, detached, on the
-            device.
+            The mean loss over all micro-batches and over all ranks that average gradients, as a detached 0-d tensor on
+            the device.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite; raised on all ranks at the same step. On a CPU the optimizer
-                has not stepped on it. On an accelerator it has, because the loss is read one step late.
+            NonFiniteError: the loss is NaN or infinite; raised on all ranks at the same step. On a CPU the error comes
+                before the optimizer step; on an accelerator after it, because the loss is read one step late.
         """
         return step.take(self._attachments, batches)
 
     def evaluate(self, batches: Iterable[Batch | Repeated]) -> tuple[float, int]:
         """(sum, count) of the user's loss over the batches of all ranks; all ranks need the same number of batches.
 
-        A rank that has fewer passes some again as `Repeated`, which are not counted.
+        A rank with fewer batches passes some of them again as `Repeated`; their loss is not counted.
         """
         return step.evaluate(self._attachments, batches)
 
     def stop(self) -> None:
-        """Ask all ranks to stop: `done` becomes True on all of them after the same step. Safe in a signal handler."""
+        """Ask all ranks to stop: `done` becomes True on all ranks after the same step. Safe in signal handlers."""
         self._attachments.stop_requested = True
 
     @property
@@ -129,7 +129,7 @@ class Job:
         return self._attachments.done
 
     def finish(self) -> None:
-        """End training after the newest step, which is then checkpointed; no effect if it is over. A collective."""
+        """End training after the newest step and checkpoint it; no effect if training is over. A collective."""
         self._attachments.finish()
 
     def close(self) -> None:

@@ -44,13 +44,13 @@ class Progress:
     total: int = 0  # position at which training ends; 0 if not known
     tokens: int = 0  # targets seen, over all ranks
     count: float = 0.0  # divisor of the newest step's loss sum; 0 before the first step; see step.py
-    position: float = 0.0  # sum of the gains of all steps done, which schedules are functions of
-    gain: float = 1.0  # how far the next step advances `position`; AdaScale (Johnson et al. 2020) sets it at each step
+    position: float = 0.0  # argument of all schedules: the sum of the gains of all steps done
+    gain: float = 1.0  # how far the next step advances `position`; AdaScale (Johnson et al., 2020) sets `gain`
 
     planned: int = 0
-    """`total` in the loaded checkpoint: schedules decayed towards it so far, and `total` may differ now."""
+    """`total` in the loaded checkpoint, towards which schedules have decayed so far; this run's `total` may differ."""
     unread: Tensor | None = None
-    """On an accelerator, (loss sum, count, votes to stop) of the newest step, which are read one step late."""
+    """On an accelerator, (loss sum, count, votes to stop) of the newest step; these are read one step late."""
 
     @property
     def done(self) -> bool:
@@ -68,12 +68,12 @@ class Progress:
         self.position += self.gain
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers. A count that was not read yet stays a tensor, so that saving does not wait for the device."""
+        """All numbers. A count that has not been read yet stays a tensor, so saving does not wait for the device."""
         state = {name: value for name, value in vars(self).items() if name not in ("unread", "planned")}
         return state if self.unread is None else state | {"unread": self.unread[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the numbers; a `total` that this run has set itself stays, so that it may train for longer."""
+        """Restore the numbers. A `total` that this run has set itself wins, so that the run may train for longer."""
         state = {"position": float(state_dict["step"]), "gain": 1.0} | state_dict  # for checkpoints of earlier versions
         state["tokens"] += int(state.pop("unread", 0))  # targets of the newest step
         vars(self).update(state, unread=None, total=self.total or state["total"], planned=state["total"])
@@ -86,10 +86,12 @@ class ModelState:
     Args:
         trained: name of a parameter -> tensor that the optimizer steps, and a checkpoint saves, in its place.
         refresh: copies the tensors of `trained` into the parameters.
-        leave_out: names of frozen tensors, of which a checkpoint holds only a `Reference`.
-        trainers: name of a parameter -> the ranks that train it; a checkpoint has it from these. Empty if all do.
-        holders: name of a parameter -> the ranks that have it, for those that not all have.
-        orders: order of the tensors of `trained` that are in another order than their parameters.
+        leave_out: names of tensors to leave out: frozen tensors, for which a checkpoint holds only a `Reference`, and
+            parameters that only other ranks hold.
+        trainers: name of a parameter -> the ranks that train it, whose values a checkpoint saves. Empty if all ranks
+            train all parameters.
+        holders: name of a parameter -> the ranks that have it, for parameters that not all ranks have.
+        orders: name of a parameter -> order of its tensor in `trained`, if it differs from the parameter's.
     """
 
     model: nn.Module
@@ -106,7 +108,7 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         state = {self._own_name(name): value for name, value in self.model.state_dict().items()}
         state |= {name: self.trained[owner] for name, owner in self._aliases.items()}
-        elsewhere = self.trainers.keys() - self.trained.keys()  # this rank's values of these are those of the start
+        elsewhere = self.trainers.keys() - self.trained.keys()  # this rank's values of these are still the initial ones
         left_out = {*self.leave_out, *elsewhere}
         return {name: value for name, value in (state | dict(self.trained)).items() if name not in left_out}
 
@@ -114,7 +116,7 @@ class ModelState:
         loaded_below = {*self.trained, *self._aliases}
         whole = {name: value for name, value in state_dict.items() if name not in loaded_below}
         tensors = [value for value in whole.values() if isinstance(value, Tensor)]
-        if self.trainers:  # other ranks' parameters may be on `meta`, and torch would then untie tied parameters here
+        if self.trainers:  # other ranks' parameters may be on `meta`; then torch's function would untie tied parameters
             own = {self._own_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
             for name, value in whole.items():
                 if isinstance(value, Tensor):
@@ -131,7 +133,7 @@ class ModelState:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Further name of a tied parameter -> its name in `trained`, where the model has but a part of it."""
+        """Second name of a tied parameter -> its name in `trained`, if the model holds only a part of the parameter."""
         owners = {self._own_name(name): parameter for name, parameter in self.model.named_parameters()}
         names = {parameter: name for name, parameter in owners.items()}
         tied = {
@@ -148,15 +150,15 @@ class ModelState:
 
 @dataclass(eq=False)
 class OptimizerState:
-    """State of the optimizer, by names of parameters instead of torch's numbers, so that it can be resharded.
+    """State of the optimizer, keyed by parameter names instead of torch's indices, so that it can be resharded.
 
     Learning rates and other settings are not restored, so that a run may be resumed with different ones.
 
     Args:
-        named: function that returns a mapping: name of a parameter -> tensor that the optimizer steps for it.
+        named: function without arguments -> {name of a parameter: tensor that the optimizer steps for it}.
         hooks_off: context in which a step of the optimizer does not count as a training step.
-        trainers: name of a parameter -> the ranks that train it; empty if all do.
-        orders: order of stepped tensors that are in another order than their parameters.
+        trainers: name of a parameter -> the ranks that train it; empty if all ranks train all parameters.
+        orders: name of a parameter -> order of its stepped tensor, if it differs from the parameter's.
     """
 
     optimizer: Optimizer
@@ -175,16 +177,16 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy saved state into the optimizer's tensors; entries that this optimizer does not have are ignored.
+        """Copy saved state into the optimizer's tensors; ignore saved entries that this optimizer does not have.
 
-        Other programs save numbers instead of names; then parameters are matched by their position.
+        Other programs save indices instead of names; then parameters are matched by their position.
         """
         self._lay_out()
         tensors, saved = self.named(), _parameters(state_dict["param_groups"])
         stepped = _parameters(self.optimizer.param_groups)
         if not tensors.keys() & {*saved}:
             tensors = dict(zip(saved, stepped, strict=True))
-        own = set(map(id, stepped))  # the checkpoint may have state of more: frozen now, or trained by other ranks
+        own = set(map(id, stepped))  # the checkpoint may hold more parameters: now frozen, or trained by other ranks
         for name, tensor in tensors.items():
             if id(tensor) not in own:
                 continue
@@ -196,7 +198,7 @@ class OptimizerState:
                     state[key] = value
 
     def _lay_out(self) -> None:
-        """Make an optimizer without state allocate it, by a step that changes no parameter.
+        """Make an optimizer that has no state yet allocate it, by a step that changes no parameter.
 
         torch allocates state only in the first step, but loading a checkpoint needs tensors to copy into.
         """
@@ -207,7 +209,7 @@ class OptimizerState:
         settings = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        for group, numbers in zip(groups, settings, strict=True):  # weight decay would change the momentum
+        for group, numbers in zip(groups, settings, strict=True):  # weight decay would change the momentum buffers
             group |= {
                 key: torch.zeros_like(number) if isinstance(number, Tensor) else 0.0 for key, number in numbers.items()
             }
@@ -223,7 +225,7 @@ class OptimizerState:
 
 
 def _parameters(groups: Sequence[dict[str, Any]]) -> list[Any]:
-    """All parameters of an optimizer's groups in order; for groups of a state dict, their names or numbers."""
+    """All parameters of an optimizer's groups, in order; in a state dict they are names or indices."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
@@ -231,7 +233,7 @@ def fill(tensor: Tensor, value: Tensor, order: ShardOrder | None = None) -> None
     """Copy `value` into `tensor`. If `tensor` is sharded and `value` is not, copy this rank's shard of `value`.
 
     Args:
-        order: the order of the parameter that the tensor is for, if its DTensor is in another one.
+        order: order of the DTensor `tensor`, if it differs from the order of its parameter.
     """
     with torch.no_grad():
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):

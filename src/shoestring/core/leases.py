@@ -17,9 +17,9 @@ class Priority(IntEnum):
     REQUIRED = 0
     """Needed for training: offloaded state, and the copy of a checkpoint that is being written to disk."""
     CACHE = 1
-    """Caches, whose content can be read or computed again, only more slowly."""
+    """Caches, whose content can be read or computed again at the cost of time."""
     CHECKPOINT = 2
-    """Checkpoints of this host in its own memory."""
+    """Checkpoints of this host's own ranks, in memory."""
     PEERS = 3
     """Checkpoints that this host holds for other hosts."""
 
@@ -28,9 +28,9 @@ class Priority(IntEnum):
 class HostMemory:
     """Accounts for the large buffers in host memory of one rank, each under a named lease; thread-safe.
 
-    An owner calls `take` before each use of its buffer. Leases of `Priority.REQUIRED` are always granted, others if
-    they fit into the budget together with all leases of the same and of more urgent priorities. If a lease is refused
-    to an owner that holds one under this name, it keeps the old one until it has freed the memory and called `give`.
+    An owner calls `take` before each use of its buffer. Leases of `Priority.REQUIRED` are always granted. Another lease
+    is granted if it fits into the budget together with all leases of the same or a more urgent priority. If a larger
+    lease is refused, the owner's earlier lease stays until the owner has freed the memory and called `give`.
     """
 
     budget: float = math.inf
@@ -47,14 +47,14 @@ class HostMemory:
         `free` does not include the memory of leases that were taken before, so their bytes are added to the budget.
 
         Args:
-            there: bytes of memory in use already whose leases will be taken later.
+            there: bytes already in use by buffers whose leases will be taken later.
         """
         with self._lock:
             if self.budget == math.inf:
                 self.budget = 7 / 8 * free / ranks + sum(nbytes for nbytes, _ in self.leases.values())
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
-        """Set the lease `name` to `nbytes`; False if it is refused, which leaves the former lease as it was."""
+        """Set the lease `name` to `nbytes`; return False if this is refused, and the earlier lease stays as it was."""
         with self._lock:
             firm = sum(taken for other, (taken, kind) in self.leases.items() if other != name and kind <= priority)
             if granted := priority is Priority.REQUIRED or firm + nbytes <= self.budget:
@@ -71,11 +71,11 @@ class HostMemory:
         return nullcontext()
 
     def described(self, but: str = "") -> str:
-        """Text for messages: the budget, and all leases except the one named `but`."""
+        """Text for messages: the budget, and all leases except the lease named `but`."""
         return f"{figures.memory(self.budget)} {self.taken(but)}"
 
     def taken(self, but: str = "") -> str:
-        """Text for messages, in brackets: all leases except the one named `but`."""
+        """Text for messages, in brackets: all leases except the lease named `but`."""
         leases = (f"{name} {figures.memory(nbytes)}" for name, (nbytes, _) in self.leases.items() if name != but)
         return f"({', '.join(leases) or 'nothing'} taken)"
 

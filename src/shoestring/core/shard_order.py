@@ -1,4 +1,4 @@
-"""The order in which ranks hold a dimension of a parameter of which each has several stretches."""
+"""The order in which ranks hold slices of a parameter if each rank has several slices, as of a fused weight."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 Stretch = tuple[int, int]
-"""First index and size."""
+"""First index and size of a contiguous slice along one dimension."""
 
 
 @dataclass(frozen=True)
 class ShardOrder:
-    """How the DTensor of a fused weight lies in the parameter.
+    """The order of the slices of a fused weight in its DTensor, which differs from their order in the parameter.
 
-    A rank that has half of the queries, keys and values each holds three stretches of the fused weight. Its shard has
-    them one behind the other, and so the DTensor has them, as if the parameter were in the order of the ranks. torch
-    has no placement for stretches of unequal sizes, and need not know: an optimizer does not depend on the order.
+    A rank that has half of the queries, keys and values holds three slices of the fused weight. The rank's local shard,
+    and so the DTensor, has these slices one after another. PyTorch has no placement for slices of unequal sizes. It
+    needs none, because an optimizer does not depend on the order of the elements.
     """
 
     shape: tuple[int, ...]
     dim: int
     """The dimension that is split."""
     stretches: tuple[Stretch, ...]
-    """Stretches of the parameter, in the DTensor's order."""
+    """Slices of the parameter, in the DTensor's order."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dim: int, sections: Sequence[int], ranks: int) -> ShardOrder:
-        """The order in which each rank has an equal part of each section of a dimension, one behind the other."""
+        """The order if each rank has an equal part of every section of `dim`; the parts follow one another by rank."""
         starts = itertools.accumulate(sections, initial=0)
         parts = [(start, size // ranks) for start, size in zip(starts, sections, strict=False)]
         return cls(
@@ -38,11 +38,11 @@ class ShardOrder:
         )
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor kept for the parameter, such as a moment of its gradient, lies in the same order."""
+        """Whether a tensor that belongs to the parameter, such as a moment of its gradient, has the same order."""
         return tensor.ndim == len(self.shape) and tensor.shape[self.dim] == self.shape[self.dim]
 
     def of_range(self, first: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """What [first, first + size) of the DTensor is of the parameter: start, size, and distance from `first`."""
+        """The parameter's slices that [first, first + size) of the DTensor covers: start, size, offset from `first`."""
         at = 0
         for start, extent in self.stretches:
             low, high = max(first, at), min(first + size, at + extent)
@@ -51,11 +51,11 @@ class ShardOrder:
             at += extent
 
     def into(self, whole: Tensor) -> Tensor:
-        """A tensor in the parameter's order, in that of the DTensor."""
+        """Reorder a tensor from the parameter's order into the DTensor's."""
         return torch.cat([whole.narrow(self.dim, start, size) for start, size in self.stretches], self.dim)
 
     def back(self, ordered: Tensor) -> Tensor:
-        """The inverse of `into`."""
+        """Reorder a tensor from the DTensor's order into the parameter's."""
         whole, at = torch.empty_like(ordered), 0
         for start, size in self.stretches:
             whole.narrow(self.dim, start, size).copy_(ordered.narrow(self.dim, at, size))
@@ -64,4 +64,4 @@ class ShardOrder:
 
 
 Orders = Mapping[str, ShardOrder]
-"""Name of a parameter -> the order of its DTensor, for those that are in another order than their parameter."""
+"""Name of a parameter -> the order of its DTensor, for parameters whose DTensor has a different order."""

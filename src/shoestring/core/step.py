@@ -36,7 +36,7 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
     attachments.trace.step = progress.step
     attachments.run(Phase.FORWARD)
 
-    # Forward and backward passes. Gradients accumulate; in the last micro-batch SHARD averages them over ranks.
+    # Run the forward and backward passes. Gradients accumulate; in the last micro-batch SHARD averages them over ranks.
     micro = MicroBatches(attachments, batches)
     run = run_in_two_passes if micro.whole and len(batches) > 1 else run_in_order
     (attachments.run_micro_batches or run)(micro)
@@ -61,13 +61,14 @@ def take(attachments: Attachments, batches: Sequence[Batch]) -> Tensor:
             attachments.refuse(NonFiniteError(message, hint=hint))
     loss = attachments.numbers["loss"] = (sums[0] / sums[1]).float()
 
-    # Step. First the gradients are corrected to the true divisor. The optimizer's pre-hook runs CLIP, RATE, GRAD and
-    # WAIT; its post-hook runs PROJECT, OUTER and CAPTURE. Being hooks, they also run in loops of other programs.
+    # Step the optimizer. First the gradients are corrected to the true divisor. The optimizer's pre-hook runs CLIP,
+    # RATE, GRAD and WAIT; its post-hook runs PROJECT, OUTER and CAPTURE. Because these phases run in hooks, they also
+    # run in the training loops of other programs.
     scaler.unscale_(optimizer)
     if scaler.is_enabled() and (parted := attachments.world.group(attachments.parted)) is not None:
-        for overflow in overflows(scaler, optimizer):  # or some stages would step, and others not
+        for overflow in overflows(scaler, optimizer):  # without this, some pipeline stages would step and others not
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=parted)
-    if progress.count and (gradients := attachments.gradients):  # a refused loss has set all gradients to None
+    if progress.count and (gradients := attachments.gradients):  # a refused loss leaves no gradients
         micro.correct(gradients, sums[1])
     with span("optimizer", "compute"):
         scaler.step(optimizer)
@@ -92,15 +93,15 @@ class MicroBatches:
         self.sums[2] = float(attachments.stop_requested and training)
         self._work: dist.Work | None = None
         # Along some mesh axes ranks compute the same loss of the same samples (tensor parallelism), so only the first
-        # of these ranks is counted. The other ranks add their loss with weight 0. Since 0 times NaN or infinity is NaN,
-        # all ranks still refuse a loss that is not finite on any. An owner of SHARD that runs the micro-batches itself
-        # calls `loss` on only one of the ranks along its axes, so there every call counts.
+        # of these ranks counts its loss. The other ranks add their loss with weight 0. Since 0 times NaN or infinity is
+        # NaN, all ranks still refuse the step if the loss is not finite on any of them. An owner of SHARD that runs the
+        # micro-batches itself calls `loss` on only one of the ranks along its axes, so there every call counts.
         world = attachments.world
         spread = (*attachments.data_axes, *attachments.replicas)
         self._repeating = [axis for axis in world.axes if axis not in spread]
         computing = [axis for axis in self._repeating if axis not in attachments.run_over]
         self._weight = float(world.index_over(computing) == 0)
-        if self.whole:  # all ranks compute the same loss, which the first of them counts
+        if self.whole:  # all ranks compute the same loss, and only the first rank counts it
             self._weight *= world.index_over(attachments.replicas) == 0
         elif repeated:
             self._weight = 0.0
@@ -108,14 +109,14 @@ class MicroBatches:
         if self.owned and self._first:
             attachments.progress.count = 1.0  # a provisional divisor: not every rank computes a loss
         if self.owned and attachments.scaler.is_enabled():
-            attachments.scaler.scale(self.sums)  # the first loss makes a scaler ready, likewise
+            attachments.scaler.scale(self.sums)  # initializes the scaler also on ranks that compute no loss
 
     def sync(self, last: bool) -> AbstractContextManager[None]:
-        """Context around the forward and backward pass of a micro-batch; only the `last` one exchanges gradients."""
+        """Context around the forward and backward pass of a micro-batch; gradients are exchanged only if `last`."""
         return self.attachments.sync(last)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Context around a forward pass and its loss, such as autocast."""
+        """Context, such as autocast, around a forward pass and its loss."""
         return self.attachments.computing()
 
     def forward(self, batch: Batch) -> Output:
@@ -125,15 +126,15 @@ class MicroBatches:
     def loss(self, output: Output, batch: Batch) -> Tensor:
         """Add the loss of a micro-batch to `sums`, and return the tensor to call `backward` on.
 
-        The tensor is the loss, divided by the divisor of the step and multiplied by the loss scale. In an evaluation
-        the tensor is the sum of the losses.
+        In training the tensor is the loss, divided by the divisor of the step and multiplied by the loss scale. In an
+        evaluation the tensor is the sum of the losses.
         """
         attachments = self.attachments
         if self.whole:
             group = attachments.world.group(attachments.replicas)
             output, batch = joined(output, batch, group, repeated=self.repeated)
         total, count = sum_and_count((attachments.loss if self.training else attachments.task_loss)(output, batch))
-        if self.training and attachments.task_loss is cross_entropy:  # a user's loss does this itself
+        if self.training and attachments.task_loss is cross_entropy:  # a user's loss adds auxiliary losses itself
             total = with_auxiliary(total, count, output, attachments.module, ConfigError)
         if self.training or self._weight:
             self.sums[:2] += torch.stack([total.detach().double(), count.double()]) * self._weight
@@ -152,7 +153,7 @@ class MicroBatches:
 
     def summed(self) -> Tensor:
         """(loss sum, count, votes to stop) over all micro-batches and ranks."""
-        if self.owned:  # earlier, ranks might start it at different places among the owner's collectives
+        if self.owned:  # before `run` returns, ranks could start this at different points among the owner's collectives
             self.begin_sum()
         if self._work is not None:
             with span("loss", "wire", self.sums.nbytes):
@@ -163,7 +164,7 @@ class MicroBatches:
         """Correct gradients, which were divided by the expected count of targets, to the true `count`."""
         progress = self.attachments.progress
         ratio = progress.count / count
-        if count.device.type != "cpu":  # comparing would wait for the device; multiplying by 1 does not
+        if count.device.type != "cpu":  # comparing with 1 would wait for the device; multiplying by 1 does not
             foreach_mul_(gradients, ratio.float())
             if self.owned and self._first:
                 progress.count = float(count)  # waits for the device, but only in the first step of a run
@@ -179,9 +180,9 @@ class MicroBatches:
     def _divisor(self, count: Tensor) -> Tensor | float:
         """The divisor of a micro-batch's loss before the backward pass.
 
-        One process with one micro-batch divides by the true count. With more, the divisor is the previous step's count
-        over the number of ranks, because SHARD averages gradients over ranks where their sum is needed; `correct`
-        adjusts the gradients to the true count later.
+        One process with one micro-batch divides by the true count. With more processes or micro-batches, the divisor is
+        the previous step's count divided by the number of ranks: SHARD averages gradients over ranks, but the step
+        needs their sum. `correct` adjusts the gradients to the true count later.
         """
         attachments, progress = self.attachments, self.attachments.progress
         ranks, batches = self._ranks, 1 if self.whole else len(self.batches)
@@ -211,7 +212,7 @@ def run_in_order(micro: MicroBatches) -> None:
 
 
 def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> tuple[float, int]:
-    """Sum the user's loss over the batches of all ranks, without training; see `Job.evaluate`."""
+    """Compute (sum, count) of the user's loss over the batches of all ranks, without training; see `Job.evaluate`."""
     sums = torch.zeros(2, dtype=torch.float64, device=attachments.world.device)
     with attachments.evaluating(), span("evaluate", "compute"):
         for item in batches:
@@ -223,7 +224,7 @@ def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> t
             else:
                 with micro.computing():
                     micro.loss(micro.forward(batch), batch)
-            if repeated:  # further metrics keep their names, because all ranks sum the same ones
+            if repeated:  # keep the names of additional metrics, because all ranks must sum the same metrics
                 zero = torch.zeros_like(sums)
                 attachments.evaluated = {name: before.get(name, zero) for name in attachments.evaluated}
             sums += micro.sums[:2]
@@ -233,13 +234,13 @@ def evaluate(attachments: Attachments, batches: Iterable[Batch | Repeated]) -> t
 
 
 def before_update(attachments: Attachments) -> None:
-    """Hook before the optimizer's own step: run the phases CLIP to WAIT."""
+    """Hook that runs the phases CLIP to WAIT before the optimizer's own step."""
     if not attachments.hooks_are_off:
         attachments.run(Phase.CLIP, Phase.RATE, Phase.GRAD, Phase.WAIT)
 
 
 def after_update(attachments: Attachments) -> None:
-    """Hook after the optimizer's own step: run the phases PROJECT to CAPTURE, and count the step."""
+    """Hook that runs the phases PROJECT to CAPTURE after the optimizer's own step, and counts the step."""
     if not attachments.hooks_are_off:
         attachments.run(Phase.PROJECT, Phase.OUTER)
         for work in attachments.after_merges if attachments.merged else ():

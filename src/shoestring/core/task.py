@@ -23,15 +23,15 @@ Loss = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 Collate = Callable[[list[Any]], Batch]
 
 IGNORED = -100
-"""Target value that the loss ignores, as torch's `ignore_index`."""
+"""Target value that the loss ignores; the default of torch's `ignore_index`."""
 _OPTIONAL = ("attention_mask", "position_ids")
 _HINT = "for batches of another form, give Job(forward=…, loss=…), or run.forward and run.loss in a run file"
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A batch of samples that count on another rank, for `Job.evaluate`: the model and the loss are called, because
-    they may communicate with other ranks, and the loss is not counted."""
+    """A batch for `Job.evaluate` whose loss is not counted, because another rank counts its samples. The model and the
+    loss are still called, because they may communicate with other ranks."""
 
     batch: Batch
 
@@ -40,7 +40,7 @@ def call_model(model: nn.Module, batch: Batch) -> Output:
     """Call the model on the inputs of a batch, and return its output.
 
     The inputs of a tuple are its first item. The inputs of a mapping are its entry `inputs`, or the entries of
-    transformers' collators: `input_ids`, and `attention_mask` and `position_ids` if there are any.
+    transformers' collators: `input_ids`, and also `attention_mask` and `position_ids` if the batch has them.
 
     Raises:
         ConfigError: the batch has no inputs, or it has a mask or positions that the model does not take.
@@ -55,15 +55,15 @@ def call_model(model: nn.Module, batch: Batch) -> Output:
 
 
 def cross_entropy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of the negative log-likelihoods in nats, number of targets); targets of -100 are ignored.
+    """Return (sum of the negative log-likelihoods in nats, number of targets); ignore targets of -100.
 
     The logits, of shape (..., V), are the output itself or its `.logits`. The targets, integers of shape (...), are the
     second item of a tuple or the entry `targets` of a mapping. The entry `labels` (transformers' name) of shape (B, T)
     holds the input tokens, not shifted: the logits at position t are scored against label t + 1.
 
     Raises:
-        ConfigError: the output has no logits, the batch has no targets, their shapes differ, or a target is not a
-            class.
+        ConfigError: the output has no logits, the batch has no targets, their shapes differ, or a target is no valid
+            class index.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None:
@@ -96,16 +96,16 @@ def known_targets(logits: Tensor, targets: Tensor) -> Iterator[None]:
         sample, *place = strange.nonzero()[0].tolist()
         where = f"sample {sample} of the batch" + (f", position {place[0]}," if place else "")
         raise ConfigError(
-            f"{where} has the target {int(targets[strange][0])}, and the model knows the classes 0 to {classes - 1}",
+            f"{where} has the target {int(targets[strange][0])}, but the model has only the classes 0 to {classes - 1}",
             hint="give the model as many classes as the data set has, or correct the labels",
         ) from error
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor]:
-    """Check that a loss function returned (sum, count), and convert them to two 0-d tensors.
+    """Check that a loss function returned (sum, count), and convert both to 0-d tensors.
 
     Raises:
-        ConfigError: it returned something else.
+        ConfigError: the loss function returned something else.
     """
     match returned:
         case (Tensor(ndim=0) as total, Tensor(ndim=0) | int() | float() as count):
@@ -120,12 +120,12 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor]:
             form = f"a {type(returned).__name__}"
     raise ConfigError(
         f"the loss returned {form}, not (sum, count)",
-        hint="return the sum over all targets and the number of targets; a mean times that number is the sum",
+        hint="return the sum over all targets and the number of targets; multiply a mean by the number of targets",
     )
 
 
 def _entry(batch: Batch, position: int, name: str, other: str) -> Tensor:
-    """The tensor at a position of a tuple, or under one of two names of a mapping."""
+    """The tensor at `position` of a tuple, or under `name` or `other` in a mapping."""
     if isinstance(batch, Mapping):
         key = name if name in batch else other
         if key not in batch:

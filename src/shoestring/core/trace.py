@@ -1,8 +1,8 @@
 """Tracing: timed spans of work on any thread, in bounded memory.
 
-`span` costs about a microsecond, so it may be used on hot paths. On any thread, it records into all open traces
-(`with trace:`) and notifies all listeners (`with listening(profiler):`) when it begins and ends. Without traces and
-listeners it does nothing.
+`span` costs about a microsecond, so hot paths may use it. When a span begins and ends, on any thread, it is recorded in
+all open traces (`with trace:`), and all listeners (`with listening(profiler):`) are notified. Without traces and
+listeners a span does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 Kind = Literal["compute", "wire", "copy", "disk", "wait"]
 
-# The traces that are open in this process. This is a global list and not a context variable, because spans also run on
+# The traces that are open in this process. The list is global and not a context variable, because spans also run on
 # threads that autograd or a communication library started before the trace was opened.
 _open: list[Trace] = []
 _listeners: list[Listener] = []
@@ -47,7 +47,7 @@ class Total:
 
 @dataclass(eq=False)
 class Trace:
-    """Record of a run on one rank: totals over all spans, the newest `keep` spans themselves, and a few facts."""
+    """Record of a run on one rank: totals over all spans, the newest `keep` spans, and numbers that features record."""
 
     rank: int = 0
     host: str = ""
@@ -63,9 +63,9 @@ class Trace:
     training_seconds: float = 0.0
     """Duration of the training loop in seconds; set when the run ends."""
     aside: float = 0.0
-    """Seconds of the steps that were spent on trial measurements instead of training; throughput leaves them out."""
+    """Seconds within steps that were spent on trial measurements instead of training; not counted in throughput."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers by name that features record, to be read in their `reduction` and `report_items`."""
+    """Name -> number; features record these and read them in their `reduction` and `report_items`."""
     totals: dict[tuple[str, Kind], Total] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=deque)
     origin: float = field(default_factory=time.perf_counter)
@@ -82,7 +82,7 @@ class Trace:
         _open.remove(self)
 
     def align(self) -> None:
-        """Set the origin of time to now, and drop earlier spans. Called on all ranks right after a barrier."""
+        """Set the origin of time to now, and drop earlier spans. All ranks call `align` right after a barrier."""
         with self._lock:
             self.origin = time.perf_counter()
             self.spans.clear()
@@ -99,19 +99,19 @@ class Trace:
             self.spans.append(Span(name, kind, start - self.origin, stop - self.origin, nbytes, thread, self.step))
 
     def seconds(self, kind: Kind) -> float:
-        """Sum of the durations of all spans of one kind; time in which spans overlap is counted several times."""
+        """Sum of the durations of all spans of one kind; if spans overlap, the shared time counts several times."""
         return sum(total.seconds for (_, other), total in self.totals.items() if other == kind)
 
     def snapshot(self) -> tuple[list[Span], dict[tuple[str, Kind], Total]]:
-        """Consistent copies of spans and totals; other threads may be recording meanwhile."""
+        """Consistent copies of spans and totals, even while other threads record."""
         with self._lock:
             return list(self.spans), {key: replace(total) for key, total in self.totals.items()}
 
 
 class Listener(Protocol):
-    """What `listening` calls when a span begins and ends, on the span's thread.
+    """The interface that `listening` calls when a span begins and ends, on the span's thread.
 
-    `end` is called only for spans for which `begin` was called.
+    `end` is called only for a span whose `begin` was called.
     """
 
     def begin(self, work: span, /) -> None: ...
@@ -121,7 +121,7 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` when any span in this process begins and ends. The span does not include the listener's time.
+    """Call `listener` when any span in this process begins and ends. A span's duration excludes the listener's time.
 
     Spans may be nested.
     """
@@ -133,7 +133,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class span:  # noqa: N801  (reads as a statement: `with span("forward", "compute"):`)
-    """Times the work inside a `with` block; `nbytes` may be set inside the block."""
+    """Times the work inside a `with` block; the work may set `nbytes`, the number of bytes it moved."""
 
     __slots__ = ("_notified", "began", "kind", "name", "nbytes")
 

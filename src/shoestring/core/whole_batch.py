@@ -1,10 +1,10 @@
 """Losses that compare the samples of a batch with each other, over all ranks and micro-batches of a step.
 
-Every rank computes the same loss of the same rows: its own, which have gradients, and those of other ranks, which are
-constants to it. The gradients of a rank's own rows are then complete, so nothing is exchanged in the backward pass.
-Micro-batches run twice (Gao et al., 2021, "Scaling deep contrastive learning batch size under memory limited setup"):
-first without gradients, to compute all outputs and the loss of the whole batch; then one by one with gradients, from
-the gradient of that loss with respect to their outputs.
+Every rank computes the same loss on all rows: its own rows, which have gradients, and the rows of other ranks, which it
+treats as constants. The gradients of a rank's own rows are then complete, so nothing is exchanged in the backward pass.
+Micro-batches run twice (Gao et al., 2021, "Scaling deep contrastive learning batch size under memory limited setup").
+The first pass, without gradients, computes all outputs, the loss of the whole batch, and the loss's gradient with
+respect to the outputs. The second pass backpropagates this gradient through one micro-batch after another.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _MARK = "whole_batch"
 def whole_batch(loss: Loss) -> Loss:
     """Mark a loss that compares samples with each other, so that it gets the rows of all ranks and micro-batches.
 
-    The loss is written as for one process. Its `output` is what `forward` returns for the whole batch of the step:
-    tensors, or a tuple, list or dict of them, that have a row for each sample and are joined; 0-d tensors, such as a
-    temperature, are equal everywhere and stay as they are. Of `batch` it gets the entries with one number for each
-    sample, (samples,), in a dict; what else it needs, `forward` may return. Only what `forward` returns has gradients.
+    Write the loss as for one process. Its argument `output` is what `forward` returns for the whole batch of the step:
+    tensors, or a tuple, list or dict of tensors, with one row per sample; the rows of all ranks are joined. 0-d
+    tensors, such as a temperature, are equal on all ranks and stay as they are. The argument `batch` is a dict of only
+    those entries of the batch that hold one number per sample, of shape (samples,). If the loss needs anything else,
+    `forward` may return it. Gradients flow only through what `forward` returns.
     """
     setattr(loss, _MARK, True)
     return loss
 
 
 def is_over_whole_batch(attachments: Attachments) -> bool:
-    """Whether the loss of a job is marked by `whole_batch`."""
+    """Whether the loss of a job was marked by `whole_batch`."""
     return getattr(attachments.task_loss, _MARK, False)
 
 
@@ -53,10 +54,10 @@ def joined(
 
     Args:
         group: ranks whose gradients are averaged; None for one rank.
-        repeated: whether this rank's rows count on another rank.
+        repeated: whether this rank's rows are copies that another rank counts, so that they must be left out.
 
     Raises:
-        ConfigError: on all ranks, if an output has no rows, or rows of another shape on another rank.
+        ConfigError: an output has no rows, or rows of a different shape on another rank; raised on all ranks.
     """
     numbers = _numbers(batch)
     own = [tensor for tensor in tree_leaves((output, numbers)) if isinstance(tensor, Tensor) and tensor.ndim]
@@ -72,7 +73,7 @@ def joined(
     if any((shape[:, 1] != by_rank[0][:, 1]).any() for shape in by_rank):
         raise ConfigError(
             "rows of the outputs have different sizes on different ranks, and the loss is over the whole batch",
-            hint="let run.forward return rows of one size",
+            hint="let run.forward return rows of the same size on all ranks",
         )
     lengths = [shape[:, 0].tolist() for shape in by_rank]
     parts = (_joined(rows, [of_rank[index] for of_rank in lengths], group) for index, rows in enumerate(own))
@@ -85,13 +86,13 @@ def joined(
 
 
 def _numbers(batch: Batch) -> dict[str, Tensor]:
-    """The entries of a batch with one number for each sample; none if the batch is no mapping."""
+    """The entries of a batch with one number per sample; empty if the batch is not a mapping."""
     entries = batch.items() if isinstance(batch, Mapping) else ()
     return {name: value for name, value in entries if isinstance(value, Tensor) and value.ndim == 1}
 
 
 def _joined(own: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks; this rank's own ones keep their gradients."""
+    """The rows of all ranks; only this rank's own rows carry gradients."""
     rank, padded = dist.get_rank(group), own.detach().new_zeros(max(lengths), *own.shape[1:])
     padded[: lengths[rank]] = own.detach()[: lengths[rank]]
     parts = [part[:length] for part, length in zip(_gathered(padded, group), lengths, strict=True)]
@@ -107,14 +108,14 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _scaled(tensor: Tensor, share: float) -> Tensor:
-    """The same value with its gradient multiplied by `share`, because every rank computes the whole of it."""
+    """The same value with its gradient multiplied by `share`, because every rank computes the full gradient."""
     return tensor.detach() + (tensor - tensor.detach()) * share if tensor.requires_grad else tensor
 
 
 def run_in_two_passes(micro: MicroBatches) -> None:
-    """Run the micro-batches of a step whose loss is over all of them.
+    """Run the micro-batches of a step whose loss spans all of them.
 
-    Random numbers and buffers are set back in between, so the second pass computes what the first has computed.
+    Random states and buffers are restored before the second pass, so that it computes the same outputs as the first.
     """
     attachments = micro.attachments
     buffers = [(buffer, buffer.clone()) for buffer in attachments.module.buffers()]
@@ -152,7 +153,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _concatenated(parts: list[Any]) -> Any:
-    """Join the outputs of micro-batches along their rows; 0-d tensors are those of the first."""
+    """Join the outputs of micro-batches along their rows; 0-d tensors are taken from the first micro-batch."""
     columns = zip(*(tree_leaves(part) for part in parts), strict=True)
     values = (
         torch.cat(column) if isinstance(column[0], Tensor) and column[0].ndim else column[0] for column in columns

@@ -30,8 +30,8 @@ class World:
     """The ranks of one job, and the mesh that they form. `World()` is a single process.
 
     Ranks are numbered along the mesh, with the last axis varying fastest. `local_size` consecutive ranks run on one
-    host, whatever the axes. So code about a machine (its memory, its disk) uses `hosts` and `host_of`, and code about
-    the model or its data uses the axes.
+    host, however the mesh is split into axes. So code about a machine (its memory, its disk) uses `hosts` and
+    `host_of`, and code about the model or its data uses the axes.
     """
 
     rank: int = 0
@@ -42,11 +42,11 @@ class World:
     memory: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """Budget and leases of the host memory that this rank may use for large buffers."""
     store: Any = field(default=None, compare=False, repr=False)
-    """Key-value store of `join`. Ranks write facts to it, which other ranks read after a failed collective."""
+    """Key-value store that `join` created. Ranks write facts that other ranks read after a failed collective."""
     layout: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Size of each mesh axis, the slowest first; empty for the default, hosts x ranks per host. `split` adds axes."""
-    # Worlds after a split, and meshes. Each is created once, because a mesh has process groups, which all ranks must
-    # create in the same order.
+    # Holds worlds after a split, and meshes. Each world and mesh is created once, because a mesh has process groups,
+    # which all ranks must create in the same order.
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,21 +79,23 @@ class World:
         return dict(self.layout) or {HOSTS: self.hosts, LOCAL: self.local_size}
 
     def split(self, axis: str, added: str, size: int) -> World:
-        """Split `axis` into two: itself, with fewer ranks, and the axis `added` of `size` ranks, which varies faster.
+        """Split `axis` into `axis` itself, with fewer ranks, and the axis `added` of `size` ranks, which varies faster.
 
-        A world that already has the axis `added` is returned as it is. Repeated equal splits return the same world, so
-        that its process groups are created once.
+        A world that already has the axis `added` is returned unchanged. Repeating the same split returns the same
+        world, so that its process groups are created only once.
 
         Raises:
-            WorldError: the number of ranks along `axis` is not a multiple of `size`, or the mesh has an axis `added` of
-                another size.
+            WorldError: the number of ranks along `axis` is not a multiple of `size`, or the mesh already has an axis
+                `added` of a different size.
         """
         if self.axes.get(added, size) != size:
             raise WorldError(f"the mesh already has an axis {added} of {self.axes[added]} ranks, not {size}")
         if added in self.axes:
             return self
         if size < 1 or self.axes.get(axis, 1) % size:
-            raise WorldError(f"the {self.axes.get(axis, 1)} ranks over {axis} do not divide into {added} of {size}")
+            raise WorldError(
+                f"the {self.axes.get(axis, 1)} ranks over {axis} cannot be split into groups of {size} for {added}"
+            )
         if (axis, added, size) not in self._cache:
             layout = {}
             for name, ranks in self.axes.items():
@@ -123,7 +125,7 @@ class World:
         return wait_as_the_world(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
     def mesh_over(self, axes: Collection[str]) -> DeviceMesh | None:
-        """The ranks along `axes` as a one-dimensional mesh; None if there is only one rank along them.
+        """The ranks along `axes` as a one-dimensional mesh; None if this is only one rank.
 
         A collective: all ranks call it for the same axes, in the same order.
         """
@@ -136,14 +138,14 @@ class World:
         return self._cache[several]
 
     def group(self, axes: Collection[str]) -> dist.ProcessGroup | None:
-        """The process group of the ranks along `axes`; None if there is only one. A collective, as `mesh_over`."""
+        """The process group of the ranks along `axes`; None if this is only one rank. A collective like `mesh_over`."""
         if self.ranks_over(axes) == self.size > 1:
             return dist.group.WORLD
         mesh = self.mesh_over(axes)
         return None if mesh is None else mesh.get_group()
 
     def differs_along(self, axis: str, values: Sequence[object]) -> bool:
-        """Whether a value of each rank differs between ranks that differ in their place along `axis` only."""
+        """Whether `values`, one per rank, differ between ranks that differ only in their position along `axis`."""
         stride = math.prod(list(self.axes.values())[list(self.axes).index(axis) + 1 :])
         first = (rank - rank // stride % self.axes[axis] * stride for rank in range(self.size))
         return any(values[rank] != values[of] for rank, of in enumerate(first))
@@ -160,9 +162,9 @@ class World:
             dist.barrier()
 
     def gather(self, data: bytes, group: Any = None) -> list[bytes]:
-        """All-gather bytes of any length over all ranks, in one round if every rank's are short.
+        """All-gather bytes of any length over all ranks, in one round if the data of every rank are short.
 
-        The data are bytes and not objects, so that no rank unpickles what it receives.
+        Ranks exchange bytes instead of objects, so that no rank unpickles what it receives.
 
         Args:
             group: process group to use instead of the default one; it must hold all ranks and use this world's device.
@@ -174,7 +176,7 @@ class World:
         return data or b"" if self.size == 1 else broadcast_bytes(data or b"", source, self.device)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank; if it raises a ShoestringError on one rank, raise this error on all ranks."""
+        """Call `work` on every rank; if it raises a ShoestringError on any rank, raise that error on all ranks."""
         result, own = None, None
         try:
             result = work()
@@ -186,17 +188,17 @@ class World:
         return cast(T, result)
 
     def decide(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on the first rank, and return its result (of JSON types) or raise its error on all ranks."""
+        """Call `work` on the first rank; on all ranks, return its result (of JSON types) or raise its error."""
         return json.loads(self.broadcast(json.dumps(self.agree(lambda: work() if self.first else None)).encode()))
 
     def alike(self, own_facts: Mapping[str, Any], hint: str) -> None:
-        """Raise ConfigError on all ranks if their facts differ; it names the key, the values and the ranks."""
+        """Raise ConfigError on all ranks if their facts differ; the message names the key, the values and the ranks."""
         if dist.is_initialized() and (message := facts.difference(self.gather(facts.encode(own_facts)))):
             raise ConfigError(message, hint=hint)
 
     @classmethod
     def current(cls) -> World:
-        """The world of the process group that this program has already initialised, or else of a single process.
+        """The world of the process group that this program has initialised; without one, the world of one process.
 
         Raises:
             WorldError: several ranks were started but have not joined, so each would train a separate model.
@@ -207,6 +209,6 @@ class World:
             return cls(device=own_device(0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_size))
-        on_gpu = "nccl" in dist.get_backend_config()  # `get_backend` is "undefined" if none was named
+        on_gpu = "nccl" in dist.get_backend_config()  # `get_backend` is "undefined" if the program named no backend
         device = own_device(local_rank) if on_gpu else torch.device("cpu")
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)

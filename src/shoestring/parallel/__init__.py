@@ -1,4 +1,4 @@
-"""Several ranks train one model: replicas (DDP), shards (FSDP2), stages of a pipeline, or split layers."""
+"""Ways to train one model on several ranks: replicas (DDP), shards (FSDP2), pipeline stages, or split layers."""
 
 from shoestring.parallel.settings import DDP, FSDP, Pipeline, Planned, Tensor
 

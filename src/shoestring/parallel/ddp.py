@@ -25,10 +25,10 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
         return
     attachments.claim(over, whole=True)
     references = [record.state for record in attachments.kept.values() if isinstance(record.state, Reference)]
-    # DDP need not broadcast frozen modules, because their hashes were compared across ranks. It cannot broadcast
+    # DDP need not broadcast frozen modules, because ranks have compared hashes of them. DDP cannot broadcast
     # tensors of data types that Gloo lacks.
     frozen = [name for reference in references for name in reference.within_model]
-    elsewhere = {name for name, tensor in _tensors(attachments.model) if tensor.is_meta}  # of other pipeline stages
+    elsewhere = {name for name, tensor in _tensors(attachments.model) if tensor.is_meta}  # held by other stages
     unsupported = {name for name, tensor in _tensors(attachments.model) if tensor.dtype not in GLOO}
     unsupported -= {*frozen, *elsewhere}
     if frozen or unsupported or elsewhere:
@@ -44,7 +44,7 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
     )
     runs_apart = attachments.run_micro_batches is not None
     attachments.shard(model, over=over, sync=_last_of_several(model) if runs_apart else last_only(model))
-    if unsupported:  # broadcast them at the start and before each step, as DDP does with the other buffers
+    if unsupported:  # broadcast these at the start and before each step, as DDP does with other buffers
 
         def broadcast() -> None:
             broadcast_tensors([tensor for name, tensor in _tensors(attachments.module) if name in unsupported], group)
@@ -56,10 +56,10 @@ def replicate(attachments: Attachments, over: Sequence[str], bucket_mb: float, f
 
 
 def _last_of_several(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[Any]]:
-    """The `sync` of backward passes that other forward passes may precede (a pipeline).
+    """Return the `sync` for a pipeline, in which other forward passes may run before a backward pass.
 
-    DDP decides in a forward pass whether the next backward pass averages gradients, so here none does, and the last
-    backward pass is prepared when it begins.
+    DDP decides in a forward pass whether the next backward pass averages gradients. Here no forward pass may decide so;
+    instead the last backward pass is prepared when it begins.
     """
     model.require_backward_grad_sync = False
 
@@ -77,11 +77,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_used(attachments: Attachments) -> None:
-    """Raise ConfigError if a parameter got no gradient: DDP waits for the gradient, so its bucket was not averaged."""
+    """Raise ConfigError if a parameter got no gradient. DDP waits for the gradient, so its bucket was not averaged."""
     unused = [name for name, parameter in attachments.trained.items() if parameter.grad is None]
-    if unused and len(unused) < len(attachments.trained):  # a refused step leaves no gradients at all
+    if unused and len(unused) < len(attachments.trained):  # after a refused step no parameter has a gradient
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ConfigError(
-            f"`{unused[0]}`{more} got no gradient in step {attachments.progress.step + 1}, and DDP waits for one",
+            f"`{unused[0]}`{more} got no gradient in step {attachments.progress.step + 1}, but DDP waits for one",
             hint="set parallel.ddp.find_unused = true, or freeze unused parameters: requires_grad_(False)",
         )

@@ -19,7 +19,7 @@ def shard(attachments: Attachments, over: Sequence[str], replicate: bool, reshar
     Repeated blocks are sharded one by one, so that the parameters of only one block are gathered at a time.
 
     Args:
-        replicate: shard within each host only, and replicate the shards across hosts.
+        replicate: whether to shard only within each host, and replicate the shards across hosts.
     """
     world = attachments.world
     if world.mesh is not None and replicate and world.ranks_over([HOSTS]) > 1:
@@ -36,7 +36,7 @@ def shard(attachments: Attachments, over: Sequence[str], replicate: bool, reshar
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     within = set(attachments.model.modules())
     for frozen in attachments.frozen_modules.values():
-        if not within.intersection(frozen.modules()):  # frozen layers inside the model were sharded with it
+        if not within.intersection(frozen.modules()):  # frozen layers inside the model were sharded with the model
             for module in (*repeated(frozen), frozen):
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
     model = attachments.model
@@ -44,7 +44,7 @@ def shard(attachments: Attachments, over: Sequence[str], replicate: bool, reshar
 
     @contextmanager
     def sync(last: bool) -> Iterator[None]:
-        model.set_requires_gradient_sync(last)  # FSDP reduce-scatters gradients in the last micro-batch only
+        model.set_requires_gradient_sync(last)  # so that FSDP reduce-scatters gradients only in the last micro-batch
         yield
 
     attachments.shard(over=over, sync=sync)

@@ -1,4 +1,4 @@
-"""Settings of data parallelism; importing this module does not import torch."""
+"""Settings of data, pipeline and tensor parallelism; importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shoestring.parallel.pipeline.stage import Layout
 
 FIRST_BUCKET_MB = 1.05
-"""Smallest bucket in MB with which torch.compile works: DDP's first bucket always has 2**20 bytes, and torch.compile
-requires that no other bucket is smaller."""
+"""Size in MB of the smallest bucket that works with torch.compile. DDP's first bucket always has 2**20 bytes, and
+torch.compile requires that no other bucket is smaller."""
 
 
 def divisors(number: int) -> list[int]:
@@ -36,9 +36,9 @@ class DDP(Feature):
     """Replicate the model on every rank and average gradients (torch DDP); the default with several ranks."""
 
     bucket_mb: float = 25.0
-    """Size of the buckets of gradients in MB. Each bucket is all-reduced while the backward pass still runs."""
+    """Size of a gradient bucket in MB. Each bucket is all-reduced while the backward pass still runs."""
     find_unused: bool = False
-    """Whether to search for parameters without a gradient in each step, which traverses the autograd graph. Needed if
+    """Whether to search in each step for parameters without a gradient, by traversing the autograd graph. Needed if
     some steps do not use all parameters."""
     hosts: Literal["replicate", "leave"] = "replicate"
     """Parallelism across hosts: `replicate` averages gradients across hosts too, and `leave` lets another feature use
@@ -57,7 +57,7 @@ class DDP(Feature):
         if attachments.wrapped:
             raise ConfigError("the model is already wrapped in DDP", hint=f"remove {self.name}")
         if self.find_unused and (names := splitting(attachments.features, attachments.world)):
-            message = f"`{self.name}.find_unused` needs the whole model, of which `{names[0]}` gives a rank one part"
+            message = f"`{self.name}.find_unused` needs the whole model, but with `{names[0]}` a rank holds only a part"
             raise ConfigError(message, hint="set it to false")
         if self.bucket_mb < FIRST_BUCKET_MB and any(Seam.GRAPH in feature.seams for feature in attachments.features):
             raise ConfigError(
@@ -155,30 +155,31 @@ class FSDP(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Feature):
-    """Cut the model's blocks into stages on different ranks, which exchange activations in place of gradients.
+    """Cut the model's blocks into stages on different ranks, which exchange activations instead of gradients.
 
-    Ranks of a pipeline work on the same micro-batches, one behind the other, so a step needs several of them
-    (`run.accumulate`). The result is that of one process.
+    The ranks of a pipeline work on the same micro-batches one after another, so a step needs several micro-batches
+    (`run.accumulate`). The result is the same as on one process.
     """
 
     stages: int = 0
-    """Number of stages. Each host is one by default; on a single host, each rank."""
+    """Number of stages; by default the number of hosts, or with a single host the number of ranks."""
     cuts: tuple[int, ...] = ()
-    """Number of the first block of each part but the first, such as `[4, 8]`. By default parts have about as many
-    multiplications."""
+    """Index of the first block of each part, except the first part, such as `[4, 8]`. By default all parts have about
+    the same number of multiplications."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of passes: `1f1b` runs a backward pass as soon as it can, and holds activations of a few micro-batches;
+    """Order of passes: `1f1b` runs a backward pass as soon as possible, and holds activations of few micro-batches;
     `gpipe` runs all forward passes first."""
     chunks: int = 1
-    """Parts of the model in each stage (interleaved). More of them let stages wait less, and send as many more
-    messages."""
+    """Number of parts of the model in each stage (interleaved schedule). With more parts, stages wait less but send
+    more messages."""
     ahead: int = 1
-    """Micro-batches that a stage has under way for each link between it and the last stage, beyond those that it needs
-    without delays. More of them hide slow links, and hold more activations."""
+    """Additional micro-batches that a stage may have in flight, for each link between it and the last stage. More
+    micro-batches hide the latency of slow links, but hold more activations."""
     embeddings: Literal["auto", "first", "last"] = "auto"
-    """Stage that looks up embeddings if they are tied to the output layer. `last` sends what was looked up to the first
-    stage, and its gradients come back; `first` exchanges the gradient of the embeddings, once a step, which is less for
-    small vocabularies. `auto` is `last`, or `first` beside DDP, which averages gradients in one backward pass."""
+    """Stage that looks up embeddings if they are tied to the output layer. With `last`, the last stage sends embedded
+    tokens to the first stage and gets their gradients back. With `first`, the two stages exchange the gradient of the
+    embeddings once per step, which is less for small vocabularies. `auto` is `last`, or `first` together with DDP,
+    which averages gradients in one backward pass."""
 
     seams: ClassVar = (Seam.SHARD, Seam.WIRE)
 
@@ -206,7 +207,7 @@ class Pipeline(Feature):
                 raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
 
     def looks_up_last(self, *, tied: bool, features: Iterable[Feature]) -> bool:
-        """Whether the last stage looks up embeddings."""
+        """Whether the last stage, instead of the first, looks up embeddings."""
         one_backward = any(feature.averages_in_backward for feature in features)
         return tied and (self.embeddings == "last" or (self.embeddings == "auto" and not one_backward))
 
@@ -221,15 +222,15 @@ class Pipeline(Feature):
         (attach if seam is Seam.SHARD else sum_tied)(attachments, self)
 
     def parts(self, layout: Layout, stages: int) -> list[range]:
-        """The blocks of each part of the model; part p is of stage p mod `stages`.
+        """The range of blocks of each part of the model; part p belongs to stage p mod `stages`.
 
         Raises:
-            ConfigError: there are fewer blocks than parts, or `cuts` do not cut them into these.
+            ConfigError: there are fewer blocks than parts, or `cuts` do not give this number of parts.
         """
         return self.cut(layout.costs(), stages)
 
     def cut(self, costs: Sequence[float], stages: int, sends: Sequence[float] = ()) -> list[range]:
-        """Cut blocks of these costs into parts; see `parts`, and `orders.balanced` for `sends`."""
+        """Cut blocks with these costs into parts; see `parts`, and for `sends` see `orders.balanced`."""
         from shoestring.parallel.pipeline.orders import balanced
 
         parts = stages * self.chunks
@@ -266,7 +267,7 @@ class Pipeline(Feature):
         model = step.model
         step.stages, step.over_stages = stages, (STAGE,)
         embeddings = self.embeddings
-        # Gradients of tied weights cross in both directions at once, which slows both on slow links.
+        # With `first`, both gradients of tied weights are sent at the same time, which takes longer on slow links.
         if embeddings == "auto" and 0 < 2 * model.tied < model.hidden[0] * step.batch / step.replicas:
             embeddings = "first"
         settled = replace(self, stages=stages, embeddings=embeddings)
@@ -310,28 +311,28 @@ class Pipeline(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Feature):
-    """Split each layer over ranks of a host (tensor parallelism, Shoeybi et al., 2019): every rank works on the same
-    samples with its own heads and features, and all of them add up what they have computed twice a block.
+    """Split each layer over ranks of a host (tensor parallelism; Shoeybi et al., 2019). Every rank works on the same
+    samples with its own heads and features, and the ranks add up their results twice per block.
 
-    Known are the built-in GPT, GPT-2, ViT, and the models for which transformers has such a table; name the layers of
-    others.
+    The built-in GPT, GPT-2, ViT, and models with a tensor-parallel plan in transformers need no further settings. For
+    other models, name the layers to split.
     """
 
     ways: int = 0
-    """Number of ranks that share a layer; 0 takes all ranks of a host."""
+    """Number of ranks that share a layer; 0 uses all ranks of a host."""
     vocabulary: Literal["auto", "split", "whole"] = "auto"
-    """Whether the embeddings of tokens and the output layer are split as well (`split`) or not (`whole`); `auto` splits
-    them unless a feature computes the loss in the output layer."""
+    """Whether token embeddings and the output layer are split as well (`split`) or not (`whole`); `auto` splits them
+    unless a feature computes the loss in the output layer."""
     columns: tuple[str, ...] = ()
-    """Layers that are split by their outputs, as patterns of names such as `blocks.*.up`. A fused layer also says what
-    parts it consists of: `blocks.*.qkv:8+2+2`."""
+    """Layers to split by their outputs, as patterns of names such as `blocks.*.up`. For a fused layer, add the relative
+    sizes of its sections: `blocks.*.qkv:8+2+2`."""
     rows: tuple[str, ...] = ()
-    """Layers that are split by their inputs, and read what those in `columns` have computed."""
+    """Layers to split by their inputs, which are the outputs of layers in `columns`."""
     gathered: tuple[str, ...] = ()
-    """Output layers and embeddings that are split by their entries."""
+    """Output layers and embeddings to split by the entries of the vocabulary."""
     heads: tuple[str, ...] = ()
-    """Attributes of modules with numbers of heads or features, which are divided by the number of ranks, such as
-    `blocks.*.attention.heads`."""
+    """Module attributes with a number of heads or features, such as `blocks.*.attention.heads`; they are divided by the
+    number of ranks."""
 
     seams: ClassVar = (Seam.SHARD,)
 
@@ -348,7 +349,7 @@ class Tensor(Feature):
         if world.ranks_over([LOCAL]) % ways:
             raise ConfigError(
                 f"`{self.name}.ways` is {ways}, which does not divide the {world.ranks_over([LOCAL])} ranks of a host",
-                hint="set it to a number that divides them: layers are split inside hosts only",
+                hint="set it to a divisor of that number, because layers are split only inside a host",
             )
         return world.split(LOCAL, tensor.TENSOR, ways)
 
@@ -374,7 +375,7 @@ class Tensor(Feature):
         return replace(self, ways=ways)
 
     def splits_vocabulary(self, features: Iterable[Feature]) -> bool:
-        """Whether embeddings and the output layer are split too."""
+        """Whether token embeddings and the output layer are split as well."""
         in_loss = any(Seam.LOSS in feature.seams for feature in features)
         return self.vocabulary == "split" or (self.vocabulary == "auto" and not in_loss)
 
@@ -402,21 +403,21 @@ _AGAIN = "plan again with shoestring plan, or remove the table [parallel.planned
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Feature):
-    """Record of a plan that `shoestring plan` has written: for which model and ranks, and what was predicted.
+    """Record of a plan that `shoestring plan` wrote: the model and ranks that it is for, and its predictions.
 
-    A run with another model or other ranks is refused; the report shows the plan beside what was measured.
+    A run with a different model or other ranks is refused. The report shows the predictions beside the measurements.
     """
 
     hosts: int
-    """Number of hosts that were planned for."""
+    """Number of hosts that the plan is for."""
     ranks: int
-    """Number of ranks of all hosts that were planned for."""
+    """Number of ranks, on all hosts, that the plan is for."""
     weights: int
     """Number of weights that the model trains."""
     seconds: float
     """Predicted seconds of a step."""
     tried_seconds: float = 0.0
-    """Seconds of a step when the plan was tried."""
+    """Measured seconds of a step when the plan was tried."""
     peak_gib: float = 0.0
     """Predicted memory of a rank in GiB: weights, gradients, optimizer state and activations."""
 
@@ -425,7 +426,7 @@ class Planned(Feature):
     def arrange(self, world: World) -> World:
         if world.size != self.ranks:
             raise ConfigError(f"planned for {self.ranks} ranks, and there are {world.size}", hint=_AGAIN)
-        if world.hosts not in (self.hosts, 1):  # `check` counts all ranks as those of one host
+        if world.hosts not in (self.hosts, 1):  # `shoestring check` assumes that all ranks are on one host
             raise ConfigError(f"planned for {self.hosts} hosts, and there are {world.hosts}", hint=_AGAIN)
         return world
 

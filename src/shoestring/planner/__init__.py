@@ -1,1 +1,1 @@
-"""The planner: measures a model and a cluster, predicts how long a step takes each way to train it, and chooses."""
+"""The planner: measures a model and a cluster, predicts the step time of each way to train, and chooses one."""

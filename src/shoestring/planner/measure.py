@@ -1,8 +1,8 @@
-"""Measures what the parts of a run's model cost on this rank, without its optimizer's state and gradients.
+"""Measures what the parts of a run's model cost on this rank, without optimizer state and gradients.
 
-The model's blocks are measured one by one, each on the inputs that it got in a forward pass, and blocks of equal shapes
-once. What lies around the blocks is measured with blocks that do nothing. So a model is measured that could not be
-trained on one rank.
+Blocks are measured one by one, each on the inputs that it got in a forward pass; of several equal blocks, only one is
+measured. The layers outside the blocks are measured while the blocks do nothing. In this way a model can be measured
+that is too large to be trained on one rank.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from shoestring.training.data_loading import DataSets, to_device
 from shoestring.training.user_code import UserCode
 
 ROUNDS = 3
-"""Times that each pass is measured."""
+"""Number of times that each pass is measured."""
 _ALONE = {Seam.MODEL, Seam.LOSS, Seam.OPTIM, Seam.STEP}
-"""Seams of the features with which a model is measured, on one rank: what they cost is part of a pass."""
+"""Seams of features that stay in the run when the model is measured on one rank, because they change a pass's cost."""
 
 
 @dataclass
 class _Timed:
-    """Measurements of a part, an entry for each number of samples."""
+    """Measurements of a part of the model; the lists have one entry for each number of samples."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -61,9 +61,9 @@ class _Timed:
 
 
 def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Sequence[int]) -> ModelCosts:
-    """Measure the parts of the run's model for micro-batches of these numbers of samples, on all ranks at once.
+    """Measure the parts of the run's model for micro-batches of `sizes` samples, on all ranks at once.
 
-    A collective; the result is that of the slowest rank.
+    A collective. The result has the costs of the slowest rank.
     """
     features = tuple(
         feature
@@ -77,14 +77,14 @@ def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Seque
             measuring.measure(to_device(data.first_batch(size), world.device), size)
         own = measuring.costs(tuple(sizes))
     del job, measuring
-    return_memory()  # to the models of trials
+    return_memory()  # because trials of plans, which follow, need it for their models
     messages = world.gather(json.dumps(asdict(own)).encode())
     everyone = [json.loads(message) for message in messages]  # own file: what the ranks of this job send
     return _slowest(own, everyone)
 
 
 def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
-    """The costs of the slowest rank: of each number the largest, and of speeds the smallest."""
+    """The costs of the slowest rank: the maximum of all times and bytes over ranks, and the minimum of speeds."""
 
     def part(place: Callable[[Any], Any]) -> PartCosts:
         parts = [place(costs) for costs in everyone]
@@ -105,31 +105,31 @@ def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
 
 
 class _Measuring:
-    """The measurements of a job's model on one rank."""
+    """Measures the parts of a job's model on one rank."""
 
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world = job, world
         self.attachments = attachments_of(job)
         self.model = self.attachments.module
         self.blocks = self._alike_blocks()
-        self.kind_of = list[int]()  # of each block, the number of the block that is measured in its place
+        self.kind_of = list[int]()  # index of a block -> index of the equal block that is measured in its place
         self.timed = dict[int, _Timed]()
         self.before, self.behind = _Timed(), _Timed()
-        self.hidden = list[int]()  # bytes for a sample before the first block and behind each block
+        self.hidden = list[int]()  # bytes of hidden states per sample: before the first block, then after each block
         self.scored = 0
         self.inputs = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
         self.outputs = dict[int, Any]()
         self._entered = self._left = 0.0
 
     def _alike_blocks(self) -> list[nn.Module]:
-        """The model's blocks; none if a pipeline could not cut between them."""
+        """The model's repeated blocks; empty if a pipeline cannot cut the model between them."""
         try:
             return Layout(self.model).blocks
         except ConfigError:
             return []
 
     def measure(self, batch: Batch, samples: int) -> None:
-        """Measure all parts on a batch."""
+        """Measure all parts of the model on a batch."""
         if self.blocks and not self._capture(batch, samples):
             self.blocks, self.kind_of, self.timed, self.hidden = [], [], {}, []
         self._around(batch, samples)
@@ -139,7 +139,7 @@ class _Measuring:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _capture(self, batch: Batch, samples: int) -> bool:
-        """Keep inputs and outputs of a block of each kind; False if the blocks are not called one after the other."""
+        """Record the inputs and outputs of one block of each kind; False if the blocks are not called in order."""
         self.inputs.clear()
         self.outputs.clear()
         kinds, order, sizes = dict[Any, int](), list[int](), list[int]()
@@ -171,7 +171,7 @@ class _Measuring:
 
     @contextmanager
     def _patched(self, forward_of: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Context in which the blocks run other forward passes."""
+        """Context in which each block's `forward` is replaced by `forward_of(index, forward)`."""
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
                 own = block.__dict__.get("forward")
@@ -203,7 +203,7 @@ class _Measuring:
             once()
         self._note(timed, [once() for _ in range(ROUNDS)], held.total)
 
-    # -- what lies around the blocks ---------------------------------------------------------------------------------
+    # -- the layers outside the blocks -------------------------------------------------------------------------------
 
     def _around(self, batch: Batch, samples: int) -> None:
         last = len(self.blocks) - 1
@@ -262,7 +262,7 @@ class _Measuring:
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def costs(self, sizes: tuple[int, ...]) -> ModelCosts:
-        """All measurements, with those of the optimizer."""
+        """All measurements, including the optimizer's."""
         before, behind, tied = self._weights_around()
         self.before.trained, self.behind.trained = before, behind
         optimizer, state = self._optimizer()
@@ -280,7 +280,10 @@ class _Measuring:
         )
 
     def _weights_around(self) -> tuple[int, int, int]:
-        """Bytes of trained weights before the blocks, behind them, and of both (which count as behind)."""
+        """Bytes of trained weights before the blocks, after the blocks, and of weights in both places (tied weights).
+
+        The second number includes the third; the first does not.
+        """
 
         def trained(parameters: Any) -> int:
             return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
@@ -292,7 +295,7 @@ class _Measuring:
         return trained(layout.before - both), trained(layout.behind), trained(both)
 
     def _optimizer(self) -> tuple[float, float]:
-        """Seconds of the optimizer's step and bytes of its state, for a byte of trained weights, on a block or all."""
+        """Seconds of a step and bytes of state of the optimizer, per byte of trained weights, measured on one block."""
         block = max(self.blocks, key=lambda one: sum(p.nbytes for p in one.parameters()), default=self.model)
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
         total = sum(parameter.nbytes for parameter in trained)
@@ -319,7 +322,7 @@ class _Measuring:
         return median(seconds[1:]) / total, sum(state.values()) / total
 
     def _moved(self) -> float:
-        """Bytes a second that an operator bound by memory reads and writes."""
+        """Bytes per second that a memory-bound operator reads and writes."""
         flat = torch.rand(1 << 22, device=self.world.device)
         out = torch.empty_like(flat)
         seconds = list[float]()
@@ -348,7 +351,7 @@ class _Measuring:
 
 
 class HeldBytes:
-    """Bytes of the tensors that autograd holds, other than those of parameters and buffers."""
+    """Counts the bytes of tensors that autograd saves for the backward pass, except parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
@@ -382,7 +385,7 @@ def _restore(block: nn.Module, own: Any) -> None:
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The first floating tensor among a block's arguments."""
+    """The first floating-point tensor among a block's arguments."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
     return next(tensors, None)
 
@@ -392,7 +395,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(parameters: Any, buffers: Any) -> tuple[int, int]:
-    """Bytes of trained parameters, and of frozen ones and buffers."""
+    """Bytes of trained parameters; bytes of frozen parameters and buffers."""
     parameters = [*parameters]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return trained, sum(p.nbytes for p in parameters) - trained + sum(buffer.nbytes for buffer in buffers)

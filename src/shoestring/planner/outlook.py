@@ -1,4 +1,4 @@
-"""What was measured for a run on the ranks of a job, and the plans that follow from it."""
+"""Measurements for a run on the ranks of a job, and the plans that follow from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shoestring.training.data_loading import DataSets
 from shoestring.training.user_code import UserCode
 
 LARGEST = 1 << 25
-"""Bytes of the largest message with which links are measured."""
+"""Size in bytes of the largest message for measuring links."""
 GIB = 2**30
 FILLED = 0.9
-"""Share of the free memory that the tensors of a plan may take; collectives have buffers, and allocators round up."""
+"""Fraction of the free memory that a plan's tensors may take; the rest is for collectives' buffers and rounding up."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """The ways to train a run, the costs from which they are predicted, and the bytes that a rank may hold."""
+    """The ways to train a run, the measured costs for predicting them, and the bytes that a rank may hold."""
 
     search: PlanSearch
     ways: Sequence[TrainingWay]
@@ -35,11 +35,14 @@ class Outlook:
     room: float
 
     def plans(self, slowdown: Mapping[str, float] | None = None) -> list[TrainingPlan]:
-        """All plans, those that fit into memory first, the fastest first; for `slowdown`, see `simulate`."""
+        """All plans: plans that fit into memory come first, and the fastest first among them.
+
+        For `slowdown`, see `simulate`.
+        """
         return self.search.plans(self.ways, self.model, self.links, slowdown or {}, self.room)
 
     def priced(self, run: Run, slowdown: Mapping[str, float] | None = None) -> TrainingPlan:
-        """The plan that a run file is."""
+        """Predict the plan that corresponds to a run file's own settings."""
         return self.search.priced(run, self.model, self.links, slowdown or {}, self.room)
 
 
@@ -50,27 +53,27 @@ def look(
 
     Args:
         run: the run, without features that a plan chooses.
-        gib: memory of a rank in GiB; 0 takes what is free. left_out: see `PlanSearch`.
+        gib: memory of a rank in GiB; 0 means the memory that is free now. left_out: see `PlanSearch`.
 
     Raises:
-        ConfigError: no way fits.
+        ConfigError: no way to train fits the model and the ranks.
     """
     search = PlanSearch(run, code, world, data, world.device.type, left_out)
     ways = search.ways()
     model = measure(run.completed(world), code, world, data, search.sizes(ways))
-    room = gib * GIB if gib else FILLED * _room(world)  # with all modules loaded, and without a model
+    room = gib * GIB if gib else FILLED * _room(world)  # free memory now: all modules are loaded, but no model is
     needed = sorted(search.needed(ways, world, model).items())
     links = Links({key: time_collective(place, key[0], over, LARGEST) for key, (place, over) in needed})
     return Outlook(search, ways, model, links, room)
 
 
 def of_all_ranks(number: float, world: World) -> list[float]:
-    """A number of each rank. A collective."""
+    """Gather one number from each rank. A collective."""
     return [float(message) for message in world.gather(str(number).encode())]
 
 
 def _room(world: World) -> float:
-    """Bytes that the rank with the least free memory may hold. A collective."""
+    """Free bytes of the rank with the least free memory. A collective."""
     device = world.device
     own = float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory() / world.local_size
     return min(of_all_ranks(own, world))

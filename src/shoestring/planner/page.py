@@ -1,4 +1,4 @@
-"""The page of a plan: the predicted step as a picture, its stages, and why the other ways were not chosen."""
+"""The page of a plan: a picture of the predicted step, its stages, and why other ways to train were not chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring.report.sections import section
 
 _LEFT, _ROW, _GAP = 150, 24, 6
 _MOST = 4000
-"""Maximum number of spans that are drawn; shorter ones are left out."""
+"""Maximum number of spans to draw; the shortest ones are left out."""
 _KINDS = {"forward": "forward passes", "backward": "backward passes", "optimizer": "optimizer", "wire": "messages"}
 _WAYS_HEAD = ("Way to train", "Why not", "Predicted", "Tried", "Against the chosen", "Memory of a rank")
 _STAGE_HEAD = ("Stage", "Blocks", "Computes", "Waits", "Memory of a rank")
@@ -30,7 +30,7 @@ def write(
     """Write the page of a chosen plan.
 
     Args:
-        others: plans that were not chosen, in the order of the table. tried: measured seconds of plans, by their text.
+        others: plans that were not chosen, in the order of the table. tried: text of a plan -> measured seconds.
         measured: measured seconds of a step of the chosen plan.
 
     Raises:
@@ -60,7 +60,7 @@ def _key() -> Markup:
 
 
 def _step(spans: Sequence[Span], total: float) -> Markup:
-    """The step as rows of bars, one for each stage and one for the messages of its ranks."""
+    """Draw the step as rows of bars: for each stage one row for its work, and one for the messages of its ranks."""
     rows = sorted({_row(span) for span in spans}, key=lambda row: (int(row.split()[1]), row.endswith("sends")))
     height = len(rows) * (_ROW + _GAP) + 30
     scale = (WIDTH - _LEFT - 10) / (total or 1.0)
@@ -107,7 +107,7 @@ def _ways(plan: TrainingPlan, others: Sequence[TrainingPlan], tried: Mapping[str
 
 
 def _why(plan: TrainingPlan, other: TrainingPlan) -> str:
-    """Why a plan was not chosen, in words."""
+    """The reason, as text, why a plan was not chosen."""
     if other.refused:
         return other.refused
     wire = max((total for total in _wires(other).values()), default=0.0)
@@ -122,7 +122,7 @@ def _why(plan: TrainingPlan, other: TrainingPlan) -> str:
 
 
 def _wires(plan: TrainingPlan) -> dict[str, float]:
-    """Seconds that the ranks of each stage send."""
+    """Name of a row of messages -> seconds that a rank of the stage spends on sending."""
     totals = dict[str, float]()
     for span in plan.predicted.trace.spans:
         if span.kind == "wire":

@@ -1,4 +1,4 @@
-"""Lists the ways to train a run on a cluster, predicts each, and chooses: pure functions of what was measured."""
+"""Lists the ways to train a run on a cluster, predicts their step times from measurements, and chooses one."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ from shoestring.training.data_loading import DataSets
 from shoestring.training.user_code import UserCode
 
 REPLACEABLE = (DDP(), DDP(hosts="leave"))
-"""The defaults at SHARD. DDP with other settings is the user's wish, and stays."""
+"""The default features at SHARD, which a plan may replace. DDP with other settings is the user's choice, and stays."""
 CLOSE = 0.02
-"""Of plans within this share of the fastest one's time, the one with the fewest features is chosen."""
+"""A plan with fewer features is chosen instead of the fastest plan if it takes at most this fraction longer."""
 
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """A way to train: the features beside those that all ways have, and the numbers of micro-batches to plan with."""
+    """A way to train: the features added to the user's, and the numbers of micro-batches to plan for."""
 
     run: Run
-    """The run with these features, completed."""
+    """The run with the added features and all defaults."""
     added: tuple[Feature, ...]
     world: World
     counts: tuple[int, ...]
     place: int = 0
-    """Number of the way; of ways that take equally long, the first is chosen."""
+    """Index of the way; of several ways that take equally long, the first is chosen."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A predicted plan: a run with all settings."""
+    """A plan with its prediction: a run with all settings chosen."""
 
     run: Run
     added: tuple[Feature, ...]
     predicted: Predicted
     step: StepPlan
     place: int
-    """Number of its way."""
+    """Index of the plan's way to train."""
     refused: str = ""
-    """Why it cannot be chosen; empty if it can."""
+    """Why the plan cannot be chosen; empty if it can be chosen."""
 
     @property
     def seconds(self) -> float:
@@ -78,7 +78,7 @@ class TrainingPlan:
 
 
 def _one_owner(features: Sequence[Feature]) -> bool:
-    """Whether no two features own the same seam over the same axes."""
+    """Whether every seam and mesh axis has at most one owner among the features."""
     try:
         check_owners(features)
     except ConflictError:
@@ -87,7 +87,7 @@ def _one_owner(features: Sequence[Feature]) -> bool:
 
 
 def _describe(feature: Feature) -> str:
-    """A feature with the settings that differ from its defaults, in the form of a call."""
+    """Write a feature as a call, with the settings that differ from its defaults."""
     kind = type(feature)
     named = {name: getattr(feature, name) for name in kind.__dataclass_fields__}
     defaults = {name: field.default for name, field in kind.__dataclass_fields__.items()}
@@ -100,14 +100,14 @@ def _describe(feature: Feature) -> str:
 
 
 class PlanSearch:
-    """The ways to train a run on the ranks of a world.
+    """Searches the ways to train a run on the ranks of a world.
 
     Args:
         run: the run, without [memory.budget] and [comm.auto].
-        left_out: names of features that may not be added, and "run.accumulate" if that stays as it is.
+        left_out: names of features that may not be added; "run.accumulate" if the number of micro-batches is fixed.
 
     Raises:
-        ConfigError: no way fits.
+        ConfigError: no way to train fits.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class PlanSearch:
     ) -> None:
         self.left_out = left_out
         self.run, self.code, self.data, self.device = run, code, data, device
-        # All ranks compute the same, so none needs a process group.
+        # All ranks search the same ways and get the same result, so no process group is needed.
         self.world = World(size=world.size, local_size=world.local_size, device=world.device)
         self.refusals = dict[str, str]()
-        """Features that do not fit the run, in words, and why."""
+        """Text that names features that do not fit the run -> the reason."""
         self._unfit = list[Feature]()
         model = self._model()
         self.blocks = len(repeated(model))
         norms = any(isinstance(one, _BatchNorm) for one in model.modules())
-        self.mixes_samples = norms or bool(routers(model))  # whose result depends on which samples share a micro-batch
+        self.mixes_samples = norms or bool(routers(model))  # results depend on which samples share a micro-batch
         self.weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def _model(self) -> torch.nn.Module:
@@ -134,7 +134,7 @@ class PlanSearch:
             )
 
     def ways(self) -> list[TrainingWay]:
-        """The ways that features and the model allow, those of fewest features first."""
+        """The ways to train that fit the features and the model, in order of their number of added features."""
         fixed = tuple(feature for feature in self.run.features if feature not in REPLACEABLE)
         names = {feature.name for feature in fixed}.union(self.left_out)
         situation = Situation(arrange_mesh(self.world, fixed), self.blocks, self.device)
@@ -145,7 +145,7 @@ class PlanSearch:
         ]
         ways = list[TrainingWay]()
         combinations = [tuple(filter(None, chosen)) for chosen in product(*choices)]
-        for added in sorted(combinations, key=len):  # whatever does not fit alone is not looked at again
+        for added in sorted(combinations, key=len):  # once a feature does not fit alone, its combinations are skipped
             if way := self._way(fixed, added):
                 ways.append(replace(way, place=len(ways)))
         if not ways:
@@ -154,10 +154,10 @@ class PlanSearch:
         return ways
 
     def _way(self, fixed: tuple[Feature, ...], added: tuple[Feature, ...]) -> TrainingWay | None:
-        """The run with further features; None if these do not fit, or if one of them would do nothing."""
+        """The way with added features; None if they do not fit, or if one of them would have no effect."""
         if any(one in added for one in self._unfit) or not _one_owner((*fixed, *added)):
             return None
-        with contextlib.suppress(ShoestringError):  # a mesh that they do not divide
+        with contextlib.suppress(ShoestringError):  # the ranks may not divide into the mesh that is needed
             world = arrange_mesh(self.world, (*fixed, *added))
             if any(Seam.SHARD in feature.seams and world.ranks_over(feature.over) == 1 for feature in added):
                 return None
@@ -169,13 +169,13 @@ class PlanSearch:
                 reason = f"{self.run.settings.batch} samples do not divide by {readers} ranks"
             if not reason:
                 return TrainingWay(run, own, world, counts)
-            if len(added) <= 1:  # of several, each alone may fit
+            if len(added) <= 1:  # if a combination does not fit, its features may still fit alone
                 self.refusals.setdefault(f"[{added[0].name}]" if added else "whole replicas", reason)
                 self._unfit += added
         return None
 
     def _refusal(self, features: Sequence[Feature], world: World) -> str:
-        """Why the features do not fit the model, as `check` would say it; empty if they do."""
+        """The reason why the features do not fit the model, as their `check` states it; empty if they fit."""
         job = Job(self._model(), self.code.forward, self.code.loss, world=world)
         attachments = attachments_of(job)
         attachments.features = tuple(features)
@@ -187,7 +187,7 @@ class PlanSearch:
         return ""
 
     def _counts(self, world: World) -> tuple[int, ...]:
-        """Numbers of micro-batches into which a replica's samples divide, without another result."""
+        """Numbers of micro-batches into which a replica's samples can be divided without changing the result."""
         batch, readers = self.run.settings.batch, world.ranks_over(DATA)
         counts = list[int]()
         for count in range(self.run.settings.accumulate, batch // readers + 1):
@@ -200,11 +200,11 @@ class PlanSearch:
 
     @property
     def _own_size(self) -> int:
-        """Samples of a micro-batch with the run file's own settings."""
+        """Number of samples in a micro-batch with the run file's own settings."""
         return self.run.settings.batch // self.world.ranks_over(DATA) // self.run.settings.accumulate
 
     def sizes(self, ways: Sequence[TrainingWay]) -> list[int]:
-        """Numbers of samples of a micro-batch to measure: the smallest, the largest without stages, and one between."""
+        """Micro-batch sizes to measure: the smallest, the largest without pipeline stages, and one in between."""
         batch = self.run.settings.batch
         every = sorted({batch // way.world.ranks_over(DATA) // count for way in ways for count in way.counts})
         within = [size for size in every if size <= max(self._own_size, every[0])]
@@ -214,7 +214,7 @@ class PlanSearch:
     def needed(
         self, ways: Sequence[TrainingWay], world: World, model: ModelCosts
     ) -> dict[tuple[Kind, GroupShape], tuple[World, tuple[str, ...]]]:
-        """The collectives that the ways use: the world and the axes over which each can be measured."""
+        """Each collective that the ways use -> the world and the mesh axes with which to measure it."""
         return {
             (kind, step.group(axes)): (arrange_mesh(world, way.run.features), axes)
             for way in ways
@@ -231,7 +231,7 @@ class PlanSearch:
         )
 
     def file(self, plan: TrainingPlan) -> Run:
-        """The user's run with the settings of a plan, and without the defaults that `completed` adds."""
+        """The user's run with the settings of a plan, but without the defaults that `completed` adds."""
         own = {feature.name: feature for feature in plan.run.features}
         fixed = tuple(own[f.name] for f in self.run.features if f not in REPLACEABLE)
         names = {feature.name for feature in fixed}
@@ -241,7 +241,7 @@ class PlanSearch:
     def plans(
         self, ways: Sequence[TrainingWay], model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
     ) -> list[TrainingPlan]:
-        """All plans, the fastest that can be chosen first.
+        """All plans; those that can be chosen come first, and the fastest first among them.
 
         Args:
             room: bytes that a rank may hold.
@@ -252,10 +252,10 @@ class PlanSearch:
     def priced(
         self, run: Run, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
     ) -> TrainingPlan:
-        """The plan that a run file is.
+        """Predict the plan that corresponds to a run file's own settings.
 
         Raises:
-            ConfigError: its features do not fit the model or the ranks.
+            ConfigError: the run's features do not fit the model or the ranks.
         """
         world = arrange_mesh(self.world, run.features)
         completed = run.completed(world)
@@ -270,7 +270,7 @@ class PlanSearch:
     def _predicted(
         self, way: TrainingWay, model: ModelCosts, links: Links, slowdown: Mapping[str, float], room: float
     ) -> Iterator[TrainingPlan]:
-        """A plan for each number of micro-batches for which the model can be cut into stages."""
+        """Yield a plan for each number of micro-batches, except for numbers with which no pipeline can be formed."""
         for micro in way.counts:
             with contextlib.suppress(ConfigError):
                 step, features = self._step(way, micro, model, links)
@@ -288,10 +288,10 @@ class PlanSearch:
 
 
 def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
-    """The fastest plan, or one of fewer features that takes hardly longer.
+    """The fastest plan, or a plan with fewer features that takes hardly longer.
 
     Raises:
-        ConfigError: none fits into memory.
+        ConfigError: no plan fits into memory.
     """
     possible = [plan for plan in plans if not plan.refused]
     if not possible:

@@ -1,4 +1,4 @@
-"""Times real steps of a plan."""
+"""Times real steps with the settings of a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoestring.training.data_loading import DataSets, to_device
 from shoestring.training.user_code import UserCode
 
 STEPS = 4
-"""Steps that are timed; the first is left out, because it also allocates the optimizer's state."""
+"""Number of steps to time; the first is not counted, because it also allocates the optimizer's state."""
 
 
 def for_trial(run: Run, world: World) -> Run:
-    """The completed run without what a trial should not do: save checkpoints and record steps."""
+    """The completed run without features that a trial must not run: saving checkpoints and recording steps."""
     completed = run.completed(world)
     features = (
         f for f in completed.features if not f.name.startswith("checkpoint.") and not isinstance(f, RecordsSteps)
@@ -30,7 +30,7 @@ def for_trial(run: Run, world: World) -> Run:
 
 
 def start(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitStack) -> tuple[Job, list[float]]:
-    """Build the job of a run and take `STEPS` steps; returns the job and the seconds of each step. A collective."""
+    """Build the job of a run and do `STEPS` steps; returns the job and the seconds of each step. A collective."""
     job = stack.enter_context(build_job(run, code, world, data, stack.enter_context(Trace(rank=world.rank))))
     loader = build_loader(job, data, run.settings, run.data.workers)
     stack.callback(loader.close)
@@ -47,7 +47,7 @@ def start(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitSta
 
 
 def time_plan(run: Run, code: UserCode, world: World, data: DataSets) -> float:
-    """Median seconds of a step of a plan, of this rank and without the first step. A collective."""
+    """Median duration, in seconds, of a plan's steps on this rank, without the first step. A collective."""
     with ExitStack() as stack:
         _, times = start(for_trial(run, world), code, world, data, stack)
     return median(times[1:])

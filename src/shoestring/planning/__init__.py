@@ -1,1 +1,1 @@
-"""The measured hardware (`Cluster`), and predictions of step time on it (`simulate`, `choose`)."""
+"""Measured speeds of the hardware (`Cluster`), and predictions of step time from them (`simulate`, `choose`)."""

@@ -22,7 +22,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeed:
-    """One host's disk under the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
+    """A host's disk that holds the probed folder: `write` in bytes/s, `commit` (write 4 KiB and fsync) in seconds."""
 
     host: str
     write: float
@@ -49,10 +49,10 @@ class Collective:
     latency: float
     bandwidth: float
     points: tuple[tuple[float, float], ...] = ()
-    """Measured messages in increasing size: (bytes, seconds)."""
+    """(bytes, seconds) of the measured messages, in increasing size."""
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of a message: between measured ones interpolated, and beyond them in proportion to the largest."""
+        """Seconds that a message takes: interpolated between measured sizes, proportional to size above them."""
         if not self.points:
             return self.latency + nbytes / self.bandwidth
         largest, most = self.points[-1]
@@ -69,14 +69,14 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All measurements of a cluster, from which step times are predicted."""
+    """All measurements of a cluster; step times are predicted from them."""
 
     devices: tuple[Device, ...] = ()
     stores: tuple[DiskSpeed, ...] = ()
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
     slowdown: dict[str, float] = field(default_factory=dict)
-    """Factors by which one kind of work is slower while another kind runs; see `simulate` for the keys."""
+    """Factors by which work of one kind slows down while work of another kind runs; see `simulate` for the keys."""
 
     def collective(self, kind: str, over: Sequence[str]) -> Collective:
         """Look up a kind of collective over the mesh axes `over`; raises KeyError if it was not measured."""

@@ -15,25 +15,25 @@ from shoestring._torch import all_gather_single, reduce_scatter_single
 from shoestring.core.world import World
 from shoestring.planning.cluster import Collective
 
-SMALLEST, GROWTH = 1 << 10, 4  # bytes of the smallest message, and the growth factor
-PATIENCE = 0.3  # if a collective takes this many seconds, larger messages are not measured
+SMALLEST, GROWTH = 1 << 10, 4  # bytes of the smallest message, and ratio of each size to the size before
+PATIENCE = 0.3  # seconds of a collective above which no larger messages are measured
 
 
 KINDS = ("all-reduce", "all-gather", "all-to-all")
 
 
 def time_collectives(world: World, over: Sequence[str], largest: int = 1 << 24) -> tuple[Collective, ...]:
-    """Measure each of `KINDS` along the mesh axes `over`; empty if there is one rank along them. A collective."""
+    """Measure each of `KINDS` along the mesh axes `over`; empty if only one rank lies along them. A collective."""
     return tuple(time_collective(world, kind, over, largest) for kind in KINDS if world.ranks_over(over) > 1)
 
 
 def time_collective(world: World, kind: str, over: Sequence[str], largest: int = 1 << 24) -> Collective:
     """Measure latency and bandwidth of a collective along the mesh axes `over`. Every rank must call this.
 
-    Messages have up to `largest` bytes. A message is what each rank contributes: the whole tensor in an all-reduce, a
-    reduce-scatter or an all-to-all, the rank's own shard in an all-gather, and what it sends to the next rank in a
-    "message", which all ranks but the last one send at the same time. In a "swap" the first and the last rank send each
-    other a message at the same time, which slow links carry more slowly.
+    Messages have up to `largest` bytes. A message is what one rank contributes. In an all-reduce, a reduce-scatter or
+    an all-to-all it is the whole tensor; in an all-gather it is the rank's own shard. In a "message" all ranks except
+    the last send a message to the next rank at the same time. In a "swap" the first and the last rank send each other a
+    message at the same time, which takes longer on slow links.
     """
     group = world.group(over)
     assert group is not None
@@ -74,7 +74,7 @@ def time_collective(world: World, kind: str, over: Sequence[str], largest: int =
 
 
 def _time_messages(world: World, work: Callable[[Tensor], object], largest: int) -> tuple[list[float], list[float]]:
-    """Time `work` on messages of growing size; returns the bytes and the slowest rank's seconds of each message."""
+    """Time `work` on messages of growing size; returns the sizes in bytes, and the slowest rank's seconds."""
     sizes: list[float] = []
     seconds: list[float] = []
     nbytes, ranks = SMALLEST, world.size
@@ -83,7 +83,7 @@ def _time_messages(world: World, work: Callable[[Tensor], object], largest: int)
         repeats = 3 if seconds and seconds[-1] > PATIENCE / GROWTH / 4 else 7
         own = _median_seconds(partial(work, message), world.device, repeats)
         slowest = torch.tensor(own, dtype=torch.float64, device=world.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must stop at the same size
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks stop at the same size
         seconds.append(float(slowest))
         sizes.append(message.nbytes)
         nbytes *= GROWTH
@@ -91,8 +91,8 @@ def _time_messages(world: World, work: Callable[[Tensor], object], largest: int)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `work` after one warm-up run, which also uses up the burst that a traffic shaper or a switch
-    allows."""
+    """Median time of `work` after one warm-up run. The warm-up also uses up the burst that a traffic shaper or a switch
+    lets pass at full speed."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -111,7 +111,7 @@ def synchronize(device: torch.device) -> None:
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = a + b * size with a, b >= 0 by least squares of the relative errors; returns (a, b).
 
-    Errors are relative so that no size dominates the fit.
+    Relative errors are used so that large sizes do not dominate the fit.
 
     Raises:
         ValueError: there are no measurements.
@@ -126,5 +126,6 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
             return float(a), float(b)
         if b <= 0:
             return float(1 / (1 / t).mean()), 1e-15
-    # Short messages are faster than a line allows, because a switch or a shaper lets a burst pass: long ones count.
+    # A switch or a shaper may let bursts pass, so short messages can be faster than any line with a, b >= 0. Then only
+    # the longest message counts.
     return 0.0, float(t[n.argmax()] / n.max())

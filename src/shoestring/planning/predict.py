@@ -1,6 +1,6 @@
-"""Predicts the time and the memory of a step that features have described.
+"""Predicts the time and the memory of a step from the `StepPlan` that features have described.
 
-The step of one rank of each pipeline stage is simulated, and what such a rank holds is summed up.
+For each pipeline stage, one rank is simulated, and the memory that this rank holds is summed up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoestring.planning.step import Links, PartCosts, StagePass, StepPlan
 
 @dataclass(frozen=True)
 class Predicted:
-    """A predicted step. `peaks`: bytes that a rank of each stage holds."""
+    """The predicted trace of a step, and `peaks`: the peak memory, in bytes, of a rank of each stage."""
 
     trace: Trace
     peaks: tuple[float, ...]
@@ -31,7 +31,7 @@ class Predicted:
         return max(self.peaks)
 
     def busy(self) -> list[float]:
-        """Seconds that each stage computes."""
+        """Seconds that a rank of each stage computes, without waiting."""
         seconds = [0.0] * len(self.peaks)
         for span in self.trace.spans:
             if span.kind == "compute":
@@ -40,7 +40,7 @@ class Predicted:
 
 
 def stage_of(name: str) -> int:
-    """The stage of a task, of which the name tells."""
+    """The stage of a task, read from the task's name."""
     return int(name.rpartition(" of stage ")[2])
 
 
@@ -48,7 +48,7 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
     """Predict the time and the memory of a step.
 
     Args:
-        slowdown: see `simulate`; without effect on pipelines, whose stages compute on different processors.
+        slowdown: see `simulate`; ignored for pipelines, because their stages compute on different processors.
     """
     building = _Building(step, links)
     building.passes()
@@ -60,21 +60,21 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
 
 
 _PIECE = 2**18
-"""Bytes of the messages in which updated weights are gathered; slow links carry shorter messages faster."""
+"""Bytes of a message when updated weights are gathered; slow links carry short messages faster."""
 
 
 class _Building:
-    """The tasks of a step, for one rank of each stage."""
+    """Builds the tasks of a step, for one rank of each stage."""
 
     def __init__(self, step: StepPlan, links: Links) -> None:
         self.step, self.links, self.model = step, links, step.model
         self.tasks: list[Task] = []
-        self.ends = dict[tuple[int, int, bool], int]()  # pass -> index of the task that ends it, or brings its result
-        self.waiting = {stage: [0.0] * len(step.averages) for stage in range(step.stages)}  # bytes of a bucket so far
-        self.wires = {stage: list[int]() for stage in range(step.stages)}  # what the optimizer waits for
+        self.ends = dict[tuple[int, int, bool], int]()  # pass -> index of its last task, which delivers its result
+        self.waiting = {stage: [0.0] * len(step.averages) for stage in range(step.stages)}  # bytes in unsent buckets
+        self.wires = {stage: list[int]() for stage in range(step.stages)}  # transfers that the optimizer must wait for
 
     def passes(self) -> None:
-        """Add the passes of all stages, each stage's in its order, and then the updates."""
+        """Add the passes of all stages, in each stage's own order, and then the optimizer updates."""
         step = self.step
         places = [0] * step.stages
         while any(place < len(order) for place, order in zip(places, step.passes, strict=True)):
@@ -102,7 +102,7 @@ class _Building:
         return len(self.tasks) - 1
 
     def _add_pass(self, stage: int, one: StagePass) -> bool:
-        """Add a pass if the one that it waits for was added."""
+        """Add a pass if the pass that it depends on was already added; return whether the pass was added."""
         step, last = self.step, len(self.step.parts) - 1
         needed: tuple[int, int, bool] | None
         if one.backward:
@@ -115,16 +115,16 @@ class _Building:
         ended = self._compute(stage, one, after)
         crosses = one.part > step.first if one.backward else one.part < last
         if crosses and step.stages > 1:
-            part = one.part - 1 if one.backward else one.part  # whose results they are, or the gradients of these
+            part = one.part - 1 if one.backward else one.part  # sends the results of `part`, or their gradients
             nbytes = step.hidden(step.parts[part].stop if part >= 0 else 0)
             seconds = self.links.seconds("message", step.group(step.over_stages), nbytes)
-            # Activations and gradients leave a host by the same wire.
+            # Activations and gradients share the host's outgoing link.
             ended = self._task("messages", "wire", seconds, "egress", stage, [ended], nbytes)
         self.ends[one.part, one.micro, one.backward] = ended
         return True
 
     def _compute(self, stage: int, one: StagePass, after: Sequence[int]) -> int:
-        """Add a pass; returns the index of its last task."""
+        """Add the tasks of a pass; returns the index of the last one."""
         step = self.step
         averaged = one.backward and any(a.every or one.micro == step.micro - 1 for a in step.averages)
         pieces = [*self._pieces(one)]
@@ -137,7 +137,7 @@ class _Building:
             if step.gathered:
                 if not number:
                     gathers.append(self._gather(stage, piece, one, []))
-                if number + 1 < len(pieces):  # the next one's weights travel while this one computes
+                if number + 1 < len(pieces):  # gather the next block's weights while this block computes
                     gathers.append(self._gather(stage, pieces[number + 1], one, [ended] if ended >= 0 else []))
                 waits += [gathers[number]] if gathers[number] >= 0 else []
             ended = self._task(name, "compute", piece.seconds, "stage", stage, waits)
@@ -150,7 +150,7 @@ class _Building:
         return ended
 
     def _pieces(self, one: StagePass) -> Iterator[_Piece]:
-        """The work of a pass, block by block, in its order."""
+        """Yield the work of a pass, block by block, in the order of execution."""
         step, model = self.step, self.model
         blocks = step.parts[one.part] if one.part >= 0 else range(0)
         parts: list[tuple[int | None, PartCosts]] = [(index, model.blocks[index]) for index in blocks]
@@ -162,24 +162,24 @@ class _Building:
             seconds = self._seconds(part, index, backward=one.backward)
             if one.backward and index in step.recomputed:
                 seconds += self._seconds(part, index, backward=False)
-            # Twice a block the outputs of split layers are added up: in the forward pass, and in the backward pass.
+            # With split layers, a pass through a block adds up the ranks' outputs by two all-reduces.
             calls = 2 if index is not None and step.ways > 1 else 0
             exchanged = calls * step.hidden(index) if index is not None else 0.0
             yield _Piece(seconds, exchanged, calls, self._weights(part, index))
 
     def _seconds(self, part: PartCosts, index: int | None, *, backward: bool) -> float:
-        """Seconds of a pass through a block, or through what lies around the blocks if `index` is None."""
+        """Seconds of a pass through a block; through the layers outside the blocks if `index` is None."""
         step, model = self.step, self.model
         seconds = model.at(part.backward if backward else part.forward, step.samples)
         if step.ways == 1 or (index is None and (step.whole_vocabulary or part is model.before)):
             return seconds
-        # Norms and additions of hidden states are not divided: they read and write these about ten times.
+        # Norms and additions are not split over ranks. They read and write the hidden states about ten times.
         whole = 0.0 if index is None else 10 * (1 + backward) * step.hidden(index) / model.moved
         whole = min(whole, seconds)
         return whole + (seconds - whole) / step.ways
 
     def _weights(self, part: PartCosts, index: int | None) -> float:
-        """Bytes of trained weights of a block, or of what lies around the blocks if `index` is None."""
+        """Bytes of trained weights of a block; of the layers outside the blocks if `index` is None."""
         step, model = self.step, self.model
         trained = part.trained + (model.tied if part is model.before and step.sums_tied else 0)
         return trained / (1 if index is None and step.whole_vocabulary else step.ways)
@@ -195,7 +195,7 @@ class _Building:
         return self._task("weights", "wire", seconds, "wire", stage, after, piece.trained)
 
     def _average(self, stage: int, one: StagePass, nbytes: float, ended: int, last: bool) -> None:
-        """Exchange the gradients that a piece of a backward pass has computed, in full buckets."""
+        """Add exchanges of the gradients that a piece of a backward pass has computed, once buckets are full."""
         for number, averaging in enumerate(self.step.averages):
             if not (averaging.every or one.micro == self.step.micro - 1):
                 continue
@@ -211,7 +211,7 @@ class _Building:
                 self.wires[stage].append(self._task("gradients", "wire", seconds, resource, stage, [ended], sent))
 
     def _update(self, stage: int) -> None:
-        """Add the optimizer's step of a stage, once its gradients are averaged."""
+        """Add the optimizer step of a stage, which starts once the stage's gradients are averaged."""
         step, model = self.step, self.model
         after = [*self.wires[stage]]
         weights = _weights_of(step, stage)
@@ -234,7 +234,7 @@ class _Building:
 
 
 class _Piece(NamedTuple):
-    """The work of a block in a pass: seconds, bytes of activations exchanged in `calls`, and bytes of its weights."""
+    """Work of a block in a pass: seconds, bytes of activations exchanged in `calls` calls, and bytes of its weights."""
 
     seconds: float
     exchanged: float
@@ -243,7 +243,7 @@ class _Piece(NamedTuple):
 
 
 def _joined(pieces: Sequence[_Piece]) -> _Piece:
-    """Several pieces as one."""
+    """Add up several pieces into one."""
     return _Piece(
         sum(piece.seconds for piece in pieces),
         sum(piece.exchanged for piece in pieces),
@@ -260,7 +260,7 @@ def _own(step: StepPlan, stage: int) -> list[int]:
 
 
 def _weights_of(step: StepPlan, stage: int) -> float:
-    """Bytes of trained weights of a stage's rank, before they are divided."""
+    """Bytes of trained weights of a rank of a stage, before they are sharded over replicas."""
     model, own = step.model, _own(step, stage)
     blocks = sum(model.blocks[index].trained for part in own if part >= 0 for index in step.parts[part])
     around = 1 if step.whole_vocabulary else step.ways
@@ -293,7 +293,7 @@ def _peak(step: StepPlan, stage: int) -> float:
 
 
 def _held(step: StepPlan, part: int) -> float:
-    """Bytes of activations that a micro-batch holds in a part of the model between its passes."""
+    """Bytes of activations that a micro-batch keeps between its forward and backward pass through a part."""
     model = step.model
     total = model.at(model.before.held, step.samples) if part == step.first else 0.0
     total += model.at(model.behind.held, step.samples) if part == len(step.parts) - 1 else 0.0
@@ -305,7 +305,7 @@ def _held(step: StepPlan, part: int) -> float:
 
 
 def _transient(step: StepPlan, part: int) -> float:
-    """Bytes that a backward pass holds for a moment: gradients of what the loss reads, or of a block's results."""
+    """Bytes that a backward pass holds briefly: gradients of the loss's inputs, or of a block's activations."""
     model, sizes = step.model, [0.0]
     if part == len(step.parts) - 1:
         sizes.append(2 * model.scored * step.samples)

@@ -1,9 +1,10 @@
 """Predicts the time of a training step by simulation, and chooses among candidates by their predicted times.
 
 A step is a set of tasks on resources. Each resource runs its tasks in a fixed order, because all ranks must call the
-same collectives in the same order. So without `slowdown` the makespan is the longest path through the graph whose edges
-are the dependencies between tasks and the order of each resource. The makespan is at least the critical path and at
-least the total time of any resource's tasks, and making a task shorter never makes it longer.
+same collectives in the same order. So without `slowdown` the makespan is the longest path through a graph whose edges
+are the dependencies between tasks and the order on each resource. The makespan is at least the critical path of the
+dependencies, and at least the total time of any resource's tasks. Making a task shorter never makes the
+makespan longer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shoestring.planning.cluster import Cluster
 
 @dataclass(frozen=True)
 class Task:
-    """Work that takes `seconds` if nothing else runs, and starts when the tasks with the indices `after` have ended."""
+    """Work that takes `seconds` if no other task runs; it starts once the tasks with the indices `after` have ended."""
 
     name: str
     kind: Kind
@@ -34,9 +35,9 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
     """Simulate `tasks` from second 0; returns a trace with one span for each task.
 
     Args:
-        tasks: the tasks of a step; each resource runs its own in this order.
-        slowdown: maps a pair of kinds, such as "wire beside compute", to the factor by which the first kind is slower
-            while the second runs; pairs without an entry have the factor 1. The excesses over 1
+        tasks: the tasks of a step; each resource runs its own tasks in this order.
+        slowdown: maps a pair of kinds, such as "wire beside compute", to the factor by which a task of the first kind
+            slows down while a task of the second kind runs; a missing pair means 1. The excesses over 1
             add up: beside two tasks with a factor of 2 each, a task takes 3 times as long.
     """
     beside, trace, left, now = slowdown or {}, Trace(origin=0.0, keep=max(len(tasks), 1)), {}, 0.0
@@ -49,7 +50,7 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
     began: dict[int, float] = {}
     while heads := [queue[0] for queue in queues.values() if queue]:
         running = [head for head in heads if not any(earlier in left for earlier in tasks[head].after)]
-        needs: dict[int, float] = {}  # seconds until each running task ends if the set of running tasks stays the same
+        needs: dict[int, float] = {}  # task -> seconds until it would end if no other task started or ended
         for head in running:
             pairs = [f"{tasks[head].kind} beside {tasks[task].kind}" for task in running if task != head]
             needs[head] = left[head] * (1.0 + sum(beside.get(pair, 1.0) - 1.0 for pair in pairs))
@@ -76,20 +77,20 @@ class Priced(Protocol):
     def predict(self, trace: Trace, cluster: Cluster) -> Trace:
         """Predict the trace of a step with this candidate from the `trace` of a step without it.
 
-        Work that is done only in every n-th step counts as 1/n of its time.
+        Work that is done only in every n-th step counts as 1/n of its time per step.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate and why; `predicted` maps all candidates, preferred ones first, to seconds per step."""
+    """The chosen candidate and the reason; `predicted` maps candidates, in order of preference, to seconds per step."""
 
     choice: str
     reason: str
     predicted: dict[str, float]
     worth: dict[str, float] = field(default_factory=dict)
-    """Training progress of one step with each candidate, relative to one step with the first candidate."""
+    """Candidate -> training progress of one step with this candidate, relative to one step with the first candidate."""
 
     @property
     def seconds(self) -> float:
@@ -104,13 +105,13 @@ def choose(
     margin: float,
     worth: Mapping[str, float] | None = None,
 ) -> Decision:
-    """Choose the first candidate, or a faster one if the fastest saves more than the fraction `margin` of its time.
+    """Choose the first candidate unless the fastest one saves more than the fraction `margin` of its time.
 
-    In the second case, choose the first candidate whose time exceeds the fastest one's by at most half the margin.
+    Otherwise choose the first candidate whose time exceeds the fastest candidate's by at most half of `margin`.
 
     Args:
-        worth: training progress of one step with a candidate, relative to one step with the first candidate; 1 for
-            candidates without an entry. Candidates are compared by their time for the same progress.
+        worth: candidate -> training progress of one step with this candidate, relative to one step with the first
+            candidate; 1 for candidates without an entry. Candidates are compared by their time for equal progress.
     """
     predicted = {name: makespan(candidate.predict(trace, cluster)) for name, candidate in candidates.items()}
     worths = {name: (worth or {}).get(name, 1.0) for name in predicted}

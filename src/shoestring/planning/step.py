@@ -1,7 +1,7 @@
-"""A training step as features describe it before anything is built: what ranks compute, hold and send.
+"""A training step as features describe it before anything is built: what ranks compute, store and send.
 
-`StepPlan` starts as the step of one process. Each feature that is `Plannable` changes it. `planning.predict` then says
-how long it takes and what it holds.
+A `StepPlan` starts as the step of one process. Each feature that is `Plannable` changes the plan. `planning.predict`
+then predicts the time and the memory of the planned step.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Kind = Literal["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "mess
 
 
 class GroupShape(NamedTuple):
-    """Groups of ranks that communicate at the same time: ranks of a group, and hosts that they are on."""
+    """Shape of the groups of ranks that communicate at the same time: ranks per group, and hosts per group."""
 
     ranks: int
     hosts: int
 
 
 def group_over(world: World, axes: Iterable[str]) -> GroupShape:
-    """The groups of ranks along mesh axes."""
+    """The shape of the groups of ranks along mesh axes."""
     axes = [*axes]
-    # Ranks are numbered along the mesh, hosts first: a group spans as many hosts as its ranks differ by hosts.
+    # Ranks are numbered host by host, so the hosts that a group spans follow from its ranks' numbers.
     place = {rank: rank // world.local_size for rank in _members(world, axes)}
     return GroupShape(world.ranks_over(axes), len(set(place.values())))
 
 
 def _members(world: World, axes: Sequence[str]) -> list[int]:
-    """The ranks of the first group along mesh axes."""
+    """The ranks of the first group along mesh axes, which contains rank 0."""
     ranks, stride = [0], world.size
     for axis, size in world.axes.items():
         stride //= size
@@ -46,10 +46,10 @@ def _members(world: World, axes: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PartCosts:
-    """What a block, or what lies before or behind the blocks, costs a rank while all ranks compute.
+    """Costs of a block, or of the layers before or after all blocks, on one rank while all ranks compute.
 
-    `forward`, `backward` (seconds) and `held` (bytes of results that autograd holds between them) have one entry for
-    each number in `ModelCosts.samples`.
+    `forward` and `backward` (seconds), and `held` (bytes of activations that autograd keeps in between), have one entry
+    for each number in `ModelCosts.samples`.
     """
 
     forward: tuple[float, ...]
@@ -63,32 +63,32 @@ class PartCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """The measured costs of a model's parts. A model without repeated blocks is one part, `behind`."""
+    """The measured costs of a model's parts. A model without repeated blocks has only one part, `behind`."""
 
     samples: tuple[int, ...]
-    """Numbers of samples of a micro-batch that were measured, in increasing order."""
+    """Micro-batch sizes, in samples, that were measured, in increasing order."""
     blocks: tuple[PartCosts, ...]
     before: PartCosts
     behind: PartCosts
     hidden: tuple[int, ...]
-    """Bytes of hidden states for a sample: before the first block, and behind each block; empty without blocks."""
+    """Bytes of hidden states per sample: before the first block, then after each block; empty without blocks."""
     tied: int
-    """Bytes of trained weights that are both before and behind the blocks; they count as `behind`."""
+    """Bytes of trained weights that are used both before and after the blocks; they are counted in `behind`."""
     scored: int
-    """Bytes of the results that the loss reads, for a sample (logits)."""
+    """Bytes per sample of the model's output, which the loss reads (logits)."""
     optimizer: float
-    """Seconds of an optimizer step for a byte of trained weights."""
+    """Seconds of an optimizer step per byte of trained weights."""
     state: float
-    """Bytes of optimizer state for a byte of trained weights."""
+    """Bytes of optimizer state per byte of trained weights."""
     moved: float
-    """Bytes a second that operators bound by memory read and write."""
+    """Bytes per second that memory-bound operators read and write."""
 
     @property
     def trained(self) -> int:
         return sum(part.trained for part in (self.before, *self.blocks, self.behind))
 
     def at(self, values: Sequence[float], samples: float) -> float:
-        """Interpolate measured values, in the number of samples of a micro-batch."""
+        """Interpolate measured values linearly, to a micro-batch of `samples` samples."""
         sizes = self.samples
         if len(sizes) == 1:
             return values[0] * samples / sizes[0]
@@ -112,7 +112,7 @@ class StagePass(Protocol):
 
 
 class PlainPass(NamedTuple):
-    """A pass through the whole model."""
+    """A forward or backward pass of a micro-batch through the whole model."""
 
     part: int
     micro: int
@@ -121,14 +121,15 @@ class PlainPass(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """How gradients are averaged.
+    """An average of gradients over mesh axes.
 
     Args:
-        kind: kind of the collectives. over: mesh axes.
-        bucket: bytes of gradients that travel together, during the backward pass; infinite for all at its end.
-        every: in the backward pass of every micro-batch, and not of the last alone.
-        lanes: collectives that run at a time.
-        shard: number by which the gradients that this averages were divided before.
+        kind: kind of the collective. over: mesh axes.
+        bucket: bytes of gradients per collective, which starts during the backward pass; infinite if a single
+            collective at the end sends all gradients.
+        every: whether gradients are averaged after every micro-batch, instead of only after the last.
+        lanes: number of collectives that run at the same time.
+        shard: number of shards into which the gradients were already divided before this average.
     """
 
     kind: Kind
@@ -141,11 +142,11 @@ class GradientExchange:
 
 @dataclass
 class StepPlan:
-    """A step of all ranks; features change it.
+    """The step of all ranks, described for prediction; features change it.
 
     Args:
-        world: the mesh, with the axes that the features add.
-        batch: samples of a step. micro: micro-batches of a replica.
+        world: the mesh, including the axes that the features add.
+        batch: number of samples in a step. micro: number of micro-batches of a replica.
     """
 
     world: World
@@ -155,32 +156,33 @@ class StepPlan:
     features: Sequence[Feature] = ()
     device: str = "cpu"
     links: Links | None = None
-    """The links between ranks, once they are measured."""
+    """Speeds of the links between ranks; None until they are measured."""
     parts: tuple[range, ...] = ()
-    """Blocks of each part of the model; part p is of stage p modulo `stages`."""
+    """Range of blocks in each part of the model; part p belongs to stage p modulo `stages`."""
     stages: int = 1
     over_stages: tuple[str, ...] = ()
     first: int = 0
-    """Number of the part with what lies before the blocks: 0, or -1, which the last stage has."""
+    """Index of the part that has the layers before the blocks: 0, or -1 if they are a part of their own, which then
+    belongs to the last stage."""
     passes: Sequence[Sequence[StagePass]] = ()
-    """The passes of each stage in their order; by default the passes of one process, one after the other."""
+    """The passes of each stage in order; by default one stage does the passes of each micro-batch in turn."""
     ways: int = 1
-    """Ranks over which each layer is split."""
+    """Number of ranks over which each layer is split."""
     over_ways: tuple[str, ...] = ()
     whole_vocabulary: bool = True
     averages: list[GradientExchange] = field(default_factory=list)
     gathered: tuple[str, ...] = ()
     """Mesh axes over which weights are gathered before each use."""
     gathers: int = 0
-    """Times that a micro-batch gathers each weight."""
+    """How often a micro-batch gathers each weight: 1 in the forward pass, 2 if also in the backward pass."""
     regathered: tuple[str, ...] = ()
     """Mesh axes over which updated weights are gathered after the optimizer's step."""
     divided: dict[str, int] = field(default_factory=lambda: {"optimizer": 1, "gradients": 1, "parameters": 1})
-    """Ranks over which something is divided."""
+    """Name of a state ("optimizer", "gradients", "parameters") -> number of ranks over which it is sharded."""
     buckets: bool = False
-    """Whether gradients also lie in buckets."""
+    """Whether gradients also lie in communication buckets, which take as much memory."""
     recomputed: frozenset[int] = frozenset()
-    """Blocks that are computed again in the backward pass."""
+    """Indices of blocks that are recomputed in the backward pass."""
 
     def __post_init__(self) -> None:
         self.parts = self.parts or (range(len(self.model.blocks)),)
@@ -193,7 +195,7 @@ class StepPlan:
 
     @property
     def samples(self) -> float:
-        """Samples of a replica's micro-batch."""
+        """Number of samples in a replica's micro-batch."""
         return self.batch / self.replicas / self.micro
 
     @property
@@ -202,24 +204,24 @@ class StepPlan:
         return self.model.tied > 0 and self.stages > 1 and self.first == 0
 
     def hidden(self, block: int) -> float:
-        """Bytes of hidden states that a block gets for a micro-batch, or that leave the last one."""
+        """Bytes of a micro-batch's hidden states before block `block`; after the last block if there is none."""
         return self.model.hidden[block] * self.samples
 
     def group(self, axes: Iterable[str]) -> GroupShape:
         return group_over(self.world, axes)
 
     def average(self, averaging: GradientExchange) -> None:
-        """Average gradients over mesh axes, if there are several ranks along them."""
+        """Add an average of gradients over mesh axes, if several ranks lie along them."""
         if self.world.ranks_over(averaging.over) > 1:
             self.averages.append(averaging)
 
     @property
     def collectives(self) -> set[tuple[Kind, tuple[str, ...]]]:
-        """The collectives of the step, with the mesh axes that they are over."""
+        """The kinds of collectives in the step, with the mesh axes that they run over."""
         used: list[tuple[Kind, tuple[str, ...]]] = [
             *((one.kind, one.over) for one in self.averages),
             ("message", self.over_stages),
-            ("swap", self.over_stages if self.model.tied else ()),  # whether they are summed is a choice
+            ("swap", self.over_stages if self.model.tied else ()),  # needed only in plans where stages sum tied weights
             ("all-reduce", self.over_ways),
             ("all-gather", self.gathered),
             ("all-gather", self.regathered),
@@ -229,15 +231,15 @@ class StepPlan:
 
 @runtime_checkable
 class Plannable(Protocol):
-    """A feature that the planner knows how to price."""
+    """A feature that can describe its effect on a step to the planner."""
 
     def plan(self, step: StepPlan) -> Feature:
-        """Change the step as this feature does; returns the feature with the settings that follow from the costs."""
+        """Change the step as this feature would; returns the feature with the settings that follow from the costs."""
         ...
 
 
 class Situation(NamedTuple):
-    """What alternatives depend on."""
+    """The facts about a run on which `Alternative.alternatives` may depend."""
 
     world: World
     blocks: int
@@ -246,28 +248,28 @@ class Situation(NamedTuple):
 
     @property
     def two_levels(self) -> bool:
-        """Whether there are several hosts of several ranks each."""
+        """Whether there are several hosts with several ranks each."""
         return all(self.world.axes[axis] > 1 for axis in DATA)
 
 
 @runtime_checkable
 class Alternative(Protocol):
-    """A kind of feature that the planner may add to a run; the training result stays the same."""
+    """A kind of feature that the planner may add to a run, because the training result stays the same."""
 
     @classmethod
     def alternatives(cls, situation: Situation) -> Iterable[Feature]:
-        """Settings to plan with."""
+        """Yield the feature with each combination of settings that the planner should consider."""
         ...
 
 
 @dataclass(frozen=True)
 class Links:
-    """Measured collectives, by kind and group."""
+    """Measured speeds of collectives, by kind and shape of the group."""
 
     speeds: Mapping[tuple[Kind, GroupShape], Collective]
 
     def seconds(self, kind: Kind, group: GroupShape, nbytes: float) -> float:
-        """Seconds of a collective; `nbytes` is what `planning.links.time_collective` calls a message."""
+        """Seconds of a collective; `nbytes` is the size of a message as defined by `planning.links.time_collective`."""
         if group.ranks == 1 or not nbytes:
             return 0.0
         return self.speeds[kind, group].seconds(nbytes)
@@ -283,10 +285,10 @@ def planned_step(
     device: str = "cpu",
     links: Links | None = None,
 ) -> tuple[StepPlan, tuple[Feature, ...]]:
-    """The step of a run with these features, and the features with the settings that follow from the costs.
+    """Plan the step of a run; returns the plan, and the features with the settings that follow from the costs.
 
     Args:
-        world: the mesh, with the axes that the features add.
+        world: the mesh, including the axes that the features add.
     """
     step = StepPlan(world, model, batch, micro, features, device, links)
     return step, tuple(feature.plan(step) if isinstance(feature, Plannable) else feature for feature in features)

@@ -17,7 +17,7 @@ _KIB = 1024
 
 
 class _Group(NamedTuple):
-    """Names of a cgroup's files that report its memory limit, its memory use and its out-of-memory kills."""
+    """Names of the files in which a cgroup reports its memory limit, its memory use and its out-of-memory kills."""
 
     limit: str
     used: str
@@ -30,15 +30,15 @@ _GROUPS: dict[tuple[str, ...], _Group] = {
     (): _Group("memory.max", "memory.current", "inactive_file", "memory.events"),  # version 2
     ("memory",): _Group("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
 }
-"""Maps the controllers of a cgroup (none in version 2) to the names of its files."""
+"""Maps the controllers of a cgroup (none in version 2) to the names of the cgroup's files."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit on the memory of processes, set by their host's memory or by a cgroup (v1 or v2)."""
+    """A limit on the memory of processes, set by the size of their host's memory or by a cgroup (v1 or v2)."""
 
     key: str
-    """Identifier of the limit, the same in all processes: "host", or device and inode of the cgroup's folder."""
+    """Identifier of the limit, equal in all processes: "host", or the device and inode of the cgroup's folder."""
     folder: Path
     total: int
     """The limit in bytes."""
@@ -56,7 +56,7 @@ class Bound:
         return self.total - int((self.folder / self._files.used).read_text()) + cache
 
     def pressure(self) -> float:
-        """Percentage of the last ten seconds in which some process waited for memory; 0 if the system does not say."""
+        """Percentage of the last ten seconds in which a process waited for memory; 0 if this is not reported."""
         with suppress(OSError, ValueError, KeyError):
             path = "memory.pressure" if self._files else "proc/pressure/memory"
             return float(_table(self.folder / path)["some"].removeprefix("avg10="))
@@ -64,7 +64,7 @@ class Bound:
 
 
 def memory_bounds(root: Path = ROOT) -> Iterator[Bound]:
-    """Yield the limits on this process's memory: its host's memory first, then the limits of its cgroups."""
+    """Yield the limits on this process's memory: first its host's memory, then the limits of its cgroups."""
     with suppress(OSError, KeyError, ValueError):
         yield Bound("host", root, int(_table(root / "proc/meminfo")["MemTotal:"]) * _KIB)
     for folder, group in _groups(root):
@@ -76,7 +76,8 @@ def memory_bounds(root: Path = ROOT) -> Iterator[Bound]:
 def free_memory(root: Path = ROOT) -> float:
     """Return the memory that this process can still use, in bytes; infinite if unknown.
 
-    This is the least free memory of this host and of the process's cgroups (v1 or v2). File caches count as free.
+    This is the minimum of the free memory of the host and of the process's cgroups (v1 or v2). File caches count as
+    free.
     """
     left = []
     for bound in memory_bounds(root):
@@ -97,10 +98,10 @@ def peak_above_now(root: Path = ROOT) -> int:
 
 
 def return_memory() -> None:
-    """Return freed memory to the system, where the C library can (glibc).
+    """Return freed memory to the operating system, if the C library can do so (glibc).
 
-    It keeps what a model has freed, in pieces that the next tensors of equal size do not fit into, for tensors are
-    aligned. A process that frees a model to hold a part of it would need the memory of both.
+    Otherwise glibc keeps the memory of a freed model. New tensors of equal size do not fit into the freed pieces,
+    because tensors are aligned. A process that frees a model and then loads a part of it would need the memory of both.
     """
     gc.collect()
     with suppress(OSError, AttributeError):
@@ -114,7 +115,7 @@ def forget_peak(root: Path = ROOT) -> None:
 
 
 def kills_for_memory(root: Path = ROOT) -> int:
-    """Count the out-of-memory kills so far in this process's cgroups; on its host if cgroups do not report them."""
+    """Number of out-of-memory kills so far in this process's cgroups; on its host if the cgroups do not report them."""
     kills = []
     for folder, group in _groups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -125,12 +126,12 @@ def kills_for_memory(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Group]]:
-    """Yield the folders of the cgroups that may limit this process, from its own to the root; not all need exist."""
+    """Yield the folders of the cgroups that may limit this process, from its own up to the root; some may not exist."""
     for folder, controllers in cgroups(root):
         if group := _GROUPS.get(controllers):
             yield folder, group
 
 
 def _table(path: Path) -> Mapping[str, str]:
-    """Read a file as a table: maps the first word of each line to the second one."""
+    """Read a file as a table: first word of each line -> second word."""
     return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}

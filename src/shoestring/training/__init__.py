@@ -1,1 +1,1 @@
-"""The training loop, with the data, evaluations, metrics and run folder of a run."""
+"""The training loop of a run, with its data, evaluations, metrics and run folder."""

@@ -1,10 +1,10 @@
 """The search of [memory.budget]: the fastest settings with which a run's peak of memory stays within the budget.
 
-Peaks are predicted on fake tensors. Predicting every combination of settings would take too long. So for each way to
-store the model's state four peaks are predicted (two sizes of micro-batches, with and without recomputation), and the
-peaks of all combinations are interpolated. Combinations whose interpolated peak fits are then predicted one by one,
-fastest first, until one fits. The time of an operator is computed from its operations and bytes, at rates measured on
-this machine.
+Peaks are predicted on fake tensors. Predicting every combination of settings would take too long. So the search
+predicts only four peaks for each way to store the model's state (two micro-batch sizes, with and without
+recomputation), and interpolates the peaks of all other combinations. Combinations whose interpolated peak fits
+are then predicted one by one, the fastest first, until a predicted peak fits. The time of an operator is
+computed from its operations and bytes, at rates measured on this machine.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger("shoestring")
 
 GIB = 2**30
 ROUGHLY = 1.05
-"""Factor by which an interpolated peak may exceed the budget, in case the interpolation is too high."""
+"""Factor by which an interpolated peak may exceed the budget before the search skips the combination."""
 GIGABIT = 125e6
-"""Bandwidth at which weights are assumed to be gathered where there are no ranks that could measure it, in bytes/s."""
+"""Assumed bandwidth for gathering weights, in bytes/s, if there are no ranks that could measure it."""
 EIGHT_BITS = 8.0
 """Duration of an optimizer step of 8-bit AdamW, relative to a step of AdamW."""
 
@@ -65,7 +65,7 @@ class Way:
 
 
 class PeakBytes(NamedTuple):
-    """Bytes of a rank: its peak on the device (infinite if features conflict), and its leases of host memory."""
+    """Memory of a rank in bytes: its peak on the device (infinite if features conflict), and its host-memory leases."""
 
     device: float
     host: float = 0.0
@@ -80,9 +80,9 @@ class MemoryChoice:
     blocks: int = 0
     level: RecomputeLevel = NOT_AT_ALL
     added: float = 0.0
-    """Predicted seconds by which a step takes longer than with the run file's own settings."""
+    """Predicted additional seconds of a step, compared to a step with the run file's own settings."""
     roughly: float = 0.0
-    """Peak of a rank in bytes, interpolated and not yet predicted."""
+    """Interpolated peak of a rank in bytes, before the peak is predicted."""
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -104,10 +104,10 @@ class BudgetSearch:
 
     Args:
         run: the run, with the default features that `Run.completed` adds.
-        gathered: bytes of weights that ranks gather in a second.
+        gathered: bytes of weights that ranks can gather per second.
 
     Raises:
-        ConfigError, DataError: there is no such model or data.
+        ConfigError, DataError: the model or the data does not exist.
     """
 
     def __init__(self, run: Run, world: World, gathered: float = GIGABIT) -> None:
@@ -192,7 +192,7 @@ class BudgetSearch:
 
     @cached_property
     def step(self) -> CostedTensors:
-        """The operators and tensors of one micro-batch, and their costs, with the run file's own settings."""
+        """The operators, tensors and costs of one micro-batch, with the run file's own settings."""
         block = ""
         if self.blocks:
             model = self._model()
@@ -203,12 +203,12 @@ class BudgetSearch:
         return live
 
     def ways(self, allow: Container[Knob], rounding: bool) -> Iterator[Way]:
-        """The ways to store the model's state that the search may choose from.
+        """Yield the ways to store the model's state that the search may choose from.
 
         Args:
-            rounding: yield only ways with optimizer state in 8 bits; otherwise only ways without.
+            rounding: if True, yield only ways with 8-bit optimizer state; if False, only ways without it.
         """
-        replaceable = (DDP(), DDP(hosts="leave"))  # the defaults; DDP with other settings is the user's wish, and stays
+        replaceable = (DDP(), DDP(hosts="leave"))  # the defaults; DDP with other settings is the user's own choice
         plain = not any(Seam.SHARD in feature.seams and feature not in replaceable for feature in self.others)
         alone = tuple(feature for feature in self.others if not isinstance(feature, DDP))
         ways = [Way(self.others, "")]
@@ -231,7 +231,7 @@ class BudgetSearch:
         """All combinations of settings, sorted by the time that they add to a step, shortest first.
 
         Args:
-            rounding: return only combinations with optimizer state in 8 bits; otherwise only those without.
+            rounding: if True, return only combinations with 8-bit optimizer state; if False, only those without it.
         """
         start = self.run.settings.accumulate
         counts = [n for n in range(start, self.samples + 1) if self.samples % n == 0]
@@ -254,7 +254,7 @@ class BudgetSearch:
         choosing = len(self.step.calls) * self.rates.chosen
         for accumulate in counts:
             added = state + (accumulate - start) * pass_again
-            share = start / accumulate  # samples of a micro-batch, relative to the run file's own micro-batches
+            share = start / accumulate  # size of a micro-batch, relative to the size with the run file's own settings
             yield MemoryChoice(way, accumulate, added=added, roughly=held(accumulate))
             for level in levels:
                 for blocks in range(1, self.blocks + 1):
@@ -264,7 +264,7 @@ class BudgetSearch:
                     yield MemoryChoice(way, accumulate, blocks, level, added + again, peak)
 
     def _line(self, features: tuple[Feature, ...], counts: Sequence[int]) -> Any:
-        """Return a function: number of micro-batches -> peak in bytes, interpolated linearly in their size."""
+        """Return a function: number of micro-batches -> peak in bytes, interpolated linearly in micro-batch size."""
         fewest, most = self.samples // counts[-1], self.samples // counts[0]
         low = self.peak(features, counts[-1])
         if most == fewest:
@@ -274,7 +274,7 @@ class BudgetSearch:
         return lambda accumulate: low + slope * (self.samples // accumulate - fewest)
 
     def _seconds_of_state(self, way: Way) -> float:
-        """Seconds of an optimizer step and its exchanges, without those that are the same for all ways."""
+        """Seconds of an optimizer step and its communication; times that are equal for all ways are left out."""
         ranks = self.readers if any(isinstance(feature, Zero | FSDP) for feature in way.features) else 1
         # AdamW reads weights, gradients and both moments, and writes weights and both moments: 7 times the weights.
         seconds = 7 * self.weights / self.rates.copied / ranks
@@ -287,12 +287,12 @@ class BudgetSearch:
         return seconds
 
     def _seconds_of_activations(self, way: Way, accumulate: int) -> float:
-        """Seconds by which copies of offloaded activations take longer than the passes that they overlap."""
+        """Seconds by which copies of offloaded activations exceed the forward and backward passes that overlap them."""
         without = tuple(feature for feature in way.features if not isinstance(feature, OffloadActivations))
         if without == way.features or self._on(OffloadActivations):
             return 0.0
         micro = self.predicted(way.features, accumulate).host - self.predicted(without, accumulate).host
-        copied = max(accumulate * micro, 0.0) / self.rates.host  # to the host; the way back takes as long
+        copied = max(accumulate * micro, 0.0) / self.rates.host  # copies to the host; copies back take as long
         computed = self.run.settings.accumulate * self.step.seconds
         return max(copied - computed / 3, 0.0) + max(copied - 2 * computed / 3, 0.0)
 
@@ -323,7 +323,7 @@ def _and(label: str, more: str) -> str:
 
 
 def rounded(feature: Feature) -> Feature:
-    """Return 8-bit AdamW with the same settings for AdamW, and any other feature unchanged."""
+    """Return 8-bit AdamW with the same settings if the feature is AdamW; return any other feature unchanged."""
     if type(feature) is not AdamW:
         return feature
     return AdamW8bit(**{setting.name: getattr(feature, setting.name) for setting in fields(feature)})
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str]) -> int:
     """Read a run file from standard input, and print the choice of [memory.budget] for it as JSON.
 
     Args:
-        arguments: number of ranks, number of ranks per host, and bytes of weights that ranks gather in a second.
+        arguments: number of ranks, number of ranks per host, and bytes of weights that ranks can gather per second.
     """
     ranks, local, gathered = int(arguments[0]), int(arguments[1]), float(arguments[2])
     run = parse(tomllib.loads(sys.stdin.read()))

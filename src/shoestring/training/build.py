@@ -37,7 +37,7 @@ def build_job(run: Run, code: UserCode, world: World, data: DataSets, trace: Tra
     attachments_of(job).exits.callback(torch.use_deterministic_algorithms, deterministic)
     compose(job, run.features)
     # All ranks initialised the weights from the same seed. From here on, ranks that read different samples use
-    # different seeds, so that dropout masks differ between samples.
+    # different seeds, so that their dropout masks differ.
     seed = _seed_of_rank(settings.seed, job.world.index_over(attachments_of(job).data_axes))
     torch.manual_seed(seed)
     random.seed(seed)
@@ -50,7 +50,7 @@ def _seed_of_rank(seed: int, rank: int) -> int:
 
 
 def keep_loader(job: Job, loader: Loader, data: DataSets) -> None:
-    """Let checkpoints hold the loader's position: one for all ranks, or one of each rank with data of its own."""
+    """Let checkpoints hold the loader's position, or each rank's position if each rank has a data set of its own."""
     if data.of_ranks:
         job.keep("loader", loader, across="own", merge=_same_ranks)
     else:
@@ -58,19 +58,19 @@ def keep_loader(job: Job, loader: Loader, data: DataSets) -> None:
 
 
 def _same_ranks(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Refuse to resume on another number of ranks."""
+    """Raise CheckpointError, because the data positions of ranks are useless on a different number of ranks."""
     raise CheckpointError(
         f"{len(states)} ranks had data of their own, and now there are {size}", hint=f"resume on {len(states)} ranks"
     )
 
 
 def progress_of(settings: Settings) -> Progress:
-    """The progress of a run before its first step; the total is 0, not known, if `run.minutes` limits the run."""
+    """The progress of a run before its first step; if `run.minutes` limits the run, the total is 0: not known."""
     return Progress(total=0 if settings.minutes else settings.steps)
 
 
 def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> Loader:
-    """Build the loader of this rank's share of each batch. Ranks that work together on a sample get the same share.
+    """Build the loader of this rank's share of each batch. Ranks that share samples (a pipeline) get equal shares.
 
     A collective.
 
@@ -79,7 +79,7 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
 
     Raises:
         ConfigError: a batch does not fit into free memory, or is not a multiple of ranks times micro-batches; or ranks
-            that work together on a sample have data of their own.
+            that should work on the same samples have different data sets.
     """
     job.world.agree(lambda: check_loading(job, settings, sample_bytes(data.train[0])))
     rank, size = (of(attachments_of(job).data_axes) for of in (job.world.index_over, job.world.ranks_over))
@@ -87,7 +87,8 @@ def build_loader(job: Job, data: DataSets, settings: Settings, workers: int) -> 
     if data.of_ranks:
         if size < job.world.size:
             raise ConfigError(
-                "data.per_rank, and several ranks work together on each sample", hint="remove one of both"
+                "data.per_rank is set, but several ranks work together on each sample",
+                hint="remove data.per_rank or the feature that splits the model",
             )
         batch, seed, rank, size = batch // size, _seed_of_rank(seed, rank), 0, 1
     return Loader(
@@ -110,7 +111,7 @@ def check_loading(job: Job, settings: Settings, sample: int) -> None:
 
     Raises:
         ConfigError: a batch does not fit into free memory, or is not a multiple of ranks times micro-batches; or a
-            feature needs more gradients in each step.
+            feature needs more gradients in each step than the run computes.
     """
     readers = job.world.ranks_over(attachments_of(job).data_axes)
     held = settings.batch // readers * job.world.local_size * sample
@@ -122,7 +123,7 @@ def check_loading(job: Job, settings: Settings, sample: int) -> None:
     check_batch(settings.batch, 0, readers, settings.accumulate)
     attachments = attachments_of(job)
     if settings.evaluate and (names := splitting(attachments.features, job.world)):
-        message = f"`run.evaluate` gets the model, of which a rank has a part with `{names[0]}`"
+        message = f"`run.evaluate` needs the whole model, but with `{names[0]}` a rank holds only a part"
         raise ConfigError(message, hint="evaluate the exported model after the run: shoestring evaluate")
     averaged = attachments.replicas or attachments.data_axes
     for feature in attachments.features:

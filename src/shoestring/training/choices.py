@@ -1,7 +1,7 @@
-"""Make or reuse the choice of [memory.budget]. The run folder stores it, and a resumed run uses it again.
+"""Make or reuse the choice of [memory.budget]. The run folder stores the choice, and a resumed run uses it again.
 
-A choice depends on the model and the ranks, so it is not stored as a setting: if the same run file is started with
-another number of ranks, a new choice is made.
+A choice depends on the model and the ranks, so it does not become a setting of the run file: a run with the same file
+on a different number of ranks makes a new choice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoestring.training.named_files import is_own
 FILE = "choices.json"
 """Name of the file in a run folder that holds the choice."""
 LARGEST = 1 << 22
-"""Bytes of the largest message with which the links between ranks are measured."""
+"""Size in bytes of the largest message for measuring the links between ranks."""
 
 
 def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
-    """Return the run with the choice of [memory.budget] applied, if it has that table. A collective.
+    """If the run has the table [memory.budget], return the run with a choice applied. A collective.
 
     Args:
         run: the run, with the default features that `Run.completed` adds.
@@ -52,7 +52,7 @@ def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
     if names := splitting(run.features, arrange_mesh(world, run.features)):
         message = f"`{budget.name}` cannot choose for `{names[0]}`, whose ranks hold different parts of the model"
         raise ConfigError(message, hint=f"remove the table [{budget.name}], and set memory.recompute yourself")
-    ranks_run = dist.is_initialized()  # `check` has no ranks
+    ranks_run = dist.is_initialized()  # false in `shoestring check`, which starts no ranks
     gathered = _gathered(world) if ranks_run and world.size > 1 else GIGABIT
     decide = world.decide if ranks_run else lambda work: work()
     choice = structure(decide(lambda: _decided(run, world, budget, folder, gathered)), BudgetChoice, budget.name, FILE)
@@ -60,7 +60,7 @@ def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
 
 
 def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) -> Run:
-    """Return the run with the features and settings of a choice instead of its own."""
+    """Return the run with the features and settings of a choice in place of its own."""
     others = (
         feature for feature in run.features if feature.name not in choice.replaced and not isinstance(feature, Budget)
     )
@@ -76,13 +76,13 @@ def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) ->
 
 
 def _gathered(world: World) -> float:
-    """Bytes of weights that ranks gather in a second. A collective."""
+    """Bytes of weights that ranks can gather per second. A collective."""
     link = time_collective(world, "all-gather", DATA, LARGEST)
-    return link.bandwidth * link.ranks  # of each rank's own part
+    return link.bandwidth * link.ranks  # `bandwidth` counts only one rank's shard
 
 
 def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gathered: float) -> dict[str, Any]:
-    """Reuse the choice of the run that is resumed if it was made under the same conditions; otherwise search anew."""
+    """Reuse the choice of the resumed run if it was made under the same conditions; otherwise search for a new one."""
     budget.check_limit()
     conditions = _conditions(run, world)
     choice = _recorded(run, folder, conditions)
@@ -99,7 +99,7 @@ def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gather
 
 
 def _conditions(run: Run, world: World) -> dict[str, Any]:
-    """The facts that a choice depends on; a stored choice is reused only if they are equal."""
+    """The facts that a choice depends on; a stored choice is reused only if its facts are equal to these."""
     settings = run.settings
     conditions = {
         "model": settings.model,
@@ -117,7 +117,7 @@ def _conditions(run: Run, world: World) -> dict[str, Any]:
 
 
 def _recorded(run: Run, folder: Path | None, conditions: dict[str, Any]) -> dict[str, Any] | None:
-    """Read the choice of the run that is resumed; None if there is none, or it was made under other conditions."""
+    """Read the choice of the resumed run; None if there is none, or if it was made under other conditions."""
     resume = run.settings.resume
     if resume is False:
         return None

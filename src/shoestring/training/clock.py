@@ -1,4 +1,4 @@
-"""Limit a run by time: compute how many steps fit into `run.minutes`, counting the time of all its starts."""
+"""Limit a run by time: compute how many steps fit into `run.minutes`, counting the time before each resume."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shoestring.training.throughput import Meter
 
 log = logging.getLogger("shoestring")
 
-PACE_STEPS = 12  # steps after which the time per step is steady enough to set the number of steps
-REPLAN = 10  # steps between corrections of the plan
-LATE = 1.1  # time that the planned steps take over the time left, above which late plans are corrected too
+PACE_STEPS = 12  # steps after which the time per step is steady enough to compute the number of steps
+REPLAN = 10  # steps between corrections of the number of steps
+LATE = 1.1  # ratio of planned time to time left, above which the plan is corrected even late in a run
 SPENT = "spent.json"
-"""Name of the file in a run folder that holds the seconds of training before the newest start, lost steps included."""
+"""Name of the file in a run folder that holds the seconds of training before the newest start, including lost steps."""
 
 
 class TrainingClock:
-    """Measures training time over all starts of a run, and sets the number of steps so that `run.minutes` are met.
+    """Measures training time over all starts of a run, and sets the number of steps so that it meets `run.minutes`.
 
-    Checkpoints of runs with `run.minutes` hold the time so far.
+    If `run.minutes` is set, checkpoints hold the training time so far.
     """
 
     def __init__(self, job: Job, settings: Settings) -> None:
@@ -51,8 +51,8 @@ class TrainingClock:
     def count_earlier_starts(self, folder: Path, resumed: int | None) -> None:
         """Add the time of steps that earlier starts did after the checkpoint that is resumed. A collective.
 
-        A checkpoint holds the time up to its own step. The times of later steps are in metrics.jsonl, but resuming
-        removes their rows. So each start writes the sum so far to the file `spent.json`.
+        A checkpoint holds the training time only up to its own step. The times of later steps are in metrics.jsonl, but
+        resuming removes their rows. So each start writes the total time so far to the file `spent.json`.
 
         Args:
             resumed: step that the run was resumed from; None if it starts from scratch.
@@ -66,7 +66,7 @@ class TrainingClock:
                 written = float(json.loads((folder / SPENT).read_bytes())["seconds"])
             if self.settings.resume not in (True, False, "auto"):  # resumed from a named, possibly older, checkpoint
                 written = 0.0
-            since = (resumed or 0) + (written > self.before)  # if True, the file includes step `resumed` itself
+            since = (resumed or 0) + (written > self.before)  # if `spent.json` is newer, it includes step `resumed`
             seconds = max(self.before, written) + seconds_since(folder / "metrics.jsonl", since)
             write_atomic(folder / SPENT, json.dumps({"seconds": seconds}).encode())
             return seconds
@@ -89,11 +89,14 @@ class TrainingClock:
             progress.total = max(1, int(progress.position))
 
     def begin_step(self) -> None:
-        """Record the time so far, which the checkpoint of the step that begins will hold."""
+        """Record the time so far; the checkpoint of the step that begins now will hold this time."""
         self._seconds = self.before + time.perf_counter() - self._began
 
     def end_step(self, meter: Meter) -> None:
-        """At certain steps, set the number of remaining steps by the measured time per step. A collective."""
+        """After `PACE_STEPS` steps, and then every `REPLAN` steps, set the number of remaining steps by the pace.
+
+        A collective. The pace is the median time of the newest steps.
+        """
         progress = self.job.progress
         done = progress.step - self._first
         if not self.settings.minutes or done < PACE_STEPS or (done > PACE_STEPS and done % REPLAN):
@@ -109,9 +112,9 @@ class TrainingClock:
 
 
 def is_worth_it(progress: Progress, fitting: int) -> bool:
-    """Whether to correct the number of steps to those that fit into the time that is left.
+    """Whether to change the number of remaining steps to `fitting`, the number that fits into the time left.
 
-    In the second half of a run, corrections would disturb schedules, so only late ends are avoided.
+    In the second half of a run, changes would disturb schedules, so they are made only if the run would end too late.
     """
     early = 2 * progress.position < progress.total
     return early or progress.total - progress.position > LATE * fitting * progress.gain
@@ -120,7 +123,7 @@ def is_worth_it(progress: Progress, fitting: int) -> bool:
 def plan(progress: Progress, steps: int) -> None:
     """Let training end after `steps` more steps.
 
-    The first call sets the total. Later calls keep the total and change the gain, which is how far a step advances the
+    The first call sets `total`. Later calls keep `total` and change `gain`, which is how far a step advances the
     position, so that schedules speed up or slow down but never jump.
     """
     progress.total = progress.total or progress.step + steps

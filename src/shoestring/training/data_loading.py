@@ -53,9 +53,9 @@ class DataSets:
     held_out: Dataset[Any] | None
     corpus: Corpus | None
     collate: Collate | None = None
-    """Makes a batch of a list of samples; None stacks them."""
+    """Function that makes a batch from a list of samples; None stacks the samples."""
     of_ranks: tuple[tuple[int, int], ...] = ()
-    """Number of training and of held-out samples of each rank; empty if all ranks have the same data."""
+    """(number of training samples, number of held-out samples) of each rank; empty if all ranks have the same data."""
 
     def close(self) -> None:
         """Free the memory of the sample cache."""
@@ -64,13 +64,13 @@ class DataSets:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of training and of held-out samples."""
+        """Number of training samples, and number of held-out samples."""
         train, held_out = (0 if part is None else len(cast(Sized, part)) for part in (self.train, self.held_out))
         return train, held_out  # torch leaves `__len__` out of Dataset
 
     @property
     def epoch(self) -> int:
-        """Number of samples that all ranks take in an epoch."""
+        """Number of samples that all ranks together train on in an epoch."""
         if self.of_ranks:
             return len(self.of_ranks) * max(samples for samples, _ in self.of_ranks)
         return self.lengths[0]
@@ -81,7 +81,7 @@ class DataSets:
         return (self.collate or stacked)([self.train[index % length] for index in range(samples)])
 
     def answer_calls(self, job: Job) -> None:
-        """After each step, free the sample cache if uses of a higher `Priority` on this host need its memory."""
+        """After each step, free the sample cache if more urgent uses on this host need its memory (see `Priority`)."""
         shared, memory = self.train.shared if isinstance(self.train, Cached) else None, job.world.memory
 
         def answer() -> None:
@@ -95,7 +95,7 @@ class DataSets:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of the model that follow from the data: `vocab_size` and `context`; empty for own data sets."""
+        """Arguments of the model that follow from the data: `vocab_size` and `context`; empty for user data sets."""
         if self.corpus is None:
             return {}
         return {"vocab_size": self.corpus.vocab_size, "context": self.corpus.train.sequence}
@@ -109,10 +109,10 @@ class DataSets:
 
 
 def open_data(run: Run, world: World, folder: Path, collate: Collate | None = None) -> DataSets:
-    """Open the data, prepared in `folder` the first time, and check that all hosts have the same. A collective.
+    """Open the data, and check that it is equal on all hosts; at first use, prepare it in `folder`. A collective.
 
     Args:
-        collate: what `run.collate` names.
+        collate: the function that `run.collate` names.
 
     Raises:
         DataError: the data is unusable, or differs between hosts.
@@ -128,10 +128,10 @@ def open_data(run: Run, world: World, folder: Path, collate: Collate | None = No
 
 
 def check_form(run: Run) -> None:
-    """Check that the settings of a run suit the form of its data: text, or data sets of the user's own.
+    """Check that the settings of a run suit the form of its data: a text corpus, or the user's own data sets.
 
     Raises:
-        ConfigError, DataError: a setting needs the other form.
+        ConfigError, DataError: a setting works only with the other form.
     """
     own = is_own(run)
     if own and run.settings.baselines:
@@ -160,11 +160,11 @@ def check_form(run: Run) -> None:
 
 
 def model_arguments(run: Run) -> dict[str, Any]:
-    """Compute `DataSets.model_arguments` before the data is prepared, as far as possible; downloads nothing.
+    """Predict `DataSets.model_arguments` as far as possible before the data is prepared; downloads nothing.
 
     Raises:
-        ConfigError: the user's own data set, or a tokenizer, cannot be found.
-        DataError: a file cannot be found, or no chat template of the given name.
+        ConfigError: the user's own data set, or a tokenizer, does not exist.
+        DataError: a file does not exist, or there is no chat template of this name.
     """
     if is_own(run):
         if not is_mnist(run.sources[0]):
@@ -190,10 +190,10 @@ def model_arguments(run: Run) -> dict[str, Any]:
 
 
 def sequence_of(run: Run) -> int:
-    """Number of tokens in a sample: `data.sequence`, or what the model's configuration allows if the setting is 0.
+    """Number of tokens in a sample: `data.sequence`, or the limit of the model's configuration if the setting is 0.
 
     Raises:
-        ConfigError, CheckpointError: there is no such model, or its folder is damaged.
+        ConfigError, CheckpointError: the model does not exist, or its folder is damaged.
     """
     if run.data.sequence:
         return run.data.sequence
@@ -201,12 +201,12 @@ def sequence_of(run: Run) -> int:
 
 
 def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
-    """Number of tokens that `run.model` reads, by its configuration with the entries `arguments` changed.
+    """Context length of `run.model` in tokens, from its configuration after `arguments` have replaced entries in it.
 
-    None if it sets no limit; also if `target` is a callable, which takes its context from the data, or no model.
+    None if the model sets no limit, if there is no model, or if `target` is a callable, which takes it from the data.
 
     Raises:
-        ConfigError, CheckpointError: there is no such `hf:` model, or its folder is damaged.
+        ConfigError, CheckpointError: the `hf:` model does not exist, or its folder is damaged.
     """
     if not target or (":" not in target and model_folder(target) is None):
         return None
@@ -217,7 +217,7 @@ def context_of(target: str, arguments: Mapping[str, Any]) -> int | None:
 
 
 def with_sequence(run: Run, sequence: int) -> Run:
-    """Return the run with the number of tokens in a sample that `sequence_of` gives."""
+    """Return the run with `sequence`, the result of `sequence_of`, as the number of tokens in a sample."""
     return replace(run, data=replace(run.data, sequence=sequence))
 
 
@@ -229,7 +229,7 @@ def with_steps(settings: Settings, data: DataSets) -> Settings:
 
 
 def sample_bytes(sample: Any) -> int:
-    """Size of a sample in bytes: all its tensors and arrays, and 8 bytes for any other value."""
+    """Size of a sample in bytes: the bytes of its tensors and arrays, and 8 bytes for any other value."""
     if isinstance(sample, Mapping):
         return sum(map(sample_bytes, sample.values()))
     if isinstance(sample, list | tuple):
@@ -241,7 +241,8 @@ def tokenizer_of(run: Run) -> str:
     """The tokenizer to use: `data.tokenizer`, or the path of the model's own tokenizer if the setting is "model".
 
     Raises:
-        ConfigError: the model was trained with another tokenizer, or "model" is set and the model has no tokenizer.
+        ConfigError: the model was trained with a different tokenizer, or the setting is "model" but the model
+            has no tokenizer.
         DataError: the model's tokenizer cannot be used.
     """
     chosen, target = run.data.tokenizer, run.settings.model
@@ -281,7 +282,7 @@ def tokenizer_beside(target: str) -> Path | None:
 
 
 def _own(run: Run, world: World) -> DataSets:
-    """Open the user's own data sets on all ranks, with the sample cache, and check that all ranks have the same."""
+    """Open the user's own data sets with the sample cache on all ranks, and check that all ranks have the same data."""
 
     def make() -> DataSets:
         data = own_data(run, world.rank, world.size)
@@ -302,30 +303,33 @@ def _own(run: Run, world: World) -> DataSets:
 
 
 def _of_ranks(data: DataSets, world: World) -> DataSets:
-    """Let each rank know the lengths of all ranks' data."""
+    """Exchange the numbers of samples, so that each rank knows all of them. A collective."""
     return with_lengths(data, [json.loads(message) for message in world.gather(json.dumps(data.lengths).encode())])
 
 
 def with_lengths(data: DataSets, lengths: Sequence[Sequence[int]]) -> DataSets:
-    """Return the data sets with the lengths of all ranks' data.
+    """Return the data sets with `of_ranks` set to `lengths`: each rank's numbers of training and held-out samples.
 
     Raises:
         DataError: only some ranks have held-out data.
     """
     if len({held_out > 0 for _, held_out in lengths}) > 1:
         lacking = next(rank for rank, (_, held_out) in enumerate(lengths) if not held_out)
-        raise DataError(f"rank {lacking} has no held-out data, and other ranks have some", hint="hold out some on all")
+        raise DataError(
+            f"rank {lacking} has no held-out data, and other ranks have some",
+            hint="hold out samples on all ranks or on none",
+        )
     return replace(data, of_ranks=tuple((train, held_out) for train, held_out in lengths))
 
 
 def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
     """Call the `package.module:callable` of `run.data`, which returns a data set or a pair (training, held-out).
 
-    Data sets are map-style: they have a length and are indexed. With `data.per_rank`, the callable gets `rank` and
+    Data sets are map-style: they have a length and are indexed. If `data.per_rank` is set, the callable gets `rank` and
     `ranks`.
 
     Raises:
-        ConfigError, DataError: there is no such callable, or it returns something else.
+        ConfigError, DataError: the callable does not exist, or it returns something else.
     """
     source = run.sources[0]
     if is_mnist(source):
@@ -346,7 +350,7 @@ def own_data(run: Run, rank: int = 0, ranks: int = 1) -> DataSets:
 
 
 def _cached(dataset: Dataset[Any], settings: Data, world: World) -> Dataset[Any]:
-    """Wrap a data set in the sample cache that `data.cache_memory` and `data.cache_disk` ask for, if any."""
+    """Wrap a data set in a sample cache if `data.cache_memory` or `data.cache_disk` asks for one."""
     memory, disk = (int(gib * 2**30) for gib in (settings.cache_memory, settings.cache_disk))
     if memory and world.local_rank == 0 and not world.memory.take(_SAMPLES, memory, Priority.CACHE):
         log.warning("host memory is too small for data.cache_memory, so no samples are cached there: %s", world.memory)
@@ -367,5 +371,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
         items = [to_device(value, device) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a NamedTuple takes fields
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # NamedTuple: one value a field
     return batch

@@ -26,16 +26,16 @@ from shoestring.training.held_out import HeldOut
 log = logging.getLogger("shoestring")
 
 Own = Callable[..., Any] | Tasks
-"""What `run.evaluate` names: the user's own function, or tasks of lm-evaluation-harness."""
+"""The user's own function, or tasks of lm-evaluation-harness: the possible values of `run.evaluate`."""
 
 
 class Evaluated(NamedTuple):
     """The results of an evaluation."""
 
     values: dict[str, float]
-    """Metrics, the same on all ranks."""
+    """Metrics by name, equal on all ranks."""
     findings: dict[str, Finding]
-    """Tables and pictures by name, on the first rank."""
+    """Tables and pictures by name; filled only on the first rank."""
 
 
 def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = None, limit: int = 0) -> Evaluated:
@@ -44,8 +44,8 @@ def evaluate(job: Job, settings: Settings, data: DataSets, own: Own | None = Non
     For a mixture, `held_out_loss` covers all sources, and `held_out_loss_NAME` covers one source.
 
     Args:
-        own: what `run.evaluate` names.
-        limit: number of held-out samples, and of documents of each task, to use; 0 uses all.
+        own: the function or the tasks that `run.evaluate` names.
+        limit: maximum number of held-out samples, and of documents per task; 0 uses all.
     """
     values = _held_out(job, settings, data, limit) if data.held_out is not None else {}
     if isinstance(own, Tasks):
@@ -75,9 +75,9 @@ def _held_out(job: Job, settings: Settings, data: DataSets, limit: int) -> dict[
 
 
 def _micro(job: Job, settings: Settings) -> int:
-    """Number of samples in a forward pass of a rank: as in training, so that they fit into memory.
+    """Number of samples in a rank's forward pass; the same as in training, so that the pass fits into memory.
 
-    A loss over the whole batch gets as many samples as in training, however many micro-batches a step has.
+    A loss over the whole batch gets all of a rank's samples at once, as in training.
     """
     ranks = job.world.ranks_over(attachments_of(job).data_axes)
     passes = 1 if is_over_whole_batch(attachments_of(job)) else settings.accumulate
@@ -91,7 +91,7 @@ def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, li
     """
     from shoestring.decode.harness.model import HarnessModel
 
-    assert data.corpus is not None  # `check_form` refuses tasks for other data
+    assert data.corpus is not None  # `check_form` refuses tasks for data that is not text
     attachments, tokenizer = attachments_of(job), data.corpus.tokenizer
     with attachments.evaluating(), attachments.computing(), span("tasks", "compute"):
         ends = {*describe_model(settings.model, tokenizer, warn=False).ends, *ends_learnt(data.corpus.train, tokenizer)}
@@ -102,7 +102,7 @@ def _task_metrics(job: Job, settings: Settings, data: DataSets, tasks: Tasks, li
 
 
 def takes_held_out(own: Callable[..., Any]) -> bool:
-    """Whether the user's evaluation needs two arguments, of which the second is the held-out data."""
+    """Whether the user's evaluation needs a second argument, which is the held-out data."""
     try:
         parameters = inspect.signature(own).parameters.values()
     except ValueError:  # a builtin
@@ -115,7 +115,7 @@ def _own_results(job: Job, settings: Settings, data: DataSets, own: Callable[...
     """Call the user's own evaluation on every rank, and return the metrics of the first rank on all ranks."""
     attachments, arguments = attachments_of(job), []
     if takes_held_out(own):
-        assert data.held_out is not None  # `check_evaluations` has refused it
+        assert data.held_out is not None  # otherwise `check_evaluations` has raised an error
         arguments = [HeldOut(job, data, data.held_out, _micro(job, settings), limit)]
     with attachments.evaluating(), attachments.computing():
         returned = own(attachments.module, *arguments)
@@ -127,7 +127,7 @@ def _own_results(job: Job, settings: Settings, data: DataSets, own: Callable[...
         except (AttributeError, TypeError, ValueError) as error:
             message = f"`run.evaluate`: `{settings.evaluate}` returned {_short(returned)}, not a dict of numbers"
             raise ConfigError(
-                message, hint='return {"accuracy": 0.5}; tables and pictures may be among them'
+                message, hint='return {"accuracy": 0.5}; the dict may also hold tables and pictures'
             ) from error
         findings.update({name: value for name, value in results.items() if not isinstance(value, float)})
         for name in list(findings)[MOST_ITEMS:]:
@@ -142,11 +142,11 @@ def _own_results(job: Job, settings: Settings, data: DataSets, own: Callable[...
 
 
 def _result(value: Any) -> float | Finding:
-    """A result of the user's evaluation as a number, a table or a picture."""
+    """Convert a result of the user's evaluation to a number, unless it is a table or a picture."""
     if isinstance(value, Table | Picture):
         return value
     if hasattr(value, "getbands") or (getattr(value, "ndim", 0) > 1 and math.prod(value.shape) != 1):
-        return Picture(pixels=value)  # a Pillow image, or an array
+        return Picture(pixels=value)  # `value` is a Pillow image or an array
     return float(value)
 
 
@@ -157,7 +157,7 @@ def _short(value: object) -> str:
 
 @dataclass(eq=False)
 class Best:
-    """The best value of `run.best_metric` that evaluations have found so far in a run; saved in checkpoints."""
+    """The best value of `run.best_metric` in the evaluations of a run so far; saved in checkpoints."""
 
     metric: str = "held_out_loss"
     mode: str = "min"
@@ -170,7 +170,7 @@ class Best:
     """Number of evaluations since the best value was found."""
 
     def take(self, step: int, value: float) -> bool:
-        """Record the value of an evaluation, and return whether it is the best so far; NaN never is."""
+        """Record the value of an evaluation, and return whether it is the best so far; NaN is never the best."""
         self.seen = step
         better = value < self.value if self.mode == "min" else value > self.value
         if better or (self.step == 0 and not math.isnan(value)):
@@ -181,7 +181,7 @@ class Best:
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """The name of the metric, and the words for a better and for the best value."""
+        """The name of the metric, and the words for "better" and "best", such as "lower" and "lowest"."""
         name = "held-out loss" if self.metric == "held_out_loss" else self.metric
         return (name, "lower", "lowest") if self.mode == "min" else (name, "higher", "highest")
 
@@ -189,7 +189,7 @@ class Best:
         return dict(vars(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the numbers, unless they are those of another metric."""
+        """Restore the saved values, unless they belong to a different metric."""
         state = dict(state_dict)
         if "loss" in state:  # checkpoints of earlier versions
             state |= {"metric": "held_out_loss", "mode": "min", "value": state.pop("loss")}
@@ -198,20 +198,20 @@ class Best:
 
 
 def check_evaluations(settings: Settings, data: DataSets | None, own: Own | None) -> None:
-    """Raise ConfigError if a setting needs held-out data, but no data is held out, or a metric that nothing returns.
+    """Raise ConfigError if a setting needs held-out data but there is none, or a metric that no evaluation returns.
 
     Args:
-        data: the data sets; None for text that was not prepared, of which training will hold out some.
-        own: what `run.evaluate` names.
+        data: the data sets; None for text that is not prepared yet, of which training will hold out a part.
+        own: the function or the tasks that `run.evaluate` names.
     """
     none, metric = data is not None and data.held_out is None, settings.best_metric
-    hint = "let `run.data` return a pair of data sets, the second of them held out"
+    hint = "let `run.data` return a pair of data sets: training data and held-out data"
     for name in ("patience", "save_best"):
         if getattr(settings, name) and none and metric.startswith("held_out_"):
             what = "the held-out loss" if metric == "held_out_loss" else f"`{metric}`"
             raise ConfigError(f"`run.{name}` needs {what}, but there is no held-out data", hint=hint)
         if getattr(settings, name) and not metric.startswith("held_out_") and own is None:
-            hint = "let run.evaluate name a function that returns it"
+            hint = "let run.evaluate name a function that returns this metric"
             raise ConfigError(f"`run.best_metric` is `{metric}`, which no evaluation returns", hint=hint)
     if none and callable(own) and takes_held_out(own):
         raise ConfigError(f"`{settings.evaluate}` takes held-out data, but there is none", hint=hint)
@@ -225,9 +225,9 @@ class Evaluations:
     settings: Settings
     data: DataSets
     own: Own | None
-    """What `run.evaluate` names."""
+    """The function or the tasks that `run.evaluate` names."""
     save: Callable[[], object]
-    """Writes the model to the folder of the best model; a collective."""
+    """Function that writes the model to the folder of the best model; a collective."""
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -235,19 +235,19 @@ class Evaluations:
         self.lost_patience = False
         check_evaluations(settings, self.data, self.own)
         if isinstance(self.own, Tasks):
-            self.own.load()  # before the first step, because a task's data may be missing
+            self.own.load()  # fails before the first step if the data of a task is missing
         if settings.patience or settings.save_best:
             self.job.keep("best", self.best)
 
     def after_step(self, write: Callable[[int, Evaluated], None]) -> None:
         """Evaluate if due, save the model if it is the best so far, and end training if it stops early. A collective.
 
-        Training stops early after `run.patience` evaluations without a better value. The method is also called before
-        the first step: a checkpoint is written before its step is evaluated, so a resumed run may have to do that
-        evaluation.
+        Training stops early after `run.patience` evaluations without a better value. The loop also calls this method
+        before the first step. The reason: a checkpoint is written before its step is evaluated, so a resumed run may
+        still have to evaluate that step.
 
         Args:
-            write: (step, results) -> None; writes the results of an evaluation.
+            write: function (step, results) -> None that writes the results of an evaluation.
         """
         job, settings = self.job, self.settings
         step, follows = job.progress.step, "best" in job.kept
@@ -257,7 +257,7 @@ class Evaluations:
             results = evaluate(job, settings, self.data, self.own, settings.evaluate_samples)
             better = follows and self.best.take(step, self._value(results.values))
         ends = 0 < settings.patience <= self.best.since and not job.done
-        if results and not (ends or job.progress.done):  # otherwise the final evaluation is written for this step
+        if results and not (ends or job.progress.done):  # after the last step, the final evaluation is written instead
             write(step, results)
         if better and settings.save_best:
             self.save()
@@ -273,17 +273,17 @@ class Evaluations:
 
     @property
     def due(self) -> bool:
-        """Whether the newest step is to be evaluated."""
+        """Whether to evaluate after the newest step."""
         job, settings = self.job, self.settings
         step, follows = job.progress.step, "best" in job.kept
         regular = settings.evaluate_every and step % settings.evaluate_every == 0
-        last = settings.save_best and job.progress.done  # so a run shorter than the interval also has a best model
-        # After the last step all held-out data is evaluated anyway, so this evaluation only serves to find the best
-        # model.
+        last = settings.save_best and job.progress.done  # so that a run shorter than the interval has a best model too
+        # After the last step the run evaluates on all held-out data anyway, so this evaluation only serves to find the
+        # best model.
         return bool(step and (regular or last) and (follows or not job.progress.done))
 
     def notes(self) -> list[str]:
-        """Lines for the report."""
+        """Lines for the report on early stopping and the best model."""
         lines = []
         name, better, best = self.best.words
         if self.lost_patience:

@@ -1,4 +1,4 @@
-"""Handle failures from outside the program: a full disk, too little memory, a signal."""
+"""Handle failures that come from outside the program: a full disk, too little memory, a signal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def writable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def enough_memory(job: Job) -> Iterator[None]:
-    """Context that turns out-of-memory errors into one that names the largest use and a setting that lowers it."""
+    """Context that turns an out-of-memory error into an error that names the largest use and a setting to lower it."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -57,8 +57,9 @@ def stop_on_signals(job: Job) -> Iterator[None]:
 
     A checkpoint is written at the end of that step. Every rank enters the context, in its main thread. After a SIGINT,
     further signals have their usual effect, so a second Ctrl-C ends the process at once. After a SIGTERM or SIGUSR1,
-    further SIGTERMs and SIGUSR1s are ignored: batch systems send them to every process and torchrun forwards its own,
-    so a worker gets two or three within milliseconds. Batch systems and torchrun send SIGKILL after a while.
+    further SIGTERMs and SIGUSR1s are ignored: batch systems send the signal to every process and torchrun forwards its
+    own copy, so a worker gets two or three within milliseconds. To end a process that hangs, batch systems and torchrun
+    send SIGKILL after a grace period.
     """
     poll = Poll(job)
     attachments_of(job).at(Phase.CLIP, poll.ask)
@@ -90,8 +91,8 @@ def stop_on_signals(job: Job) -> Iterator[None]:
 class Poll:
     """Lets ranks agree on when to stop in a user's own training loop, which never calls `Job.step`.
 
-    `Job.step` sums the votes to stop with the loss. Here each step starts an all-reduce of its votes and reads the
-    previous step's result, which has arrived by then, so that no rank waits.
+    `Job.step` sums the votes to stop together with the loss. `Poll` instead starts an all-reduce of the votes in each
+    step and reads the previous step's result, which has arrived by then, so that no rank waits.
     """
 
     def __init__(self, job: Job) -> None:
@@ -99,9 +100,9 @@ class Poll:
         self._votes: tuple[Tensor, dist.Work] | None = None
 
     def ask(self) -> None:
-        """Start the sum of this step's votes over ranks, and read the sum of the previous step; runs in Phase.CLIP."""
+        """Start to sum this step's votes over ranks, and read the previous step's sum; called in Phase.CLIP."""
         world = self.job.world
-        if "loss" in self.job.numbers:  # `Job.step` was called
+        if "loss" in self.job.numbers:  # `Job.step` was called, which sums the votes itself
             return
         if world.size == 1:
             attachments_of(self.job).stopping |= self.stop

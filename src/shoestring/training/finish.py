@@ -1,4 +1,4 @@
-"""Start and end of a run: open its sinks and log its first lines; then evaluate, export the model and report."""
+"""Start and end of a run: open its metric sinks and log its first lines; finally evaluate, export and report."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
 
-SAMPLE_TOKENS = 160  # tokens of each sample of generated text
+SAMPLE_TOKENS = 160  # number of tokens in a sample of generated text
 FEW_STEPS = 60
-"""Number of optimizer steps below which a run of `run.epochs` is said to be short."""
+"""Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets the length of the run."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Result:
     status: str
     folder: Path
     metrics: dict[str, float]
-    """The last value of each metric, on every rank; if the run is finished, including metrics on held-out data."""
+    """The last value of each metric, on every rank; a finished run also has metrics on held-out data."""
 
 
 def open_meter(
@@ -69,13 +69,13 @@ def open_meter(
     """Open the throughput meter; on the first rank it writes to the sinks of the run. A collective.
 
     Args:
-        openers: name of a sink -> function that opens it, for sinks other than the console and metrics.jsonl.
+        openers: name of a sink -> function that opens the sink, for all sinks but the console and metrics.jsonl.
     """
     attachments = attachments_of(job)
 
     def open_sinks() -> list[Sink]:
         step, file = job.progress.step, folder / "metrics.jsonl"
-        continues = file.exists()  # otherwise this is a new run, which starts from another run's checkpoint
+        continues = file.exists()  # otherwise this is a new run that starts from another run's checkpoint
         rows, findings = JsonLines(file), Findings(folder)
         rows.truncate_after(step)
         findings.truncate_after(step)
@@ -90,7 +90,7 @@ def open_meter(
     model = attachments.module
     # 6 floating-point operations per parameter and token: 2 in the forward pass, 4 in the backward pass.
     flops = model.flops_per_token(run.data.sequence) if isinstance(model, GPT) else 6 * job.trace.parameters
-    # If a feature at LOSS has changed the loss, it is not the cross-entropy, so bits per byte cannot be computed.
+    # If a feature at LOSS changed the loss, the loss is not the cross-entropy, so it does not give bits per byte.
     bits = data.bits(held_out=False) if attachments.loss is attachments.task_loss else 0.0
     meter = Meter(job, sinks, flops, bits, run.settings.batch)
     newest.unwritten = meter.unwritten
@@ -99,7 +99,7 @@ def open_meter(
 
 
 def _total_steps(job: Job) -> int:
-    """Number of steps of the whole run if the gain per step stays as it is; 0 if the total is not known."""
+    """Number of steps of the whole run if the gain per step stays the same; 0 if the total is not known."""
     progress = job.progress
     left = max(progress.total - progress.position, 0.0) / progress.gain
     return progress.step + math.ceil(left - 1e-6) if progress.total else 0
@@ -109,7 +109,7 @@ def _total_steps(job: Job) -> int:
 
 
 def opening(job: Job, run: Run, data: DataSets, folder: Path) -> Iterator[str]:
-    """Lines for the log when a run starts: its ranks, data, model, and features with the reasons for their choices."""
+    """Log lines at the start of a run: its ranks, data, model, and features with the reasons for their choices."""
     world, settings, threads = job.world, run.settings, torch.get_num_threads()
     device = f"CPU with {threads} thread{'s' * (threads > 1)} a rank (no GPU found)"
     if world.device.type == "cuda":
@@ -147,11 +147,11 @@ def _count(number: int) -> str:
 
 
 def repeated(resumed: int | None, reached: int) -> Iterator[str]:
-    """A line for the log: the step that the run resumes from, and how many steps will be repeated.
+    """A log line: the step that the run resumes from, and how many steps it will repeat.
 
     Args:
         resumed: step of the checkpoint; None if there was no checkpoint.
-        reached: last step that the run had done before it ended; 0 for a new run.
+        reached: last step that the run did before it ended; 0 for a new run.
     """
     begun = resumed or 0
     lost = max(reached - begun, 0)
@@ -163,7 +163,7 @@ def repeated(resumed: int | None, reached: int) -> Iterator[str]:
 
 
 def changed_by_resuming(job: Job) -> Iterator[str]:
-    """Lines for the log on what features do differently because the run is resumed with other settings."""
+    """Log lines on what features do differently because the run is resumed with different settings."""
     attachments = attachments_of(job)
     lines = (feature.explain_resume(attachments) for feature in attachments.features if job.progress.step)
     return filter(None, lines)
@@ -190,7 +190,7 @@ def close(
     Args:
         seconds: duration of the training loop.
         save: function that writes the model to a folder, and returns the model on the first rank; a collective.
-        savings: function that tells how much memory each feature saved.
+        savings: function that returns how much memory each feature saved.
     """
     done = job.progress.done or evaluations.lost_patience
     status = "stopped" if attachments_of(job).stopping and not done else "finished"
@@ -232,7 +232,10 @@ def close(
 
 
 def _baselines(job: Job, data: DataSets) -> dict[str, float]:
-    """Bits per byte on the held-out files of two compressors (run on the last rank) and an n-gram model (the first)."""
+    """Bits per byte of two compressors (run on the last rank) and an n-gram model (run on the first) on held-out files.
+
+    A collective.
+    """
     assert data.corpus is not None
     corpus, world, results = data.corpus, job.world, {}
     with span("baselines", "compute"):
@@ -248,20 +251,20 @@ def _baselines(job: Job, data: DataSets) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What an exported model's folder holds beside the weights: how to build the model, and its tokenizer."""
+    """What an exported model's folder holds besides the weights: how to build the model, and its tokenizer."""
 
     origin: dict[str, Any]
-    """Entries of config.json from which the model can be built again."""
+    """Entries of config.json that say how to build the model again."""
     trust: Trust
-    """Who vouches for the code that `origin` names."""
+    """The source of trust in the code that `origin` names: who vouches for it."""
     base: str
-    """Name by which transformers opens the model that the run started from; empty if there is no such name."""
+    """Name under which transformers opens the model that the run started from; empty if there is no such name."""
     tokenizer: Tokenizer | None
     beside: Beside
 
 
 def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> ExportedModel:
-    """Gather what exports of the run's model hold beside the weights.
+    """Gather what exports of the run's model hold besides the weights.
 
     Args:
         trust: who vouches for the code that `run.model` names.
@@ -277,8 +280,8 @@ def describe_export(run: Run, trust: Trust, data: DataSets, folder: Path) -> Exp
 def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     """Write the trained model and its tokenizer to `folder`, and return the model on the first rank. A collective.
 
-    Adapters are written to the same folder; if they are not merged, they are written without the model. `folder` is
-    replaced atomically.
+    Adapters are written to the same folder; if they are not merged into the model, only the adapters are written.
+    `folder` is replaced atomically.
     """
     whole = _whole(job, about)
     attachments = attachments_of(job)
@@ -299,9 +302,9 @@ def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
 
 
 def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
-    """The model to export, unsharded and without features, which computes what the job's model computes.
+    """The model to export: unsharded and without features, but computing the same outputs as the job's model.
 
-    None on ranks other than the first, unless the model needs no conversion. A collective.
+    None on ranks other than the first if the model must be gathered or converted. A collective.
     """
     attachments = attachments_of(job)
     state = attachments.weights()
@@ -310,11 +313,11 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     if not changing and not parted and not any(isinstance(value, DTensor) for value in state.values()):
         return attachments.module
     if changing:
-        with attachments.evaluating():  # recomputes buffers that depend on averaged weights (statistics of batch norms)
+        with attachments.evaluating():  # recomputes buffers that depend on averaged weights (batch norm statistics)
             pass
     weights = {}
     for name, value in state.items():
-        full = attachments.whole(name, value)  # a collective: on every rank
+        full = attachments.whole(name, value)  # a collective, so every rank calls it
         if job.world.first or parted:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full
     if parted:
@@ -324,7 +327,7 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
     states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
     origin = about.origin
     whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
-    known = isinstance(whole, GPT) or hf.is_pretrained(whole)  # other modules may keep a parameter in another place too
+    known = isinstance(whole, GPT) or hf.is_pretrained(whole)  # other modules may also hold a parameter elsewhere
     if known:
         _drop_weights(whole)
     slorb.fill(whole, export_weights(changing, weights, states), assign=known)
@@ -334,7 +337,7 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
 
 
 def _of_all_ranks(world: World, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """On the first rank, the weights of all ranks, each from the first rank that has it. A collective."""
+    """Gather the weights of all ranks to the first rank, each tensor from the first rank that has it. A collective."""
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     own = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()}
     gathered, known = dict(weights), set[str]()
@@ -352,7 +355,7 @@ def _of_all_ranks(world: World, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_weights(model: nn.Module) -> None:
-    """Free the memory of a model's parameters, whose values are loaded later; buffers keep theirs."""
+    """Free the memory of a model's parameters, because their values are loaded later; buffers keep their values."""
     dropped: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -363,7 +366,7 @@ def _drop_weights(model: nn.Module) -> None:
 
 
 def _samples(model: nn.Module, prompts: Sequence[str], data: DataSets, folder: Path) -> list[dict[str, str]]:
-    """Generate a continuation of each prompt by the model that was exported to `folder`, with a fixed seed."""
+    """Generate a continuation of each prompt, with a fixed seed, by the model that was exported to `folder`."""
     if data.corpus is None or not prompts:
         return []
     tokenizer, context = data.corpus.tokenizer, data.corpus.train.sequence
@@ -429,7 +432,7 @@ def _summary(job: Job, seconds: float, meter: Meter, held_out: dict[str, float])
 
 
 def _next(folder: Path, run: Run, data: DataSets, best: Best) -> Iterator[str]:
-    """Lines for the log when a run of text ends: where its models are, and how to try them."""
+    """Log lines at the end of a run on text: where its models are, and how to try them."""
     if (folder / "best").is_dir():
         name, _, most = best.words
         yield f"the model of the {most} {name}: {folder / 'best'}; of the last step: {folder / 'model'}"
@@ -441,7 +444,7 @@ def _next(folder: Path, run: Run, data: DataSets, best: Best) -> Iterator[str]:
 
 
 def _closing(summary: dict[str, Any], before: float, page: Path) -> Iterator[str]:
-    """Lines for the log when a run ends: its results.
+    """Log lines at the end of a run: its results.
 
     Args:
         before: seconds of training in earlier starts of the run.

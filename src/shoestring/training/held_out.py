@@ -1,4 +1,4 @@
-"""The held-out samples of a run, as `run.evaluate` gets them: this rank's share, and what all ranks computed."""
+"""The held-out samples of a run for `run.evaluate`: this rank's share, and a way to gather results of all ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shoestring.training.data_loading import DataSets, to_device
 
 
 class HeldOut:
-    """The held-out samples of an evaluation. Iterating over it gives this rank's batches, on its device.
+    """The held-out samples of an evaluation. Iterating over a `HeldOut` gives this rank's batches, on its device.
 
-    All ranks have the same number of batches. If a rank has a sample that counts on another rank, because there are
-    fewer samples than ranks in the last round, the entry `valid` of a batch that is a dict is False there; `gather`
-    leaves such rows out.
+    All ranks have the same number of batches. In the last round there may be fewer samples than ranks; then some ranks
+    repeat a sample that another rank counts. If a batch is a dict, its entry `valid` is False for a repeated sample;
+    `gather` leaves out the rows of repeated samples.
 
     Args:
         samples: the data set to take samples from.
-        limit: number of samples to use, from the first on; 0 uses all.
+        limit: number of samples to use, from the beginning; 0 uses all.
     """
 
     def __init__(self, job: Job, data: DataSets, samples: Dataset[Any], batch: int, limit: int = 0) -> None:
@@ -51,7 +51,7 @@ class HeldOut:
             yield batch.batch if isinstance(batch, Repeated) else batch
 
     def parts(self) -> Iterator[Batch | Repeated]:
-        """This rank's batches, those that count on another rank as `Repeated`; for `Job.evaluate`."""
+        """This rank's batches for `Job.evaluate`; batches that another rank counts are wrapped in `Repeated`."""
         rank, size = (0, 1) if self._data.of_ranks else (self._rank, self._size)
         for batch in sweep(
             self.dataset,
@@ -69,19 +69,19 @@ class HeldOut:
         return attachments_of(self._job).forward(model, batch)
 
     def gather(self, rows: Any) -> Any:
-        """Gather rows of all ranks, in the order of the data set and each sample once. A collective.
+        """Gather rows of all ranks in the order of the data set, with each sample once. A collective.
 
-        If ranks have data of their own, the rows are those of the first rank, of the second, and so on.
+        If ranks have data sets of their own, the rows follow in the order of ranks.
 
         Args:
-            rows: a tensor (n, ...), or a tuple, list or dict of such tensors, with a row for each sample of this rank's
-                batches, in their order.
+            rows: a tensor (n, ...), or a tuple, list or dict of such tensors; one row for each sample of this rank's
+                batches, in the order of the batches.
 
         Returns:
-            The same with (len(self), ...) rows, on the device of `rows`, on every rank.
+            `rows` with len(self) rows instead of n, on the device of `rows`, on every rank.
 
         Raises:
-            ConfigError: there are not as many rows as samples.
+            ConfigError: the number of rows differs from the number of this rank's samples.
         """
         return tree_map_only(Tensor, self._gathered, rows)
 
@@ -92,14 +92,14 @@ class HeldOut:
             if not rows.ndim or len(rows) != len(own):
                 raise ConfigError(
                     f"`gather` got a tensor of shape {tuple(rows.shape)}, and this rank has {len(own)} samples",
-                    hint="give a row for each sample of this rank's batches: torch.cat(rows of each batch)",
+                    hint="give one row for each sample of this rank's batches: torch.cat(rows of each batch)",
                 )
 
         world.agree(check)
         place = self._rank.to_bytes(8, "little")
         parts: dict[int, Tensor] = {}
         for content in world.gather(place + bytes_of(rows).cpu().numpy().tobytes()):
-            rank = int.from_bytes(content[:8], "little")  # ranks that work together on samples have the same rows
+            rank = int.from_bytes(content[:8], "little")  # ranks that share samples send the same rows
             shape = (len(self._ids(rank)), *rows.shape[1:])
             parts[rank] = torch.empty(shape, dtype=rows.dtype)
             if len(content) > 8:
@@ -109,8 +109,8 @@ class HeldOut:
         return together[ids >= 0][ids[ids >= 0].argsort()].to(rows.device)
 
     def _ids(self, rank: int) -> list[int]:
-        """The number of the sample of each of a rank's rows, -1 for one that counts on another rank."""
+        """Index of the sample of each row of a rank; -1 if another rank counts the sample."""
         first, parts = 0, shares(len(self), self._batch, rank, self._size)
-        if self._data.of_ranks:  # samples are numbered through over ranks
+        if self._data.of_ranks:  # samples are numbered consecutively over all ranks
             first, parts = sum(self._lengths[:rank]), shares(self._lengths[rank], self._batch, 0, 1, self._rounds)
         return [-1 if part.repeated else first + sample for part in parts for sample in part.ids]

@@ -1,4 +1,4 @@
-"""The training loop: load data, do steps, evaluate, and finish. Everything else is done by features."""
+"""The training loop: load data, do steps, evaluate, and finish. Features do everything else."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def train(
     sinks: Sequence[Sink] = (),
     stop: Callable[[], bool] | None = None,
 ) -> finish.Result:
-    """Train a run on this rank of `world`. Every rank must call it, from any thread.
+    """Train a run on this rank of `world`. Every rank must call this function, from any thread.
 
     Args:
-        record: recorder that notes the start of the run, and its failure if it fails.
-        sinks: further sinks for metrics, in addition to those that `run.sinks` names; used on the first rank only. The
-            run closes them. If a sink raises an error, the run continues without it.
-        stop: function that every rank calls before each step. Once it returns True on any rank, the run ends after that
-            step, as after a signal: with a last checkpoint, from which it can be resumed.
+        record: recorder that records the start of the run, and its failure if the run fails.
+        sinks: additional sinks for metrics, besides those that `run.sinks` names; used only on the first rank. The run
+            closes these sinks. If a sink raises an error, the run continues without that sink.
+        stop: function that every rank calls before each step. If `stop` returns True on any rank, the run ends after
+            that step and writes a last checkpoint, from which it can be resumed.
 
     Raises:
-        ShoestringError: on all ranks, for any fault that the user can correct; earlier checkpoints are intact.
+        ShoestringError: the user can correct the cause; raised on all ranks. Earlier checkpoints are intact.
     """
     check_ranks(run, world)
     run = run.completed(world)
     run = with_sequence(run, world.decide(lambda: sequence_of(run)))
     with ExitStack() as stack:
         path = Path(world.decide(lambda: str(run_folder.claim(run, stack))))
-        # If the hosts do not share a disk, the folder on another host may hold another run.
+        # If hosts do not share a disk, the folder of the same name on another host may hold another run.
         world.agree(lambda: run_folder.check_same(path, run.document) if world.local_rank == 0 else None)
         stack.enter_context(writable(path))
         run = within_budget(run, world, path).placed(path)
@@ -85,7 +85,7 @@ def train(
         evaluations = world.agree(lambda: Evaluations(job, settings, data, code.evaluate, partial(save, path / "best")))
         newest = NewestRows(job)
         clock = TrainingClock(job, settings)
-        # Resuming restores the states that were passed to `keep` so far, so it follows the last call of `keep`.
+        # Resuming restores only the states that were already passed to `keep`, so it must follow the last `keep`.
         resumed = _resume(job, settings)
         if record is not None and resumed is not None:
             record.resumed()
@@ -98,7 +98,7 @@ def train(
         lines = finish.opening(job, run, data, path), finish.repeated(resumed, reached), finish.changed_by_resuming(job)
         for line in chain(*lines):
             log.info(line)
-        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only in this thread
             stack.enter_context(stop_on_signals(job))
         world.barrier()
         trace.align()
@@ -148,5 +148,5 @@ def _loop(
         meter.step(job.step(*micro))
         clock.end_step(meter)
         evaluations.after_step(meter.write_evaluation)
-    job.world.agree(attachments_of(job).verify)  # on an accelerator, checks the last step's loss
+    job.world.agree(attachments_of(job).verify)  # on an accelerator, the last step's loss is still to be checked
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Check that the files a run names are there, before torch is imported and ranks are started."""
+"""Check that the files that a run names exist, before torch is imported and ranks are started."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoestring.run import Run
 
 
 def check_named_files(run: Run) -> None:
-    """Check that the model's folder and the files of data exist; what is named in another way is checked later.
+    """Check that the model's folder and the data files exist; models and data that are not paths are checked later.
 
     Raises:
-        ConfigError: there is no such folder, or a list of data contains more than text (see `is_own`). DataError: there
-            is no such file.
+        ConfigError: the folder does not exist, or a list of data contains more than text (see `is_own`). DataError: a
+            file does not exist.
     """
     model = run.settings.model
-    is_module = "." in model and all(part.isidentifier() for part in model.split("."))  # its callable is missing
+    is_module = "." in model and all(part.isidentifier() for part in model.split("."))  # without `:callable`
     if ":" not in model and not is_module and not Path(model).exists():
         hint = "give the folder of a model, of a run, or hf:NAME"
         raise ConfigError(f"there is no model `{model}`: it is no folder", hint=hint)
@@ -27,15 +27,15 @@ def check_named_files(run: Run) -> None:
         return
     for source in run.sources:
         named = ":" in source or source.endswith(".tokens") or is_piped(source) or Path(source).is_dir()
-        if not named and not has_magic(source):  # a pattern may match many files, which are listed once, later
+        if not named and not has_magic(source):  # a pattern may match many files, so it is expanded only later
             open_source(source, run.data.record_field)
 
 
 def is_own(run: Run) -> bool:
-    """Whether `run.data` names a data set of the user's own: `package.module:callable`, or a folder with MNIST files.
+    """Whether `run.data` names a user's own data set: `package.module:callable`, or a folder with MNIST files.
 
     Raises:
-        ConfigError: `run.data` is a list that contains such a data set, or an empty list.
+        ConfigError: `run.data` is an empty list, or a list that contains such a data set.
     """
     named = [source for source in run.sources if ":" in source and not source.startswith("hf:")]
     own = named + [source for source in run.sources if is_mnist(source)]

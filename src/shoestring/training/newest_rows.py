@@ -1,9 +1,9 @@
-"""Let checkpoints hold the metrics that metrics.jsonl lacks so far, so that a resumed run can write them.
+"""Let checkpoints hold the metrics that metrics.jsonl still lacks, so that a resumed run can write them.
 
 The checkpoint of a step is made before the step's row is written to metrics.jsonl. On an accelerator, whose metrics are
-read one step late, the previous step's row is not written yet either. If the process were killed in between, those rows
-would be missing after the run has resumed. So a checkpoint holds the rows that are not written yet (one or two, of a
-few hundred bytes each), and the resumed run writes those that the file lacks.
+read one step late, the previous step's row is not written yet either. If the process were killed at that point, these
+rows would still be missing after the run has resumed. So a checkpoint holds the rows that are not written yet (one or
+two rows of a few hundred bytes), and the resumed run writes the rows that the file lacks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class MetricsRow:
 
 
 class NewestRows:
-    """State for checkpoints: the newest rows of metrics, which metrics.jsonl may lack. Only the first rank has any."""
+    """State for checkpoints: the newest rows of metrics, which metrics.jsonl may lack. Only the first rank has rows."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.unwritten: Callable[[], Iterable[MetricsRow]] = tuple
         """Function that returns the rows that are not written yet; the throughput meter sets it."""
         self.unread: Tensor | None = None
-        """Values of the saved rows that are still on the accelerator, as one tensor of shape (values,), if any."""
+        """Values of the saved rows that are still on the accelerator, as a tensor of shape (values,); None if none."""
         self.restored: list[MetricsRow] = []
         job.keep(NAME, self, across="own", merge=_merge_states)
 
@@ -56,7 +56,7 @@ class NewestRows:
         return {"rows": rows} if self.unread is None else {"rows": rows, "unread": self.unread}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rows. A state that another version wrote in another form is ignored, and its rows are lost."""
+        """Restore the rows. If another version wrote the state in a different form, ignore it; its rows are lost."""
         self.restored = []
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             unread = iter(state_dict["unread"].tolist() if "unread" in state_dict else ())
@@ -67,7 +67,7 @@ class NewestRows:
                 )
 
     def write_missing(self, file: JsonLines) -> None:
-        """Append the restored rows to the file, except rows of steps that the file holds already."""
+        """Append the restored rows to the file, except for steps that the file already has."""
         written = newest_step(file.path)
         for row in self.restored:
             if row.step > written:

@@ -1,7 +1,7 @@
-"""How chats and preferences are laid out in samples: as densely as the model reads them correctly.
+"""The layout of chats and preferences in samples: as dense as the model can read correctly.
 
-Several chats share a sample only if the model keeps them from seeing each other. The answers of a preference share
-their prompt if the model takes the mask that this needs.
+Several chats share a sample only if the model keeps them from attending to each other. The answers of a preference
+share their prompt only if the model accepts the attention mask that this needs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger("shoestring")
 
 
 def faults_of_layouts(run: Run, corpus: Corpus) -> dict[str, str]:
-    """Why the run's model cannot read some layouts of samples, by layout: "packed", and "shared" for preferences.
+    """Reasons why the run's model cannot read a layout of samples: "packed", or "shared" (for preferences only).
 
-    The model is built for it, without weights if it is one of transformers.
+    The function builds the model to test it; a model of transformers is built without weights.
 
     Raises:
         ShoestringError: the model cannot be built.
@@ -56,7 +56,7 @@ def faults_of_layouts(run: Run, corpus: Corpus) -> dict[str, str]:
         if shared or not _has(PreferenceDataset, corpus.train):
             packed = _packing_fault(model, corpus.vocab_size, length)
         else:
-            packed = ""  # answers that share a prompt are kept apart by the same mask
+            packed = ""  # the mask that separates answers with a shared prompt also separates packed chats
     return {layout: fault for layout, fault in (("packed", packed), ("shared", shared)) if fault}
 
 
@@ -71,7 +71,7 @@ def _packing_fault(model: nn.Module, vocabulary: int, length: int) -> str:
 
 
 def laid_out(corpus: Corpus, faults: Mapping[str, str]) -> Corpus:
-    """The corpus with samples in the densest layout that its model reads correctly; what is lost is logged.
+    """The corpus with samples in the densest layout that the model reads correctly; a sparser layout is logged.
 
     Args:
         faults: result of `faults_of_layouts`.
@@ -83,7 +83,7 @@ def laid_out(corpus: Corpus, faults: Mapping[str, str]) -> Corpus:
     if fault := faults.get("packed"):
         corpus = _unpacked(corpus, fault)
     elif preferences and (fault := faults.get("shared")):
-        log.info("the answers to a prompt do not share it, because this model cannot read them so (%s)", fault)
+        log.info("answers to the same prompt each get a copy of it, because this model cannot share it (%s)", fault)
     elif preferences:
         corpus = _changed(corpus, lambda part: PreferenceDataset(part.path, part.sequence, shared=True))
     for part in (corpus.train, corpus.held_out):
@@ -100,14 +100,12 @@ def _check_fits(part: Tokens) -> None:
 
 
 def _unpacked(corpus: Corpus, fault: str) -> Corpus:
-    """The corpus with each chat in a sample of its own, and each answer of a preference in a row of its own, after a
-    warning with the reason and the cost."""
+    """The corpus with one chat per sample, and one answer of a preference per row; logs the reason and the cost."""
     apart = _changed(corpus, lambda part: type(part)(part.path, part.sequence, packed=False))
     before, after = (1 - part.tokens / max(_room(part), 1) for part in (corpus.train, apart.train))
     preferences = _has(PreferenceDataset, corpus.train)
     log.warning(
-        "%s would see each other in this model (%s): %s samples in place of %s, and padding is %s of them in place of "
-        "%s",
+        "%s would see each other in this model (%s): %s samples instead of %s, and padding is %s of them instead of %s",
         "each sample holds one preference, with one answer a row, because packed answers"
         if preferences
         else "each sample holds one chat, because packed chats",
@@ -121,19 +119,19 @@ def _unpacked(corpus: Corpus, fault: str) -> Corpus:
 
 
 def _has(kind: type[ChatDataset], part: Tokens) -> bool:
-    """Whether any samples are chats, or preferences."""
+    """Whether some samples are of `kind`: chats, or preferences."""
     return isinstance(part, kind) or (isinstance(part, Joined) and any(_has(kind, inner) for inner in part.parts))
 
 
 def _room(part: Tokens) -> int:
-    """Number of tokens that the samples have room for."""
+    """Number of token positions in the samples, including padding."""
     if isinstance(part, Joined):
         return sum(map(_room, part.parts))
     return part.room if isinstance(part, ChatDataset) else len(part) * part.sequence
 
 
 def _changed(corpus: Corpus, change: Callable[[ChatDataset], ChatDataset]) -> Corpus:
-    """The corpus with all its chats, or preferences, laid out anew by `change`."""
+    """The corpus with all chats and preferences changed to another layout by `change`."""
 
     def of(part: Tokens) -> Tokens:
         if isinstance(part, ChatDataset):

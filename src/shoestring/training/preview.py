@@ -1,4 +1,4 @@
-"""Check the data of a run for `shoestring check`: prepare it if it is small, otherwise only read some of it."""
+"""Check the data of a run for `shoestring check`: prepare the data if it is small, otherwise read only some of it."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from shoestring.training.named_files import is_own
 from shoestring.training.packing import faults_of_layouts, laid_out
 
 QUICK = 1 << 20
-"""Maximum size in bytes of a source that is prepared completely."""
+"""Maximum size, in bytes, of a source that the check prepares completely."""
 _EXPANSION = 8
-"""Factor by which compressed text usually expands."""
+"""Assumed ratio of the size of text to its compressed size."""
 MOST = 1 << 28
-"""Maximum number of characters that are read of a larger source, which takes seconds."""
+"""Maximum number of characters that the check reads of a larger source; reading them takes seconds."""
 CHATS = 1 << 18
-"""Maximum number of characters that are read of a larger source of chats, which are also rendered and encoded."""
+"""The same maximum for a source of chats, which is lower because chats must be rendered and encoded."""
 
 
 @dataclass(frozen=True)
 class DataPreview:
-    """The data sets (None if preparing them would take long), and the arguments of the model that follow from them."""
+    """The data sets (None if preparing them takes long), and the arguments of the model that follow from the data."""
 
     data: DataSets | None
     model_arguments: dict[str, object]
 
 
 def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
-    """Check the data of a run without a download.
+    """Check the data of a run without downloading anything.
 
-    Writes to `folder` only, and to the cache of the `datasets` library for a small data set of that library.
+    The check writes only to `folder`, and to the cache of the `datasets` library for a small data set of that library.
 
     Args:
-        folder: an empty folder, which may be deleted once the data sets are no longer used.
-        ranks: number of ranks, whose data is opened one after the other if each has data of its own.
+        folder: an empty folder, which may be deleted once the data sets are not used any more.
+        ranks: number of ranks; if each has a data set of its own, the check opens these one after another.
 
     Raises:
-        ConfigError, DataError: `open_data` would refuse the data; faults beyond what is read here are not found.
+        ConfigError, DataError: `open_data` would refuse the data. Faults in data that is not read go unnoticed.
     """
     check_form(run)
     if is_own(run):
@@ -81,7 +81,7 @@ def preview(run: Run, folder: Path, ranks: int = 1) -> DataPreview:
 
 
 def _is_quick(source: str) -> bool:
-    """Whether a source is small enough to prepare. A missing source counts as small: opening it raises the error."""
+    """Whether a source is small enough to prepare. A missing source counts as small, so that opening it fails."""
     if is_piped(source):
         return False
     if source.endswith(".tokens"):
@@ -94,12 +94,12 @@ def _is_quick(source: str) -> bool:
 
 
 def _text_size(path: Path) -> int:
-    """Bytes of text in a file, estimated where it is compressed."""
+    """Bytes of text in a file; an estimate if the file is compressed."""
     return path.stat().st_size * (_EXPANSION if path.suffix.lower() in COMPRESSIONS else 1)
 
 
 def _read_beginning(source: str, settings: Data) -> None:
-    """Read the beginning of a source, up to `MOST` characters, as training will; a pipe could not be read again."""
+    """Read the first `MOST` characters of a source as training does; skip a pipe, which can be read only once."""
     if is_piped(source):
         return
     if source.startswith("hf:"):
@@ -113,7 +113,7 @@ def _read_beginning(source: str, settings: Data) -> None:
         check_records = (chats if settings.form == "chat" else preferences).check_records
         check_records(reader, load_tokenizer(Path(settings.tokenizer)), settings, CHATS)
         return
-    if isinstance(reader, StandardLibrary):  # skips files that are not text, so it never refuses one
+    if isinstance(reader, StandardLibrary):  # never refuses a file, because it skips files that are not text
         return
     left = MOST
     for document in reader.documents():

@@ -1,4 +1,4 @@
-"""Claim the run folder for one start of the run at a time, and write the run file and the environment to it."""
+"""Claim the run folder, so that only one process uses it at a time; write the run file and the environment to it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from shoestring.storage import foreign
 from shoestring.storage.whole import made_above, write_atomic
 from shoestring.training.clock import SPENT
 
-# Tables and keys that identify a run. Two runs that differ in one of them cannot load each other's checkpoints.
+# Tables and keys that identify a run. Runs with different values of any of these cannot load each other's checkpoints.
 IDENTITY = (("run", "model"), ("run", "data"), ("run", "seed"), ("model",), ("data",))
 
 
 LOCK = ".lock"
 QUICK = 60.0
-"""Time in seconds after which a run that ends before its first step leaves what it has prepared to the next run."""
+"""Seconds of preparation above which a run that ends before its first step leaves its prepared data to the next run."""
 
 
 def claim(run: Run, stack: ExitStack) -> Path:
     """Create and lock the run folder, and write the resolved run file and the environment to it.
 
     The lock is released when `stack` is closed or this process ends. A run that ends before its first step removes the
-    files that it wrote, except what took long to prepare. If a run was killed before its first step, the next run in
-    the folder replaces its files.
+    files that it wrote, except data that took long to prepare. If a run was killed before its first step, the next run
+    in the folder replaces its files.
 
     Raises:
-        ConfigError: the folder belongs to another run, is in use, cannot be written, or holds a run while `run.resume`
-            is off.
+        ConfigError: the folder belongs to another run, is in use, cannot be written, or holds a run although
+            `run.resume` is off.
     """
     named = Path(run.settings.folder) if run.settings.folder else None
     while True:
@@ -54,7 +54,7 @@ def claim(run: Run, stack: ExitStack) -> Path:
         lock = _locked(folder)
         if named or run.settings.resume or not (folder / "run.toml").exists():
             break
-        lock.release()  # another run has claimed it since `_free` looked
+        lock.release()  # another process has claimed the folder since `_free` looked
     stack.callback(lock.release, remove=True)
     _check(folder, run)
     stack.callback(_undo, folder, time.monotonic() if new else None)
@@ -71,10 +71,10 @@ def check_claim(run: Run) -> Iterator[str]:
     """Check whether `claim` would succeed, without writing anything.
 
     Returns:
-        Lines about a run that is in the folder now, and because of which `claim` would fail now.
+        Lines about a run that is now in the folder and would make `claim` fail.
 
     Raises:
-        ConfigError: `claim` would fail even if there were no such run.
+        ConfigError: `claim` would fail even without such a run.
     """
     folder = Path(run.settings.folder) if run.settings.folder else _free(Path("runs") / run.name, run)
     _check_kind(folder, run)
@@ -106,7 +106,7 @@ def check_resume(run: Run) -> None:
 
 def _unwritable(folder: Path, reason: str | None) -> ConfigError:
     message = f"cannot write the run folder `{folder}`: {reason}"
-    return ConfigError(message, hint="choose another with --run.folder")
+    return ConfigError(message, hint="choose another folder with --run.folder")
 
 
 def _in_use(folder: Path, holder: str | None) -> ConfigError:
@@ -125,11 +125,11 @@ def _locked(folder: Path) -> Lock:
 
 
 def _undo(folder: Path, claimed: float | None) -> None:
-    """If the run ended before its first step, remove the files of its claim, so that the folder is free again.
+    """If the run ended before its first step, remove the files that `claim` wrote, so that the folder is free again.
 
     Args:
-        claimed: time at which the claim made the folder; None if it was there. A new folder is removed with all that
-            the run has prepared in it, unless that took long.
+        claimed: time at which `claim` created the folder; None if the folder already existed. A new folder is removed
+            with all data that the run has prepared in it, unless preparing took long.
     """
     if _has_begun(folder):
         return
@@ -137,21 +137,21 @@ def _undo(folder: Path, claimed: float | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     made = ("run.toml", "environment.json", "choices.json", "history.jsonl", "report.html", "trackers.json")
-    with suppress(OSError):  # `rmdir` fails if prepared data is left; the disk may be read-only by now
+    with suppress(OSError):  # `rmdir` fails if prepared data is left; unlinking fails on a read-only disk
         for name in (*made, "metrics.jsonl", SPENT, LOCK):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether a folder holds metrics, checkpoints or results, which a run writes only after its first step."""
+    """Whether a folder holds metrics, checkpoints or results; a run writes these only after its first step."""
     rows = folder / "metrics.jsonl"
     exported = any((folder / name).exists() for name in ("checkpoints", "model", "best", "summary.json"))
     return exported or (rows.exists() and rows.stat().st_size > 0)
 
 
 def _free(folder: Path, run: Run) -> Path:
-    """The folder itself if `run.resume` allows resuming; otherwise the first of folder, folder-2, … without a run."""
+    """`folder` itself if `run.resume` allows resuming; otherwise the first of folder, folder-2, … that holds no run."""
     if run.settings.resume in ("auto", True):
         return folder
     number, free = 1, folder
@@ -165,7 +165,7 @@ def _check(folder: Path, run: Run) -> None:
     _check_kind(folder, run)
     there = (folder / "run.toml").is_file() and run.settings.resume is False
     if there and (_has_begun(folder) or not run.settings.folder):
-        raise _taken(folder)  # if `run.folder` is not set, a run without a step may be starting there
+        raise _taken(folder)  # a run that has no step yet counts too if `run.folder` is not set: it may be starting
 
 
 def _taken(folder: Path) -> ConfigError:
@@ -174,7 +174,7 @@ def _taken(folder: Path) -> ConfigError:
 
 
 def _check_kind(folder: Path, run: Run) -> None:
-    """Raise ConfigError if a folder holds files of another run, or if `run.resume` is true and it holds no run."""
+    """Raise ConfigError if a folder holds another run's files, or if `run.resume` is true but the folder has no run."""
     path = folder / "run.toml"
     if not path.is_file():
         if run.settings.resume is True:
@@ -194,7 +194,7 @@ def check_same(folder: Path, document: dict[str, Any]) -> None:
     """Check that the run file in a folder on this host, if there is one, describes the same run as `document`.
 
     Raises:
-        ConfigError: it describes another run, or cannot be read.
+        ConfigError: the run file describes another run, or cannot be read.
     """
     path = folder / "run.toml"
     if not path.is_file():
@@ -211,7 +211,7 @@ def check_same(folder: Path, document: dict[str, Any]) -> None:
 
 
 def _differences(key: str, was: object, is_now: object) -> Iterator[str]:
-    """Yield a description of each key whose value differs, with the former value and the present one."""
+    """Yield a description of each key whose value differs, with the former and the present value."""
     if isinstance(was, dict) and isinstance(is_now, dict) and was and is_now:
         for name in sorted({**was, **is_now}):
             yield from _differences(f"{key}.{name}", was.get(name), is_now.get(name))
@@ -224,7 +224,7 @@ def _shown(value: object) -> str:
 
 
 def _at(document: dict[str, Any], keys: tuple[str, ...]) -> object:
-    """The value at some keys; of [data] with all defaults, because earlier versions had fewer keys."""
+    """The value under nested keys; [data] is completed with defaults, because earlier versions had fewer keys."""
     value: Any = document
     for key in keys:
         value = value.get(key, {})
@@ -235,7 +235,7 @@ def _at(document: dict[str, Any], keys: tuple[str, ...]) -> object:
 
 
 def environment(seed: int) -> dict[str, Any]:
-    """Command, seed, host, commit and versions of a run, which are needed to reproduce it."""
+    """Command, seed, host, commit and versions of a run, to reproduce it."""
     return {
         "command": sys.argv,
         "seed": seed,
@@ -255,7 +255,7 @@ def _version(name: str) -> str:
 
 
 def _git() -> str:
-    """The commit of the working directory, with "-dirty" if there are changes; empty outside of a git repository."""
+    """The commit of the working directory, with "-dirty" if there are changes; empty outside a git repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -25,13 +25,13 @@ def check_ranks(run: Run, world: World) -> None:
     """Check that all ranks were started with the same settings and the same code. A collective.
 
     Raises:
-        ConfigError: a setting or the code differs between ranks; raised on all ranks, with the key, the values and the
-            ranks.
+        ConfigError: a setting or the code differs between ranks. The error is raised on all ranks, and names the key,
+            the values and the ranks.
     """
     if world.size == 1:
         return
     document = run.document
-    document["run"].pop("project")  # hosts may have it in different folders; the code is compared below
+    document["run"].pop("project")  # hosts may have the project in different folders; its code is compared below
     facts: dict[str, Any] = {
         **document,
         "version of Python": ".".join(map(str, sys.version_info[:2])),
@@ -63,7 +63,7 @@ def _digest(folder: Path) -> str:
 
 
 def _digest_of_module(module: str) -> str:
-    """Hash the code of a module: its file, or all files of the package that it belongs to, as it may import them.
+    """Hash the code of a module: its file, or all files of its package, because the module may import them.
 
     For an installed package the result is its version. If there is no such module, the result is empty, and the error
     is raised later when the module is imported.

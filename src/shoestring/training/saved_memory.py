@@ -1,7 +1,7 @@
-"""Compute how far each memory feature lowered the peak of a run, by predicting a step with and without the feature.
+"""Compute how far each memory feature lowered the peak memory of a run, by predicting a step with and without it.
 
-The prediction runs in a separate process, because it replaces the process group by fake ranks. The process runs beside
-the training.
+The prediction runs in a separate process, because it replaces the process group by fake ranks. That process runs while
+the run trains.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from shoestring.training.user_code import import_user_code
 log = logging.getLogger("shoestring")
 
 _SECONDS = 300.0
-"""Maximum number of seconds that a report waits for the predictions."""
+"""Maximum number of seconds that the report waits for the predictions."""
 _PRIORITY = 19
-"""Nice value of the process that predicts, while the run trains."""
+"""Nice value of the predicting process while the run trains."""
 _FAILED = "the memory that features saved could not be predicted: %s"
 
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """Predicted peaks of memory of a rank in bytes, with all memory features and without each of them."""
+    """Predicted peak memory of a rank, in bytes: with all memory features, and without one of them at a time."""
 
     peak: int
     """Peak in bytes with all features of the run."""
@@ -58,7 +58,7 @@ class SavedMemory:
     """Name of a memory feature -> peak in bytes of the same run without that feature."""
 
     def table(self, traced: int = 0) -> Table:
-        """The table for the report.
+        """The table for the report: saved memory by feature.
 
         Args:
             traced: peak in bytes that memory tracing measured in the run; 0 if memory was not traced.
@@ -77,18 +77,18 @@ class SavedMemory:
 
 
 class SavingsTables(Protocol):
-    """Returns a list with one table: how much memory each feature saved; an empty list if that cannot be predicted.
-    Waits for the prediction."""
+    """A function that waits for the prediction, and returns a list with one table: how much memory each feature saved.
+    The list is empty if the prediction failed."""
 
     def __call__(self, trace: Trace) -> list[Table]:
-        """`trace` is the trace of the run, which holds the measured peak if memory was traced."""
+        """`trace` is the run's trace, which holds the measured peak if memory was traced."""
         ...
 
 
 @contextmanager
 def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
-    """Context in which the savings are predicted beside the training, on the first rank, at the lowest priority: a run
-    that is not very short does not wait for it at its end.
+    """Context in which the first rank predicts the savings while the run trains, at the lowest priority. Unless the run
+    is very short, it does not wait for the prediction at its end.
 
     Args:
         run: the run, with the choice of [memory.budget] applied.
@@ -99,7 +99,7 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
     alone = replace(run, features=tuple(feature for feature in run.features if not isinstance(feature, Budget)))
     command = [sys.executable, "-P", "-m", __spec__.name, "--ranks", str(world.size)]
     try:
-        # A group of its own, so that the processes that it forks end with it.
+        # The process gets its own process group, so that the processes that it forks can be killed with it.
         process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, process_group=0)
     except OSError as error:
         log.info(_FAILED, error)
@@ -108,14 +108,14 @@ def predicted_savings(run: Run, world: World) -> Iterator[SavingsTables]:
     assert process.stdin is not None
     with process:
         try:
-            with suppress(OSError):  # it may have ended
+            with suppress(OSError):  # the process may already have ended
                 os.setpriority(os.PRIO_PGRP, process.pid, _PRIORITY)
                 process.stdin.write(alone.dump())
                 process.stdin.close()
             process.stdin = None
             yield partial(_tables, process)
         finally:
-            if process.poll() != 0:  # it runs, or has left the processes that it forked
+            if process.poll() != 0:  # the process still runs, or has failed and may have left forked processes
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -124,7 +124,7 @@ def _tables(process: subprocess.Popen[str], trace: Trace) -> list[Table]:
     errors = ""
     try:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, process.pid, 0)  # nothing else is left to do
+            os.setpriority(os.PRIO_PGRP, process.pid, 0)  # training is over, so nothing needs the CPU more
         output, errors = process.communicate(timeout=_SECONDS)
         saved = SavedMemory(**json.loads(output.splitlines()[-1]))
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, TypeError) as error:
@@ -137,7 +137,7 @@ def _tables(process: subprocess.Popen[str], trace: Trace) -> list[Table]:
 
 def saving(features: Sequence[Feature]) -> list[str]:
     """Names of the memory features whose effect on the peak can be predicted."""
-    if any(map(splits_replicas, features)):  # ranks hold different parts of the model
+    if any(map(splits_replicas, features)):  # ranks hold different parts of the model, so one peak is not enough
         return []
     return [feature.name for feature in features if feature.name.startswith("memory.") and is_predicted(feature)]
 
@@ -146,11 +146,11 @@ def predict_savings(run: Run, ranks: int, apply: Callable[..., Iterable[int]] = 
     """Predict the peak of one rank, with all features of the run and without each of its memory features.
 
     Args:
-        ranks: number of ranks; the prediction assumes that they are on one host.
-        apply: function like `map`, which makes the predictions.
+        ranks: number of ranks; the prediction assumes that all are on one host.
+        apply: function like `map`, which calls the predicting function on its arguments.
 
     Raises:
-        Exception: any error of a feature or operator that does not work on fake tensors.
+        Exception: any error that a feature or operator raises because it does not work on fake tensors.
     """
     names = saving(run.features)
     without = (
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks of the run")
     chosen = parser.parse_args(arguments)
     run = parse(tomllib.loads(sys.stdin.read()))
-    _outline(run)  # imports what all of the processes need
+    _outline(run)  # before forking, imports what all forked processes need
     with ProcessPoolExecutor(len(saving(run.features)) + 1, multiprocessing.get_context("fork")) as pool:
         saved = predict_savings(run, chosen.ranks, pool.map)
     document: dict[str, Any] = {"peak": saved.peak, "without": dict(saved.without)}

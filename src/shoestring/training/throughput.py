@@ -1,4 +1,4 @@
-"""The throughput meter: writes the metrics of each step, which are loss, throughput, memory and those of features."""
+"""The throughput meter: writes the metrics of each step, which are loss, throughput, memory and features' metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak of memory so far in GiB: on a GPU, what torch has allocated; on a CPU, the process's resident memory."""
+    """Peak memory so far in GiB: on a GPU, the memory allocated by torch; on a CPU, the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -78,7 +78,7 @@ class Meter:
         peak = peak_flops(job.world.device)
         self.mfu_per_rate = flops_per_token / (peak * job.world.size) if peak else 0.0
         self.waited = 0.0
-        self.latest: dict[str, float] = {}  # the last value of each metric; filled on every rank
+        self.latest: dict[str, float] = {}  # the last value of each metric, on every rank
         self.tokens_before = job.progress.tokens  # tokens that earlier starts of the run trained on
         self.recent: deque[float] = deque(maxlen=64)
         self.unit = "tokens"
@@ -89,7 +89,7 @@ class Meter:
         """Number of evaluations of step `began` that an earlier start of the run has already written."""
 
     def step(self, loss: Tensor) -> None:
-        """Record the newest step and its loss, to be written now, or on an accelerator one step later."""
+        """Record the newest step and its loss, and write them; on an accelerator, write them one step later."""
         self._taken = self.job.progress.step
         self._marks.append(self._mark())
         self.flush()
@@ -101,7 +101,7 @@ class Meter:
         return _Mark(time.perf_counter() - self.job.trace.aside, self.job.progress.tokens, self.waited)
 
     def flush(self) -> None:
-        """Write the metrics of the step that was recorded but not written yet, if there is one."""
+        """Write the metrics of the recorded step if they are not written yet."""
         if self._pending is None:
             return
         (step, loss, numbers), self._pending = self._pending, None
@@ -113,11 +113,11 @@ class Meter:
         self.write(step, values | self._pace(self._marks))
 
     def unwritten(self) -> Iterator[MetricsRow]:
-        """Rows of metrics that were not written to any sink yet, for a checkpoint that is being made."""
+        """Rows of metrics that were not written to any sink yet, for the checkpoint that is being made now."""
         job, newest = self.job, []
         if self._pending is not None:
             newest.append(self._pending)
-        if job.progress.step > self._taken and "loss" in job.numbers:  # called inside a step
+        if job.progress.step > self._taken and "loss" in job.numbers:  # a step that is not recorded yet
             newest.append((job.progress.step, torch.as_tensor(job.numbers["loss"]), self._numbers()))
         for step, loss, numbers in newest:
             bits = {"bits_per_byte": loss * self.nats_to_bits} if self.nats_to_bits else {}
@@ -127,7 +127,7 @@ class Meter:
         return {"lr": self.job.optimizer.param_groups[0]["lr"]} | self.job.numbers
 
     def write_evaluation(self, step: int, results: Evaluated) -> None:
-        """Write the results of an evaluation, unless an earlier start of the run has written them already."""
+        """Write the results of an evaluation, unless an earlier start of the run has already written them."""
         if step == self.began and self.evaluated:
             self.latest |= results.values
             return
@@ -145,7 +145,7 @@ class Meter:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median duration in seconds of up to 15 newest steps; NaN before the first step."""
+        """Median duration, in seconds, of the last 15 steps or fewer; NaN before the first step."""
         times = [mark.time for mark in self._marks]
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2] if gaps else math.nan
@@ -171,6 +171,6 @@ class Meter:
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
-            if self.job.progress.step > self._taken:  # an error in the step's last phase: its row is missing
+            if self.job.progress.step > self._taken:  # an error after the optimizer step: the step's row is missing
                 self.step(torch.as_tensor(self.job.numbers["loss"]))
             self.flush()

@@ -1,4 +1,4 @@
-"""Import the user's own code that a run file names, only if the user has vouched for it."""
+"""Import the user's own code that a run file names, but only if the user has vouched for the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoestring.run import Run
 
 @dataclass(frozen=True)
 class UserCode:
-    """The user's own functions that training calls, except the data set, which `open_data` imports."""
+    """The user's own functions that training calls; the data set is not among them, because `open_data` imports it."""
 
     model: Trust
     """Who vouches for the code that `run.model` names."""
@@ -37,10 +37,10 @@ class UserCode:
 
 
 def import_user_code(run: Run, *, skip: Collection[str] = ()) -> UserCode:
-    """Import the functions that keys of [run] name, but `run.model` and `run.data`.
+    """Import the functions that keys of [run] name, except `run.model` and `run.data`.
 
     Args:
-        skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the packages.
+        skip: keys to leave out, such as "run.sinks" on ranks that write no metrics and may lack the sinks' packages.
 
     Raises:
         ConfigError: a name does not exist, or importing it fails.

@@ -33,7 +33,7 @@ COMPLETE = "complete, not verified"
 
 @dataclass(frozen=True)
 class Archive:
-    """Where the checkpoints of a run are stored: on disk, and in this host's shared memory."""
+    """The places where the checkpoints of a run are stored: on disk, and in this host's shared memory."""
 
     folder: Path
     """Folder of the checkpoints on disk."""
@@ -42,12 +42,12 @@ class Archive:
     run: Path | None
     """The run folder; None if no run file was found."""
     only: Path | None = None
-    """Path of the only checkpoint to look at, if one was named."""
+    """Path of a single checkpoint; if set, all other checkpoints are ignored."""
 
     @classmethod
     def of(cls, path: Path) -> Archive:
-        """Locate the checkpoints of a run by the run folder, the folder of its checkpoints, or one checkpoint. The path
-        need not exist.
+        """Locate the checkpoints of a run. `path` names the run folder, the folder of its checkpoints, or one
+        checkpoint, and need not exist.
 
         Raises:
             ConfigError: the run file is damaged.
@@ -65,16 +65,16 @@ class Archive:
         return cls(folder, slots(settings, folder), None, only)
 
     def found(self) -> list[FoundCheckpoint]:
-        """All checkpoints, newest first; may be empty."""
+        """All checkpoints, newest first; an empty list if there are none."""
         checkpoints = [
             checkpoint for checkpoint in (*self._on_disk(), *self._in_memory()) if self.only in (None, checkpoint.path)
         ]
         checkpoints.sort(key=lambda saved: (saved.step, saved.start, saved.level == DISK), reverse=True)
         history, files = None, {*continued(self.folder)}
-        with suppress(CheckpointError):  # a damaged history marks no checkpoint as abandoned
+        with suppress(CheckpointError):  # if the history is damaged, no checkpoint counts as abandoned
             history = History.read(self.folder)
 
-        def holds(checkpoint: FoundCheckpoint) -> bool:  # whether the run's history includes it
+        def holds(checkpoint: FoundCheckpoint) -> bool:  # whether the run's history includes the checkpoint
             if not checkpoint.places:
                 return checkpoint.path in files or not checkpoint.path.is_file()
             return history is None or history.holds(checkpoint.places[0][1].checkpoint)
@@ -82,7 +82,7 @@ class Archive:
         return [replace(checkpoint, abandoned=not holds(checkpoint)) for checkpoint in checkpoints]
 
     def some(self) -> list[FoundCheckpoint]:
-        """All checkpoints, newest first.
+        """All checkpoints, newest first; there is at least one.
 
         Raises:
             CheckpointError: there are no checkpoints.
@@ -110,12 +110,12 @@ class Archive:
             yield FoundCheckpoint(step, start, MEMORY, checkpoint.ranks, size, state, newest, folder, places)
 
     def pick(self, step: int | None) -> FoundCheckpoint:
-        """The readable checkpoint of a step; by default the newest one that is not abandoned.
+        """The readable checkpoint of step `step`; by default the newest one that is not abandoned.
 
-        A checkpoint on disk is preferred, because checkpoints in memory may be overwritten at any time.
+        A checkpoint on disk is preferred to one in memory, which may be overwritten at any time.
 
         Raises:
-            CheckpointError: there is no such checkpoint.
+            CheckpointError: there is no readable checkpoint of this step.
         """
         there = [checkpoint for checkpoint in self.found() if not checkpoint.state.startswith(("not", "damaged"))]
         there.sort(key=lambda checkpoint: (not checkpoint.abandoned, checkpoint.level == DISK), reverse=True)
@@ -147,24 +147,24 @@ class FoundCheckpoint:
     ranks: int
     bytes: int
     state: str
-    """`COMPLETE`, "ranks … of …" if this host has the parts of some ranks only, "not committed", or "damaged: …"."""
+    """`COMPLETE`, "ranks … of …" if this host lacks the parts of other ranks, "not committed", or "damaged: …"."""
     time: float
-    """Seconds since 1970."""
+    """Time of writing, in seconds since 1970."""
     path: Path
     places: Places = field(default=(), repr=False)
     abandoned: bool = False
-    """Whether the run has since resumed from an earlier step, so that the checkpoint lies on an abandoned branch. An
-    abandoned checkpoint is resumed from only if it is named."""
+    """Whether the run has since resumed from an earlier step, so that its history no longer includes this checkpoint. A
+    run resumes from an abandoned checkpoint only if its path is named."""
 
     def row(self) -> dict[str, Any]:
-        """The checkpoint as a row of a table: values by the names of the columns."""
+        """The checkpoint as a row of a table: names of the columns -> values."""
         row = {name: getattr(self, name) for name in ("step", "start", "level", "ranks", "bytes", "state")}
         row["state"] += ", abandoned" if self.abandoned and self.state == COMPLETE else ""
         saved = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.time))
         return row | {"time": saved, "path": str(self.path)}
 
     def content(self) -> exports.Saved:
-        """Open the content of the checkpoint.
+        """Open the checkpoint to read its states and tensors.
 
         Raises:
             CheckpointError: the checkpoint is damaged.
@@ -173,16 +173,16 @@ class FoundCheckpoint:
 
 
 def _found(path: Path) -> FoundCheckpoint | None:
-    """The checkpoint at a path; None if the path is something else.
+    """The checkpoint at a path; None if the path is not a checkpoint.
 
     Raises:
-        FileNotFoundError: the checkpoint was deleted meanwhile.
+        FileNotFoundError: the checkpoint was deleted while it was read.
     """
     if path.is_file() and path.suffix == ".safetensors":
         return FoundCheckpoint(_number(path.name), 0, DISK, 1, path.stat().st_size, COMPLETE, _time(path), path)
     if (path / MANIFEST).exists() and not path.name.startswith("."):
         committed = _committed(path)
-        path.stat()  # raises if the checkpoint was deleted meanwhile, and so would look damaged
+        path.stat()  # raises if the checkpoint was deleted in the meantime, which would look like damage
         return committed
     if not path.is_dir():
         return None
@@ -202,7 +202,7 @@ def _committed(path: Path) -> FoundCheckpoint:
 
 
 def _state(places: Places) -> str:
-    """The state of a checkpoint by the names and lengths of its files; see `FoundCheckpoint.state`."""
+    """The state of a checkpoint, judged by the names and lengths of its files; see `FoundCheckpoint.state`."""
     for folder, record in places:
         for name in record.parts:
             try:
@@ -266,7 +266,7 @@ def verify(run: Path, step: int | None = None) -> list[dict[str, Any]]:
     Checkpoints that were never committed are skipped, and so are checkpoints that a live run deletes meanwhile.
 
     Returns:
-        A row for each checkpoint, in which `damage` lists what is wrong.
+        A row for each checkpoint, with an entry `damage` that lists the faults.
 
     Raises:
         CheckpointError: there are no checkpoints.
@@ -305,7 +305,7 @@ def find_damage(checkpoint: FoundCheckpoint) -> list[str]:
 
 
 def _faults(work: Callable[[], object]) -> list[str]:
-    """Call `work`, and return the message of its CheckpointError, if it raises one."""
+    """Call `work`; return the message of the CheckpointError that it raises, or an empty list."""
     try:
         work()
     except CheckpointError as error:
@@ -321,17 +321,17 @@ def _verify_part(folder: Path, record: Record, name: str) -> None:
 
 
 def explain(run: Path) -> recovery.Explanation:
-    """Explain which checkpoint `run.resume = "auto"` would resume from, using the function that makes this decision in
-    training; writes nothing."""
+    """Explain which checkpoint `run.resume = "auto"` would resume from. The decision is made by the same function as in
+    training; nothing is written."""
     archive = Archive.of(run)
     return recovery.explain(archive.folder, archive.memory)
 
 
 def show(run: Path, step: int | None = None) -> dict[str, Any]:
-    """Describe the checkpoint of a step, by default the newest on disk: its states with their bytes, and its tensors.
+    """Describe the checkpoint of a step, by default the newest one: the bytes and values of states, and its tensors.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint of this step, or it is damaged.
     """
     checkpoint = Archive.of(run).pick(step)
     content = checkpoint.content()
@@ -361,7 +361,7 @@ def show(run: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def _values(state: Any, path: str = "") -> list[tuple[str, Any]]:
-    """(path, value) of everything in a state that is not a tensor."""
+    """(path, value) of each item in a state that is not a tensor."""
     if isinstance(state, exports.Stored):
         return []
     if isinstance(state, Mapping):

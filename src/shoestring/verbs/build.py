@@ -1,4 +1,4 @@
-"""`shoestring build`: compiles the native kernels for this machine, so that no run, server or first request does."""
+"""`shoestring build`: compiles the native kernels for this machine, so that no run has to wait for compilation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from shoestring.figures import seconds
 
 
 def build() -> Iterator[str]:
-    """Compile all kernels that are not in the cache yet; yields a line for each, and one that names the cache.
+    """Compile all kernels that are not in the cache yet; yield a line for each kernel, then the folder of the cache.
 
     Raises:
-        DataError: after the last line, if a kernel cannot be compiled; programs then take a slower path.
+        DataError: a kernel cannot be compiled; raised after the last line. Programs use slower code instead of
+            this kernel.
     """
     failed = 0
     for name in native.names():
@@ -29,6 +30,6 @@ def build() -> Iterator[str]:
     yield f"in {native.folder()}"
     if failed:
         raise DataError(
-            f"{failed} of {len(native.names())} kernels cannot be compiled, in whose place slower code is used",
+            f"{failed} of {len(native.names())} kernels cannot be compiled, so slower code is used instead",
             hint="install g++ and Python's headers",
         )

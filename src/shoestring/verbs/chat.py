@@ -1,4 +1,4 @@
-"""`shoestring chat`: a conversation with a trained model, by the model's chat template."""
+"""`shoestring chat`: a conversation with a trained model, formatted by the model's chat template."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from shoestring.verbs.generate import DEFAULT, build_engine, open_described
 log = logging.getLogger("shoestring")
 
 CONTEXT = 8192
-"""Number of tokens that the cache can hold, unless the settings name another number."""
+"""Number of tokens that the KV cache can hold, unless the settings give a different number."""
 ANSWER = 512
-"""Number of tokens that are kept free for an answer, unless the settings limit answers to fewer."""
+"""Number of tokens that are reserved for an answer, unless the settings limit answers to fewer."""
 
 
 @dataclass(frozen=True)
 class AnswerRates:
-    """How fast an answer came."""
+    """How fast the model read a conversation and wrote an answer."""
 
     read: int
-    """Number of tokens of the conversation that the model read; tokens that it remembered are not counted."""
+    """Number of tokens of the conversation that the model had to read; tokens already in its cache are not counted."""
     waited: float
     """Time to the first token, in seconds."""
     written: int
@@ -50,7 +50,7 @@ class AnswerRates:
     accepted: int
     """Number of proposed tokens that the model accepted."""
     ending: str
-    """Why the answer ended, as in `Row.ending`."""
+    """Why the answer ended; the value of `Row.ending`."""
 
     def __str__(self) -> str:
         parts = [f"tokens read: {self.read:,}; the first written after {figures.seconds(self.waited)}"]
@@ -67,7 +67,7 @@ class AnswerRates:
 class Dialogue:
     """A conversation with a model. `close` ends the process that renders the chat template.
 
-    The template is rendered anew for each answer, and the model reads only what it has not read before.
+    The template is rendered anew for each answer, but the model reads only tokens that are not in its cache yet.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Dialogue:
         self.tokenizer = tokenizer
         self.ends = frozenset(description.ends)
         self.own_sampling = SeededOptions().over(description.sampling, DEFAULT).from_model
-        """Settings of sampling that the model's files name."""
+        """Sampling settings that the model's files name."""
         self.messages: list[Message] = []
         self.left_out = 0
-        """Number of messages at the beginning that the model no longer sees, for lack of room."""
+        """Number of messages at the beginning that do not fit into the context, so the model no longer sees them."""
         self.rates: AnswerRates | None = None
-        """How fast the newest answer came."""
+        """Reading and writing speed of the newest answer."""
         self.options: SeededOptions = settings.sampling
-        """Settings of sampling; may be changed between answers."""
+        """Sampling settings; may be changed between answers."""
         self.system = settings.system
         """System message of the conversation; empty if there is none."""
         self._tries = 0
@@ -110,31 +110,31 @@ class Dialogue:
         self.engine.close()
 
     def begin(self, system: str) -> None:
-        """Begin anew, with a system message, or without one if it is empty."""
+        """Start a new conversation with a system message, or without a system message if `system` is empty."""
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
         self.left_out = 0
 
     def rule(self) -> SamplingRule:
-        """The sampling rule in force: `options`, else what the model's files name, else the default."""
+        """The sampling rule in force: `options`, then the settings that the model's files name, then the default."""
         return self.options.over(self.own_sampling, DEFAULT).rule
 
     def ask(self, question: str) -> Generator[str]:
-        """Yield the answer to a question in pieces. An answer that is abandoned half-way stays as far as it came; a
-        question whose answer failed is replaced by the next one.
+        """Yield the answer to a question in pieces. If the caller stops reading, the conversation keeps the part of the
+        answer that was yielded. If the answer failed, the next question replaces this one.
 
         Raises:
-            ConfigError: the template refuses the question, or it is longer than the context; the question is then
-                forgotten.
+            ConfigError: the template refuses the question, or the question does not fit into the context. The
+                question is then removed from the conversation.
         """
         self._tries = 0
-        if self.messages and self.messages[-1]["role"] == "user":  # its answer failed
+        if self.messages and self.messages[-1]["role"] == "user":  # the last question, whose answer failed
             self.messages.pop()
         self.messages.append({"role": "user", "content": question})
         return self._answer(forget=1)
 
     def retry(self) -> Generator[str]:
-        """Yield another answer to the last question in pieces, by other random numbers.
+        """Yield another answer to the last question in pieces, sampled with a different seed.
 
         Raises:
             ConfigError: nothing has been asked.
@@ -158,14 +158,14 @@ class Dialogue:
         del self.messages[asked[-1] :]
 
     def save(self, path: Path) -> None:
-        """Write the conversation as a file of one chat, from which `shoestring train finetune --data FILE` learns."""
+        """Write the conversation as a file with one chat; `shoestring train finetune --data FILE` can train on it."""
         write_atomic(path, json.dumps({"messages": self.messages}, ensure_ascii=False).encode() + b"\n")
 
     def load(self, path: Path) -> None:
-        """Go on with a conversation that `save` wrote, or with the first chat of any .jsonl file of chats.
+        """Continue a conversation that `save` wrote, or the first chat of any .jsonl file of chats.
 
         Raises:
-            DataError: the file holds no chat. OSError: it cannot be read.
+            DataError: the file holds no chat. OSError: the file cannot be read.
         """
         line = next((line for line in foreign.read_lines(path) if line.strip()), b"")
         try:
@@ -181,10 +181,10 @@ class Dialogue:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _answer(self, forget: int = 0) -> Generator[str]:
-        """Yield the next answer in pieces, and keep it.
+        """Yield the next answer in pieces, and add it to the conversation.
 
         Args:
-            forget: number of messages to take back if no answer can be begun.
+            forget: number of messages to remove again if the conversation cannot be rendered.
         """
         try:
             tokens = self._rendered()
@@ -194,7 +194,7 @@ class Dialogue:
         return self._written(tokens)
 
     def _rendered(self) -> list[int]:
-        """Tokens of the conversation; the oldest questions are left out where there is no room for an answer."""
+        """Tokens of the conversation; the oldest questions are left out if there is no room for an answer."""
         window, variables = self.engine.window, self.settings.variables()
         reserve = min(self.settings.max_tokens or ANSWER, window // 4)
         longest, length = window * self.tokenizer.longest, ""
@@ -210,7 +210,7 @@ class Dialogue:
                 return tokens
         raise ConfigError(
             f"the question and the system message have {length}, but the context is {window:,} tokens, of which "
-            f"{reserve:,} are kept for the answer",
+            f"{reserve:,} are reserved for the answer",
             hint="ask in fewer words, or give a larger --context",
         )
 
@@ -258,8 +258,8 @@ class Dialogue:
 
 
 def shorter_and_shorter(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation, then without its oldest question and what answered it, and so on up to the last question
-    alone; the system messages at the beginning always stay."""
+    """Yield the whole conversation, then without its oldest question and the answer to it, and so on, until only the
+    last question is left; the system messages at the beginning always stay."""
     system = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     asked = [place for place, message in enumerate(messages) if message["role"] == "user" and place >= system]
     yield list(messages)
@@ -270,11 +270,11 @@ def shorter_and_shorter(messages: Sequence[Message]) -> Iterator[list[Message]]:
 def converse(
     model: str | Path, settings: Conversing | None = None, *, say: Callable[[str], object] = lambda _: None
 ) -> Dialogue:
-    """Open a trained model for a conversation, on the GPU where there is one.
+    """Open a trained model for a conversation, on the GPU if there is one.
 
     Args:
         model: run folder, model folder, folder of an adapter, .gguf file, or hf:NAME.
-        say: called with a line about the sampling settings that the model names.
+        say: function that is called with a line about the sampling settings in the model's files.
 
     Raises:
         CheckpointError: there is no such model. ConfigError: the model has no tokenizer or no chat template, or a
@@ -289,7 +289,7 @@ def converse(
 
 
 def changed(options: SeededOptions, name: str, value: str) -> SeededOptions:
-    """Change one setting of sampling.
+    """Return the sampling settings with one setting changed.
 
     Raises:
         ConfigError: there is no such setting, or the value is out of range.

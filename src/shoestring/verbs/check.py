@@ -1,4 +1,4 @@
-"""`shoestring check`: the resolved run, its features in order, and its memory, without starting anything."""
+"""`shoestring check`: describes the resolved run, its features in order, and its memory, without starting anything."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ GIB = 2**30
 
 
 def check(run: Run, workers: int = 1) -> Iterator[str]:
-    """Describe the resolved run, the order of its features, its parameters and its memory, line by line.
+    """Describe the resolved run, the order of its features, its number of parameters and its memory, line by line.
 
     The check calls the same functions in the same order as `training.loop.train`, up to the start of ranks, so it
-    refuses every run that training would refuse before its first step. Settings that name untrusted code are not read,
-    and are listed at the end. If the model is one of these settings, its parameters and memory are left out.
+    refuses every run that training would refuse before its first step. Settings that name untrusted code are listed at
+    the end, but the code is not read. If `run.model` is such a setting, parameters and memory are left out.
 
     Raises:
         ShoestringError: training would refuse the run before its first step.
     """
-    # All ranks count as ranks of one host; checking needs no process group.
+    # All ranks are assumed to run on one host; checking needs no process group.
     world = arrange_mesh(World(size=workers, local_size=workers), run.features)
     check_named_files(run)
     completed = run.completed(world)
@@ -90,8 +90,8 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
 
 
 def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
-    """Build the run's job on the meta device, and run all checks. The model is empty if the run's model is unread
-    because its code is not trusted."""
+    """Build the run's job on the meta device, and run all checks. If the code of `run.model` is not trusted, the job's
+    model is an empty module."""
     progress = progress_of(run.settings) if seen.data or not run.settings.epochs else Progress()
     if "run.model" in run.unread:
         job = Job(nn.Module(), progress=progress, world=world)
@@ -136,9 +136,9 @@ def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[s
                 forward=attachments_of(job).forward,
                 batch=own.first_batch(micro) if own else None,
             )
-    except ShoestringError:  # a feature refuses the job, as it would in training
+    except ShoestringError:  # a feature refuses the job; it would do so in training too
         raise
-    except Exception as error:  # features and models that need real numbers may raise anything
+    except Exception as error:  # features and models that need real values of tensors may raise any error
         log.debug("the memory of a step cannot be predicted", exc_info=error)
         yield f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"
         return
@@ -158,7 +158,7 @@ def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[s
 
 
 def _room(job: Job, predicted: Prediction, held: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line with what to change, if the run does not fit into this machine."""
+    """If the run does not fit into this machine's memory, yield a line that says what to change."""
     ranks = job.world.size
     if torch.cuda.is_available():
         needed, there, what = predicted.peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"
@@ -174,7 +174,7 @@ def _room(job: Job, predicted: Prediction, held: Mapping[str, int]) -> Iterator[
 
 @contextmanager
 def _muted(name: str) -> Iterator[None]:
-    """Drop the messages of another library's logger."""
+    """Context in which the messages of another library's logger are dropped."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:

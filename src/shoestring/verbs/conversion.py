@@ -37,8 +37,8 @@ def check_new(out: Path) -> None:
 
 
 def open_source(model: str) -> tuple[Path, nn.Module, Tokenizer | None]:
-    """Open a model by the name that a user gives; returns its folder or .gguf file, the model, and its tokenizer if it
-    has one.
+    """Open a model by the name that a user gives. Returns its folder or .gguf file, the model, and its tokenizer (None
+    if it has none).
 
     Raises:
         CheckpointError: there is no such model.
@@ -51,8 +51,7 @@ def open_source(model: str) -> tuple[Path, nn.Module, Tokenizer | None]:
 
 
 def sample_text(model: str, source: Path, built: nn.Module, text: SampleText) -> Tensor:
-    """Token ids (samples, length), int64, of samples of the text that the settings name; by default the text is the
-    run's own data."""
+    """Sample the text that `text` names, or by default the run's own data, as token ids (samples, length) in int64."""
     samples, sequence = text.samples, text.sequence
     if samples < 1 or sequence < 1:
         raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
@@ -64,7 +63,7 @@ def sample_text(model: str, source: Path, built: nn.Module, text: SampleText) ->
         run = runs.look(model)
         settings, data = run.data, run.settings.data
     if not data:
-        raise ConfigError("there is no text to measure on", hint="name some by --data")
+        raise ConfigError("there is no text to measure on", hint="name a text with --data")
     config = getattr(built, "config", None)
     limit = hf.context_of(config) if hf.is_pretrained(built) else getattr(config, "context", None)
     length = min(sequence, limit) if isinstance(limit, int) else sequence
@@ -76,14 +75,14 @@ def sample_text(model: str, source: Path, built: nn.Module, text: SampleText) ->
 
 
 def own_batches(model: str, samples: int, batch: int, device: torch.device) -> tuple[list[Batch], Forward] | None:
-    """Batches of the training data of a run whose data set is the user's own, and the run's forward pass; None if
-    `model` is no such run.
+    """Batches of the training data of a run whose data set is the user's own, and the run's forward pass. None if
+    `model` is not a run folder, or the run's data is text.
 
     Args:
-        samples: number of samples, which are spread over the data set. batch: number of samples in a batch.
+        samples: number of samples, taken at equal distances from the data set. batch: number of samples in a batch.
 
     Raises:
-        TrustError: the run folder names code, and the user has not declared that it is trusted.
+        TrustError: the run folder names code that the user has not declared as trusted.
     """
     if not (Path(model) / "run.toml").is_file() or not is_own(runs.look(model)):
         return None
@@ -106,7 +105,7 @@ def change_of_size(source: Path, out: Path) -> str:
 
 
 def described(what: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each reason, with the first layer that it applies to and the number of further layers."""
+    """Yield a line for each reason: the first layer that it applies to, the number of other layers, and the reason."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, why in reasons.items():
         names[why].append(name)

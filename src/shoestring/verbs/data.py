@@ -1,4 +1,4 @@
-"""`shoestring data show`: the samples that training makes of its data, and the tokens in them that the model learns."""
+"""`shoestring data show`: the samples that training makes of data, and which of their tokens the model learns."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from shoestring.training.named_files import is_own
 from shoestring.verbs.settings import DataView
 
 _SHOWN = 1000
-"""Largest number of characters of a text that are shown."""
+"""Maximum number of characters of a text to show."""
 
 
 @dataclass(frozen=True)
 class RenderedPiece:
-    """A part of a rendered record whose tokens are all of one kind: learnt or not, special or not."""
+    """A part of a rendered record in which all tokens are alike: all learnt or all not, all special or all not."""
 
     text: str
     learnt: bool
     special: bool
-    """Whether the part is a single special token, which text in the data cannot produce."""
+    """Whether the part is a single special token; ordinary text in the data can never encode to such a token."""
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample that training makes of a record."""
+    """A sample that training makes from a record."""
 
     pieces: tuple[RenderedPiece, ...]
-    """The parts of the sample, without the tokens that are cut."""
+    """The parts of the sample, without the tokens that are cut off."""
     tokens: int
     learnt: int
-    """Number of tokens that are learnt, among the tokens that are not cut."""
+    """Number of tokens that the model learns, among the tokens that are not cut off."""
     cut: int
-    """Number of tokens that are cut because they do not fit into data.sequence."""
+    """Number of tokens that are cut off because they do not fit into data.sequence."""
     left_out: str = ""
-    """Why training leaves the sample out; empty if it does not."""
+    """Why training leaves out the sample; empty if training uses it."""
 
 
 @dataclass(frozen=True)
 class ShownRecord:
-    """A record, and the samples that training makes of it."""
+    """A record, and the samples that training makes from it."""
 
     where: str
     samples: tuple[ShownSample, ...]
     left_out: str = ""
-    """Why training leaves the record out; empty if it does not."""
+    """Why training leaves out the record; empty if training uses it."""
 
 
 @dataclass
@@ -71,17 +71,17 @@ class ShownData:
     """Format of the records: messages, sharegpt, alpaca, prompt-completion or text."""
     records: int = 0
     samples: int = 0
-    """Number of samples, before several are packed into one; 0 without a tokenizer."""
+    """Number of samples before packing joins several into one; 0 without a tokenizer."""
     tokens: int = 0
     learnt: int = 0
     cut: int = 0
-    """Number of samples that are cut."""
+    """Number of samples that are cut off at data.sequence."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of samples or records that are left out for it."""
+    """Reason -> number of samples or records that training leaves out for this reason."""
     ends: list[str] = field(default_factory=list)
-    """Tokens that end the answers which are learnt."""
+    """Tokens at which the learnt answers end."""
     refusal: str = ""
-    """Why training refuses the data, and what to do; empty if the records that were read gave no reason."""
+    """Why training refuses the data, and what to do; empty if it accepts all records that were read."""
     stopped: bool = False
     """Whether reading stopped before the end of the data."""
     first: list[ShownRecord] = field(default_factory=list)
@@ -91,17 +91,17 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
     """Read training data as training does, without writing anything.
 
     Args:
-        source: a data source as in run.data, or a run file, whose data sources are all shown.
+        source: a data source as in run.data; or a run file, all of whose data sources are shown.
 
     Raises:
-        ConfigError: there is no such run file or model, or the run's data set is built by code.
-        DataError: there is no such data, or no such chat template.
+        ConfigError: the run file or the model does not exist, or the run's data set is built by the user's code.
+        DataError: the data or the chat template does not exist.
     """
     view = view or DataView()
     if source.endswith(".toml"):
         run = runs.look(source)
         if "run.data" in run.unread or is_own(run):
-            raise ConfigError(f"`{source}` has a data set that its own code builds, not text or chats")
+            raise ConfigError(f"`{source}` has a data set that is built by the user's own code, not text or chats")
         path = tokenizer_of(run)
         settings = replace(run.data, sequence=sequence_of(run))
         settings = settings if run.data.form == "chat" else replace(settings, template="")
@@ -114,7 +114,7 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
     tokenizer = _tokenizer(view.model)
     if not settings.sequence:
         context = None
-        with suppress(ShoestringError):  # a folder with nothing but a tokenizer is enough to show data
+        with suppress(ShoestringError):  # the folder may hold only a tokenizer, which is enough to show data
             context = context_of(view.model, {})
         settings = replace(settings, sequence=settings.longest(context))
     return [_show(source, settings, tokenizer, view)]
@@ -140,17 +140,17 @@ def _show(source: str, settings: Data, tokenizer: Tokenizer | None, view: DataVi
         if settings.form == "text":
             _read_texts(reader, tokenizer, view, shown)
         elif tokenizer is None:
-            raise ConfigError("chats are rendered with the chat template of a model", hint="name one by --model")
+            raise ConfigError("chats need the chat template of a model", hint="name a model with --model")
         else:
             _read_chats(reader, with_template(tokenizer, settings.template), settings, view, shown)
-    if readable != source:  # a copy of a pipe, which has been deleted
+    if readable != source:  # the source is a pipe, and `readable` a copy that is deleted by now
         shown.refusal = shown.refusal.replace(readable, source)
         shown.first = [replace(record, where=record.where.replace(readable, source)) for record in shown.first]
     return shown
 
 
 def _is_chat(source: str, settings: Data) -> bool:
-    """Whether the first record of a source is a chat. Errors in the source are raised later, when it is read."""
+    """Whether the first record of a source is a chat. If the source has errors, reading it later raises them."""
     reader = open_source(source, settings.record_field)
     if not isinstance(reader, TextFiles | HuggingFace):
         return False
@@ -213,7 +213,7 @@ def _count(shown: ShownData, samples: list[ShownSample], reason: str) -> None:
 def _shown_sample(chat: Chat, tokenizer: Tokenizer, settings: Data) -> ShownSample:
     room = settings.sequence
     tokens, flags = chat.tokens[:room], chat.trained[:room]
-    flags = [False, *flags[1:]]  # the first token has no context to be predicted from
+    flags = [False, *flags[1:]]  # the first token is never learnt: it has no context to be predicted from
     reason = "" if any(flags) else f"no answer begins within its first {room:,} tokens"
     return ShownSample(
         tuple(_pieces(tokens, flags, tokenizer)), len(chat.tokens), sum(flags), len(chat.tokens) - len(tokens), reason

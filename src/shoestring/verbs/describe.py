@@ -1,4 +1,4 @@
-"""`shoestring check --model`: a model as its files and its tokenizer describe it, without reading its weights."""
+"""`shoestring check --model`: describes a model by its files and its tokenizer, without reading its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoestring.models.loading import load_model, outline
 from shoestring.models.saving import model_folder
 
 LISTED = 12
-"""Largest number of tokens that a line lists."""
+"""Maximum number of tokens that a line lists."""
 
 
 def describe(model: str) -> Iterator[str]:
@@ -26,7 +26,7 @@ def describe(model: str) -> Iterator[str]:
         model: run folder, model folder, folder of an adapter, .gguf file, or hf:NAME.
 
     Raises:
-        CheckpointError: there is no such model, or its weights do not fit its configuration.
+        CheckpointError: the model does not exist, or its weights do not fit its configuration.
         DataError: a file of the model is not valid.
     """
     built, tokenizer = _open(model)
@@ -40,7 +40,7 @@ def describe(model: str) -> Iterator[str]:
 
 
 def table(description: Description, tokenizer: Tokenizer | None) -> Mapping[str, str]:
-    """The value of each property in a description, by the property's name."""
+    """Lines of a description: name of a property -> its value as text."""
     named = SamplingOptions().over(description.sampling, SamplingRule()).from_model
     sampling = ", ".join(f"{name} {value:g}" for name, value in named.items())
     rows = {
@@ -61,9 +61,9 @@ def table(description: Description, tokenizer: Tokenizer | None) -> Mapping[str,
 
 
 def behaviour_of(built: nn.Module | None) -> Mapping[str, str]:
-    """What generation and training may rely on, by name of the property; empty for a model that is not known.
+    """Properties of a model that generation and training rely on: name -> text. Empty if the model's class is unknown.
 
-    For a model of transformers it is observed on a small random copy, unless that was done before.
+    For a model of transformers, the properties are observed once, on a small random copy of the model.
     """
     if isinstance(built, GPT):
         return {
@@ -90,7 +90,7 @@ def behaviour_of(built: nn.Module | None) -> Mapping[str, str]:
 
 
 def _open(model: str) -> tuple[nn.Module | None, Tokenizer | None]:
-    """The model, if possible without its weights, and its tokenizer."""
+    """Open the model, without its weights if possible, and its tokenizer."""
     if (built := outline(model)) is None:
         return load_model(model)
     if model.startswith(hf.PREFIX):
@@ -105,6 +105,6 @@ def _count(tokens: int | None) -> str:
 
 
 def _tokens(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """Tokens with their texts, as one line."""
+    """List tokens and their texts in one line."""
     texts = [f"{token} {tokenizer.engine.id_to_token(token) if tokenizer else ''}".strip() for token in ids[:LISTED]]
     return ", ".join([*texts, *([f"and {len(ids) - LISTED} more"] if len(ids) > LISTED else [])])

@@ -1,4 +1,4 @@
-"""`shoestring distill`: training a draft model in two stages from one run file, and measuring its acceptance."""
+"""`shoestring distill`: trains a draft model in two stages from one run file, and measures its acceptance rate."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shoestring.training.user_code import import_user_code
 
 REFERENCE, DRAFT = "reference", "draft"
 HELD_OUT = 512
-"""Largest number of held-out samples that acceptance is measured on."""
+"""Maximum number of held-out samples on which acceptance is measured."""
 
 
 def stages(run: Run) -> dict[str, Run]:
-    """Map the name of each stage, which is also its folder inside the run folder, to the stage's run: first a reference
-    that is trained on all tokens, then the draft model.
+    """Map the name of each stage to its run: first a reference that is trained on all tokens, then the draft model.
 
-    There is no stage for the reference if the run file names one, or if the draft model is trained on all tokens.
+    The name is also the name of the stage's folder inside the run folder. There is no stage for the reference if the
+    run file names a reference, or if the draft model is trained on all tokens.
 
     Raises:
         ConfigError: the run file has no table [decode.distill].
@@ -58,19 +58,19 @@ def _stage(run: Run, feature: Distill, instead: Distill, folder: Path) -> Run:
 
 
 def distill(run: Run, world: World, record: Recorder | None = None, *, say: Callable[[str], object]) -> str:
-    """Train the stages one after the other, and report where each model is and how many of its drafts are accepted.
+    """Train the stages one after another; report where each model is, and what fraction of its drafts is accepted.
 
-    Every rank must call this function. If a stage is stopped, the function returns without measuring acceptance; a new
-    start with `run.resume = "auto"` continues the stage.
+    Every rank must call this function. If a stage is stopped, the function returns without measuring acceptance; the
+    next start with `run.resume = "auto"` continues the stage.
 
     Args:
-        say: called with each line of the report.
+        say: function that is called with each line of the report.
 
     Returns:
         How the last stage ended: "finished" or "stopped".
 
     Raises:
-        ShoestringError: raised on all ranks, for every error that the user can correct.
+        ShoestringError: there is an error that the user can correct; raised on all ranks.
     """
     planned = stages(run)
     folders: dict[str, Path] = {}
@@ -96,8 +96,8 @@ def _vouch(stage: Run, model: Path, world: World) -> None:
 
 
 def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, float]:
-    """Acceptance of the model before training, of the reference and of the draft model, by name; empty without held-out
-    text."""
+    """Acceptance rates, by name, of the model before training, the reference and the draft model; empty if there is no
+    held-out text."""
     code = world.agree(lambda: import_user_code(last, skip=("run.evaluate", "run.sinks")))
     data = open_data(last, world, folder, code.collate)
     if data.held_out is None:
@@ -115,7 +115,7 @@ def _acceptances(run: Run, last: Run, folder: Path, world: World) -> dict[str, f
 
 
 def _accepted(model: nn.Module, teacher: nn.Module, data: DataSets, forward: Forward, run: Run, world: World) -> float:
-    """Acceptance over the held-out samples, which are divided among the ranks. Every rank must call this function."""
+    """Acceptance rate over the held-out samples, which are divided among ranks. Every rank must call this function."""
     assert data.held_out is not None
     batch = max(1, run.settings.batch // (world.size * run.settings.accumulate))
     shares = sweep(data.held_out, batch=batch, rank=world.rank, size=world.size, limit=HELD_OUT, collate=data.collate)

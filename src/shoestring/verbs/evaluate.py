@@ -1,4 +1,4 @@
-"""`shoestring evaluate`: a trained model on tasks of lm-evaluation-harness."""
+"""`shoestring evaluate`: evaluates a trained model on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoestring.verbs.settings import TaskEvaluation
 
 
 def evaluate(model: str | Path, settings: TaskEvaluation) -> dict[str, Any]:
-    """Evaluate a model, on the GPU if there is one; returns the results in the form of `lm_eval.simple_evaluate`.
+    """Evaluate a model, on the GPU if there is one. The results have the form of `lm_eval.simple_evaluate`.
 
     Args:
         model: run folder, model folder, folder of an adapter, .gguf file, or hf:NAME.
 
     Raises:
-        CheckpointError: there is no such model.
-        ConfigError: lm-evaluation-harness is not installed, there is no such task, or a setting is out of range.
+        CheckpointError: the model does not exist.
+        ConfigError: lm-evaluation-harness is not installed, a task does not exist, or a setting is out of range.
         DataError: a task cannot be loaded, or its code raises an error.
     """
     for name in ("limit", "context"):
@@ -49,7 +49,7 @@ def evaluate(model: str | Path, settings: TaskEvaluation) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> Iterator[str]:
-    """The results as the tables that lm-evaluation-harness prints."""
+    """Format the results as the tables that lm-evaluation-harness prints."""
     from lm_eval.utils import make_table
 
     yield make_table(results).rstrip()

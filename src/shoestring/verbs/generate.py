@@ -1,4 +1,4 @@
-"""`shoestring generate`: text from a trained model, token by token."""
+"""`shoestring generate`: generates text with a trained model, token by token."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def generate(
     *,
     report: Callable[[str], object] | None = None,
 ) -> Iterator[str]:
-    """Yield the continuation of a prompt in pieces; a character that takes several tokens is yielded once it is
-    complete.
+    """Yield the continuation of a prompt in pieces. A character that consists of several tokens is yielded as a whole.
 
     The model runs on the GPU if there is one.
 
     Args:
         model: run folder, model folder, or hf:NAME.
-        prompt: text to continue, or with `settings.chat` the question to answer.
-        report: called at the end with each line of a report on the cost of generation and the gain by speculation.
+        prompt: text to continue; with `settings.chat`, the question to answer.
+        report: function that is called at the end with each line of a report on the cost of generation and the gain
+            from speculation.
 
     Raises:
         CheckpointError: there is no such model. ConfigError: the model has no tokenizer, or a setting is out of range.
@@ -79,10 +79,10 @@ def generate(
 
 
 def encode_question(tokenizer: Tokenizer, question: str, system: str, variables: Mapping[str, Any]) -> list[int]:
-    """Tokens of a single question, by the tokenizer's chat template.
+    """Tokens of a single question, formatted by the tokenizer's chat template.
 
     Raises:
-        ConfigError: there is no template, or it refuses the question. DataError: the template is not valid.
+        ConfigError: there is no chat template, or it refuses the question. DataError: the template is not valid.
     """
     if template_source(tokenizer) is None:
         raise ConfigError("the model has no chat template", hint="without --chat, a prompt is continued as it is")
@@ -119,20 +119,20 @@ def build_engine(
     adapters: bool = False,
     pass_seconds: float | None = None,
 ) -> Engine:
-    """Build the engine that generates with a model and with the drafter that the settings name.
+    """Build the engine that generates with a model, and with the drafter that the settings name.
 
     Args:
         slots: number of texts that are generated at the same time.
-        context: largest number of tokens that the model sees; default the model's own.
+        context: maximum number of tokens that the model sees; defaults to the model's own context.
         room: number of tokens per text that the cache can hold, if smaller than `context`.
-        skip: fraction of the bytes moved per token that skipping sublayers avoids, or the file of a skip plan; by
+        skip: fraction of the bytes moved per token that skipping sublayers should avoid, or the file of a skip plan; by
             default no sublayer is skipped.
-        adapters: whether texts may have low-rank adapters of their own.
-        pass_seconds: time that a pass over prompts should take at most; by default there is no limit.
+        adapters: whether each text may use low-rank adapters of its own.
+        pass_seconds: maximum time that a pass over prompts should take; by default there is no limit.
 
     Raises:
-        CheckpointError: the model that is to draft does not exist. ConfigError: the drafter has another vocabulary, or
-            a number is out of range.
+        CheckpointError: the draft model does not exist. ConfigError: the drafter has a different vocabulary, or a
+            number is out of range.
     """
     speculation, passes = decoding.speculation, decoding.passes
     drafter = open_drafter(speculation, model, tokenizer, slots=slots, room=room or context, passes=passes)
@@ -146,14 +146,14 @@ def build_engine(
 
 
 def _skip_sublayers(adapter: Adapter, skip: str, room: int | None, *, drafts: bool) -> Adapter:
-    """Skip the sublayers of a plan; or, if `skip` is a share, choose them while generating."""
+    """Skip the sublayers that a plan names; if `skip` is a fraction, choose the sublayers while generating."""
     try:
         share = float(skip)
     except ValueError:
         return Skipping(adapter, SkipPlan.load(Path(skip)))
     if drafts:
         raise ConfigError(
-            "--skip with a share learns from passes over one token, but --draft makes passes over several",
-            hint="give the file of a plan, or --draft skip alone, which keeps the text",
+            "--skip with a fraction learns from passes over one token, but --draft makes passes over several tokens",
+            hint="give the file of a skip plan, or use --draft skip alone, which does not change the text",
         )
     return OnlineSkipping(adapter, share, min(room or adapter.context, adapter.context))

@@ -1,4 +1,4 @@
-"""`shoestring checkpoint export` and `import`: converting checkpoints to and from the formats of other programs."""
+"""`shoestring checkpoint export` and `import`: convert checkpoints to and from the formats of other programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoestring.verbs.settings import CheckpointImport, ExportFormat
 
 
 def export(run: Path, to: Path, step: int | None = None, format: ExportFormat = "safetensors") -> list[Path]:
-    """Convert the checkpoint of a step, by default the newest on disk, for other programs.
+    """Convert the checkpoint of a step to the format of another program; by default the newest checkpoint on disk.
 
     Args:
         run: a run folder, the folder of its checkpoints, or one checkpoint.
@@ -41,7 +41,7 @@ def export(run: Path, to: Path, step: int | None = None, format: ExportFormat = 
         The files that were written.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged or incomplete, or `to` is not empty.
+        CheckpointError: there is no checkpoint of this step, it is damaged or incomplete, or `to` is not empty.
     """
     archive = Archive.of(run)
     checkpoint = archive.pick(step)
@@ -65,12 +65,12 @@ def export(run: Path, to: Path, step: int | None = None, format: ExportFormat = 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """How to build the model of a run folder: its name and arguments, and its tokenizer."""
+    """The information needed to build the model of a run folder: its name and arguments, and its tokenizer."""
 
     origin: Mapping[str, Any]
     tokenizer: Tokenizer | None
     trust: Trust
-    """Who vouches for the code that builds the model."""
+    """The source of trust in the code that builds the model: who vouches for it."""
     beside: Beside
 
 
@@ -82,7 +82,7 @@ def read_origin(archive: Archive) -> ModelOrigin:
     """
     if archive.run is None:
         raise CheckpointError(
-            f"no run.toml beside `{archive.folder}` says what the model is", hint="--as safetensors needs no run file"
+            f"no run.toml beside `{archive.folder}` names the model", hint="--as safetensors needs no run file"
         )
     run = runs.look(str(archive.run))
     path = archive.run / "tokenizer.json"
@@ -98,7 +98,7 @@ def read_origin(archive: Archive) -> ModelOrigin:
 
 
 def _export_model(archive: Archive, content: exports.Saved, to: Path) -> None:
-    """Write the model folder that the run itself would write at its end."""
+    """Write the same model folder that the run would write at its end."""
     source = read_origin(archive)
     origin = source.origin
     model = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=source.trust)
@@ -115,7 +115,7 @@ def _export_model(archive: Archive, content: exports.Saved, to: Path) -> None:
 
 
 def _export_weights(archive: Archive, content: exports.Saved, to: Path) -> None:
-    """Write the weights under their own names, with the configuration and the tokenizer if the run folder has them."""
+    """Write the weights under their own names; add the configuration and the tokenizer if the run folder has them."""
     tensors, source, model = _exported_tensors(archive, content), None, None
     with suppress(ShoestringError):
         source = read_origin(archive)
@@ -123,12 +123,12 @@ def _export_weights(archive: Archive, content: exports.Saved, to: Path) -> None:
             origin = source.origin
             built = origin["model"], origin["arguments"], origin["offered"]
             model = build_model(*built, weights=False, trust=source.trust)
-        # Weights with several names (tied embeddings) are written under the first name only.
+        # Weights with several names (tied embeddings) are written only under their first name.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name in (names - {name for name, _ in model.named_parameters()}) & tensors.keys():
             del tensors[name]
     exports.write_safetensors(tensors, to / "model.safetensors")
-    if source is None or slorb.names_in(tensors):  # a plain model has no place for adapters
+    if source is None or slorb.names_in(tensors):  # the configuration of a plain model does not describe adapters
         return
     if model is not None and hf.is_pretrained(model):
         hf.save_config(model, to, saving.TRANSFORMERS)
@@ -140,7 +140,7 @@ def _export_weights(archive: Archive, content: exports.Saved, to: Path) -> None:
 
 
 def _exported_tensors(archive: Archive, content: exports.Saved) -> dict[str, exports.Stored]:
-    """The tensors of the trained model, after the features of the run have changed them for the export."""
+    """The tensors of the trained model, changed for the export by the features of the run."""
     run = runs.look(str(archive.run)) if archive.run is not None else None
     if run is not None and any(not key.startswith("run.") for key in run.unread):
         run.origin.require()  # features of other packages may change the exported weights
@@ -155,7 +155,7 @@ def _exported_tensors(archive: Archive, content: exports.Saved) -> dict[str, exp
 
 @dataclass(frozen=True)
 class _LazyStates(Mapping[str, Any]):
-    """The states of a checkpoint by name, each read on access."""
+    """The states of a checkpoint by name; a state is read only when it is accessed."""
 
     content: exports.Saved
 
@@ -192,14 +192,14 @@ def import_checkpoint(source: Path, to: Path, settings: CheckpointImport | None 
 
     Args:
         source: a folder or file that torch.distributed.checkpoint, safetensors or Hugging Face wrote.
-        to: a run folder without checkpoints; it may be new.
+        to: a run folder without checkpoints; it may be a new folder.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
         ConfigError: the step is negative.
-        CheckpointError: `source` is damaged or lacks a model, or the run has checkpoints already.
+        CheckpointError: `source` is damaged or has no model, or the run already has checkpoints.
     """
     settings = settings or CheckpointImport()
     if settings.step is not None and settings.step < 0:
@@ -207,11 +207,11 @@ def import_checkpoint(source: Path, to: Path, settings: CheckpointImport | None 
     archive = Archive.of(to)
     if newest := archive.found()[:1]:
         raise CheckpointError(
-            f"the run has a checkpoint of step {newest[0].step} already: `{newest[0].path}`",
-            hint="name a new folder by --to",
+            f"the run already has a checkpoint of step {newest[0].step}: `{newest[0].path}`",
+            hint="name a new folder with --to",
         )
-    if (archive.folder / HISTORY).exists():  # "auto" would ignore the imported checkpoint
-        raise CheckpointError(f"a run was started in `{archive.folder}` already", hint="name a new folder by --to")
+    if (archive.folder / HISTORY).exists():  # `run.resume = "auto"` would ignore the imported checkpoint
+        raise CheckpointError(f"a run was already started in `{archive.folder}`", hint="name a new folder with --to")
     if settings.format == "dcp":
         states = dcp.renamed(dcp.read(source), settings.model, settings.optimizer)
     else:
@@ -229,10 +229,10 @@ def import_checkpoint(source: Path, to: Path, settings: CheckpointImport | None 
 
 
 def _read_model(source: Path) -> dict[str, torch.Tensor]:
-    """Read weights by name: with the names of the model that a model folder builds, else with the names in the
-    files."""
+    """Read weights by name. If `source` is a model folder, use the names in the model that it builds; otherwise use the
+    names in the files."""
     if (source / "config.json").is_file():
-        with suppress(ConfigError):  # a model of another library, which keeps the names in the files
+        with suppress(ConfigError):  # a model of another library; use the names in its files
             return load_model(source)[0].state_dict()
     if (source / dcp.METADATA).exists():
         raise CheckpointError(f"`{source}` was written by torch.distributed.checkpoint", hint="add --as dcp")

@@ -1,4 +1,4 @@
-"""`shoestring keys`: the keys of run files with their types, defaults and help texts, listed and searched.
+"""`shoestring keys`: lists and searches the keys of run files, with their types, defaults and help texts.
 
 Importing this module does not import torch, so the command line shows the keys of a recipe within a few tenths of a
 second.
@@ -22,7 +22,7 @@ from shoestring.run_code import TABLES
 from shoestring.settings import describe, help_texts
 
 NARROWEST, WIDEST = 60, 110
-"""Bounds of the width at which help texts are wrapped, in characters."""
+"""Minimum and maximum width, in characters, at which help texts are wrapped."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,28 @@ class RunKey:
     table: str
     name: str
     type: str
-    """Type of the values, in words: `a whole number`."""
+    """Type of the values, in words such as `a whole number`."""
     default: str
-    """Default in TOML; empty if the key must be given, `{}` for a table."""
+    """Default value in TOML; empty if the key has no default, `{}` if it is a table."""
     help: str
 
     @property
     def flag(self) -> str:
-        """The flag of the command line that sets the key."""
+        """The command-line flag that sets the key."""
         return f"--{self.name}" if self.table == "run" else f"--{self.table}.{self.name}"
 
 
 def tables(packages: Sequence[str] = ()) -> dict[str, type]:
-    """The class of the settings of each table of a run file, by the table's name.
+    """Name of a table of run files -> class of its settings.
 
     Args:
-        packages: names of the user's own packages, whose features are listed as well.
+        packages: names of the user's own packages, whose features are included.
     """
     return {"run": run.Settings, "data": Data, **run.keys(), **run.keys(packages)}
 
 
 def nested(table: str, settings: type) -> dict[str, type]:
-    """The class of the settings of each table inside a table, by the inner table's name."""
+    """Name of a table inside `table` -> class of its settings."""
     own = {field.name for field in fields(settings)}
     return {
         f"{table}.{name}": kind
@@ -63,7 +63,7 @@ def nested(table: str, settings: type) -> dict[str, type]:
 
 
 def keys_of(table: str, settings: type) -> list[RunKey]:
-    """The keys of one table, without the keys of tables inside it."""
+    """The keys of a table, without the keys of tables inside it."""
     texts, hints = help_texts(settings), get_type_hints(settings)
     return [
         RunKey(
@@ -78,12 +78,12 @@ def keys_of(table: str, settings: type) -> list[RunKey]:
 
 
 def toml_of(value: object) -> str:
-    """A value as it is written in a run file; empty if a key has no default."""
+    """Write a value in TOML, as it stands in a run file; empty if the value is missing."""
     if value is MISSING:
         return ""
     if is_dataclass(value) or value == {}:
         return "{}"
-    if isinstance(value, Mapping):  # on one line
+    if isinstance(value, Mapping):  # an inline table, on one line
         return "{" + ", ".join(f"{json.dumps(key)} = {toml_of(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple | list):
         if any(isinstance(item, Mapping) for item in value):
@@ -104,9 +104,9 @@ def all_keys(packages: Sequence[str] = ()) -> list[RunKey]:
 def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
     """Find the keys whose name or help text contains every word; the best matches come first.
 
-    Keys whose name equals a word come first, then keys whose name contains the words, then keys whose help text does.
-    Among equal matches, keys of tables that every run has come first. A name that another tool gives to a setting finds
-    that setting.
+    The order of matches is: keys whose name equals a word, keys whose name contains the words, keys whose help text
+    contains the words. Among equal matches, keys of tables that every run has come first. A single word may also be the
+    name of a setting in another tool; then the result is the equivalent key.
 
     Raises:
         ConfigError: no key matches.
@@ -136,7 +136,7 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     """Describe the keys of all tables in a run file or a recipe, table by table, with the values that are set there.
 
     Raises:
-        ConfigError: there is no such file or recipe, or it names a table that does not exist.
+        ConfigError: the file or recipe does not exist, or names a table that does not exist.
     """
     _, document = run.read(source)
     run.override(document, overrides, source)
@@ -145,7 +145,7 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     yield f"Keys of {source}. A value after = is what {source} sets; one in parentheses is the default."
     for table in dict.fromkeys(("run", "data", *named)):
         if table not in kinds:
-            continue  # a table of the user's own package, or the arguments of a model
+            continue  # the table belongs to a user's package, or holds the arguments of a model
         values = _values(document, table)
         yield ""
         yield f"[{table}] {(kinds[table].__doc__ or '').strip().splitlines()[0]}"
@@ -171,7 +171,7 @@ def _values(document: Mapping[str, Any], table: str) -> Mapping[str, Any]:
 
 
 def lines_of(key: RunKey, value: object = MISSING) -> Iterator[str]:
-    """A key as text for the terminal: its flag with the value or the default, and its help text below."""
+    """Lines for the terminal that describe a key: its flag with the value or the default, then its help text."""
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     if value is MISSING:
         assigned = f"({key.default})" if key.default else "(must be given)"

@@ -38,13 +38,13 @@ def view(file: Path, out: Path | None = None, tensors: int = 15) -> list[str]:
 
 
 def diff(before: Path, after: Path, tensors: int = 15) -> list[str]:
-    """Lines with the tensors that raised the peak of the later recording, the largest changes first."""
+    """Compare two recordings; returns lines with the tensors that changed the peak, the largest changes first."""
     return list(compare(_load(recording_of(before)), _load(recording_of(after))).lines(tensors))
 
 
 def export(file: Path, out: Path | None = None) -> Path:
-    """Convert a recording to a file for torch's memory_viz page, and return its path; by default the file lies beside
-    the recording."""
+    """Convert a recording to a file for torch's memory_viz page, and return the file's path; by default the file lies
+    beside the recording."""
     path = recording_of(file)
     out = out or path.with_suffix(".pickle")
     write_atomic(out, snapshot(_load(path)))
@@ -52,14 +52,14 @@ def export(file: Path, out: Path | None = None) -> Path:
 
 
 def list_leases(folder: Path = Path(Broker.folder), *, shared: bool = False) -> list[str]:
-    """List the processes that hold this host's memory, among the processes that share it by [memory.broker].
+    """List the processes that share this host's memory through [memory.broker], and the memory that they hold.
 
     Args:
-        folder: folder that these processes have set as `memory.broker.folder`.
-        shared: whether to list the processes that share the host with other users, instead of this user's own.
+        folder: value of `memory.broker.folder` in these processes.
+        shared: whether to list the processes that share memory with other users, instead of only this user's processes.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder `{folder}`", hint="name the folder in `memory.broker.folder`")
@@ -68,7 +68,7 @@ def list_leases(folder: Path = Path(Broker.folder), *, shared: bool = False) -> 
 
 
 def compare_runs(folders: Sequence[Path]) -> list[str]:
-    """Compare the peak memory of each run with the first run's; returns no lines if a run has no recording."""
+    """Compare the peak memory of each run with that of the first run; returns no lines if a run has no recording."""
     paths = [recording_of(folder) for folder in folders]
     if len(paths) < 2 or not all(path.is_file() for path in paths):
         return []
@@ -80,11 +80,11 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def recording_of(path: Path) -> Path:
-    """The path of a recording: the path itself if it is a file, else the recording in the run folder at that path."""
+    """The path of a recording: `path` itself if it is a file, or the recording in the run folder `path`."""
     return path / FILE if path.is_dir() else path
 
 
 def _load(path: Path) -> MemoryProfile:
     if path.suffix != ".npz":
-        raise ConfigError(f"{path} is no recording of memory", hint="name the .npz file, or the folder of a run")
+        raise ConfigError(f"{path} is not a memory recording", hint="name the .npz file, or the folder of a run")
     return load(path)

@@ -1,5 +1,5 @@
-"""`shoestring plan`: predicts the step time of each way to train a run on its ranks, chooses one, and writes a run file
-with it."""
+"""`shoestring plan`: predicts the step time of all ways to train a run on its ranks, chooses a way, and writes a run
+file with it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from shoestring.training.data_loading import DataSets, open_data, sequence_of, w
 from shoestring.training.same_run import check_ranks
 from shoestring.training.user_code import UserCode, import_user_code
 
-SHOWN = 10  # number of candidates that are printed
-TWICE = 2  # measured / predicted time above which the deviation is printed as a factor
-_VARIED = (Auto, Exchange, Budget, PlanRecord)  # what a plan chooses itself
+SHOWN = 10  # maximum number of candidates to print
+TWICE = 2  # ratio of measured to predicted time above which the deviation is printed as a factor
+_VARIED = (Auto, Exchange, Budget, PlanRecord)  # features that the plan chooses, so the run's own ones are removed
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The choice among exchanges of gradients, all with whole replicas; `measured` is the median time of real steps
-    with it, in seconds."""
+    """The chosen exchange of gradients between whole replicas; `measured` is the median time, in seconds, of real steps
+    with this exchange."""
 
     chooser: Chooser
     run: Run
@@ -50,12 +50,12 @@ class Exchanged:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds for what a step of DDP learns."""
+        """Predicted seconds until training has progressed as far as in one step of DDP."""
         return self.facts["predicted_step_seconds"] / self.facts["predicted_worth"]
 
     @property
     def took(self) -> float:
-        """Measured seconds for the same; predicted ones of local steps, of which a trial sees no merge."""
+        """Like `seconds`, but measured in a trial. Equal to it for local steps, because a trial includes no merge."""
         return self.seconds if self.merges else self.measured / self.facts["predicted_worth"]
 
     @property
@@ -70,11 +70,11 @@ class PlannedRun:
     """The outcome of a plan.
 
     Args:
-        run: the run with the chosen settings. predicted, measured: seconds of a step with these.
-        exchanged: the best way with whole replicas; None if that does not fit.
-        plans: all other ways, the fastest first. tried: measured seconds of some of them, by number.
-        choice: number of the chosen plan; None for `exchanged`.
-        outlook: what the plans are predicted from. page: path of the page with pictures; None if there is none.
+        run: the run with the chosen settings. predicted, measured: predicted and measured seconds of its step.
+        exchanged: the best way to train with whole replicas; None if replicas do not fit into memory.
+        plans: all other ways, the fastest first. tried: index in `plans` -> measured seconds of a plan that was tried.
+        choice: index in `plans` of the chosen plan; None if `exchanged` was chosen.
+        outlook: the measurements that the predictions use. page: path of the page with pictures; None if not written.
     """
 
     run: Run
@@ -90,10 +90,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class _Planning:
-    """What is planned.
+    """The run to plan, and what planning needs: its code, world and data.
 
     Args:
-        run: the user's run. others: its features without those that a plan chooses.
+        run: the user's run. others: the run's features, without features that a plan chooses.
     """
 
     run: Run
@@ -108,22 +108,22 @@ class _Planning:
 
 
 def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> PlannedRun:
-    """Measure the run's model and the links between its ranks, predict all ways to train it, and choose.
+    """Measure the run's model and the links between its ranks, predict all ways to train it, and choose one.
 
-    Every rank must call this function; the data is prepared as for the run.
+    Every rank must call this function. The data is prepared as for the run.
 
     Args:
-        out: path of a run file with the choice, which the first rank writes.
-        tries: number of ways, the fastest as predicted, that are tried for a few steps before one is chosen; 0 compares
-            exchanges of whole replicas only.
+        out: path of the run file with the chosen way, which the first rank writes; None to write no file.
+        tries: number of ways to try for a few steps before one is chosen, starting with the fastest predicted one; 0
+            compares only exchanges between whole replicas.
 
     Raises:
-        ConfigError: there is one rank only, the step time under the run's exchange cannot be predicted, nothing fits,
+        ConfigError: there is only one rank, the step time under the run's exchange cannot be predicted, nothing fits,
             or `out` cannot be written.
     """
     if world.size == 1:
         raise ConfigError(
-            "a single rank has nothing to exchange", hint="plan for several ranks: --workers 2, or under torchrun"
+            "a single rank has nothing to exchange", hint="plan for several ranks: use --workers 2, or torchrun"
         )
     check_ranks(run, world)
     if out is not None:
@@ -149,16 +149,16 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
 
 
 def _check_out(out: Path) -> None:
-    """Raise ConfigError if a plan cannot be written, before minutes are spent on it."""
+    """Raise ConfigError if `out` cannot be written; called before planning, which takes minutes."""
     if out.suffix == page_beside(out).suffix:
-        raise ConfigError(f"`{out}` is the name of a page", hint="end --out in .toml; the page is written beside it")
+        raise ConfigError(f"`{out}` is the name of a page", hint="end --out in .toml; the page lies beside it")
     nearest = next(place for place in out.absolute().parents if place.exists())
     if out.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ConfigError(f"cannot write `{out}`", hint="choose another --out")
 
 
 def page_beside(out: Path) -> Path:
-    """Path of the page of a plan."""
+    """Path of the page that is written beside the run file `out`."""
     return out.with_suffix(".html")
 
 
@@ -168,11 +168,11 @@ _KNOBS = {
     "zero": "memory.zero",
     "fsdp": "parallel.fsdp",
 }
-"""What [memory.budget] allows, as it is named elsewhere."""
+"""Entries of `memory.budget.allow` -> names of the settings or features that they allow."""
 
 
 def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
-    """Choose among exchanges of whole replicas and all other ways to train. A collective."""
+    """Choose among all ways to train: exchanges between whole replicas, and all other plans. A collective."""
     run, others, budget = planning.run, planning.others, planning.budget
     gib = budget.gib if budget else 0.0
     left_out = [name for knob, name in _KNOBS.items() if budget and knob not in budget.allow]
@@ -194,7 +194,7 @@ def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
 
 
 def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world: World) -> Run:
-    """The run with a plan's settings, and a record of what was planned."""
+    """The run with a plan's settings, and with a record of the ranks and figures that the plan was made for."""
     record = PlanRecord(
         hosts=world.hosts,
         ranks=world.size,
@@ -204,16 +204,16 @@ def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world:
         peak_gib=float(f"{plan.predicted.peak / GIB:.4g}"),
     )
     run = search.file(plan)
-    return replace(run, features=(record, *run.features))  # first, so that it refuses other ranks first
+    return replace(run, features=(record, *run.features))  # first, so that its check of the ranks runs first
 
 
 def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
-    """Whether a plan is DDP and nothing else, which is compared with other exchanges."""
+    """Whether a plan is DDP without other changes; such a plan is compared as an exchange between replicas instead."""
     return [type(feature) for feature in plan.added] == [DDP] and plan.step.micro == run.settings.accumulate
 
 
 def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> bool:
-    """Whether whole replicas fit into memory, and the user wants nothing else."""
+    """Whether whole replicas fit into memory, and the user's features do not require another way to train."""
     owners = [feature for feature in others if Seam.SHARD in feature.seams and not isinstance(feature, DDP)]
     split = any(map(splits_replicas, others))
     replicas = [plan for plan in plans if [type(feature) for feature in plan.added] in ([DDP], [])]
@@ -221,10 +221,10 @@ def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> b
 
 
 def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
-    """Choose an exchange as [comm.auto] does, and time a few steps with it. A collective."""
+    """Choose an exchange of gradients like [comm.auto], and time a few steps with it. A collective."""
     run, others, world = planning.run, planning.others, planning.world
     trial = for_trial(replace(run, features=(*others, auto)), world)
-    budget = (planning.budget,) if planning.budget else ()  # which still chooses what lowers the peak, when it trains
+    budget = (planning.budget,) if planning.budget else ()  # stays in the run, to lower the peak when the run trains
     with ExitStack() as stack:
         job, times = start(trial, planning.code, world, planning.data, stack)
         chooser = job.kept[auto.name].state
@@ -236,16 +236,17 @@ def _exchanged(planning: _Planning, auto: Auto) -> Exchanged:
 def _try(
     plans: list[TrainingPlan], exchanged: Exchanged | None, tries: int, planning: _Planning
 ) -> tuple[dict[int, float], int | None]:
-    """Time the fastest plans for a few steps; returns their seconds by number, and the number of the chosen one.
+    """Time the fastest plans for a few steps. Returns (index -> seconds for the plans that were tried, chosen index).
 
-    A plan that is refused when it is tried, because the model computes something else with it, is marked as refused.
+    A plan may be refused only when it is tried, for example because the model computes something different under it;
+    such a plan is marked as refused.
     """
     possible = [number for number, one in enumerate(plans) if not one.refused]
     bound = exchanged.seconds if exchanged else float("inf")
     promising = [number for number in possible if plans[number].seconds < bound * WORTH_TRYING]
     if not promising:
         if exchanged is None:
-            chosen(plans)  # says what the smallest needs
+            chosen(plans)  # raises an error that states what the smallest plan needs
         return {}, None
     first = plans.index(chosen([plans[number] for number in promising]))
     tried = dict[int, float]()
@@ -262,18 +263,18 @@ def _try(
     close = (number for number, took in tried.items() if took <= limit)
     best = min(close, key=lambda number: (len(plans[number].added), tried[number]), default=None)
     if best is None and exchanged is None:
-        raise ConfigError("no plan trains", hint=f"the first one was {plans[first].refused}")
+        raise ConfigError("no plan can be trained", hint=f"the first plan was {plans[first].refused}")
     if best is not None and exchanged is not None and exchanged.took <= tried[best] * (1 + CLOSE):
         best = None
     return tried, best
 
 
 WORTH_TRYING = 1.15
-"""Predictions are about this exact: a plan that is predicted to take longer by this factor is not tried."""
+"""Plans are not tried if their predicted time exceeds the best by this factor, the accuracy of predictions."""
 
 
 def _unlike(plans: Sequence[TrainingPlan], numbers: Sequence[int], first: int) -> Iterator[int]:
-    """The plans that differ from those before them in features or in the number of micro-batches, fastest first."""
+    """Indices of plans that differ from all earlier ones in features or in the number of micro-batches."""
     seen = {(*_kinds(plans[first]), plans[first].step.micro)}
     for number in numbers:
         if (kinds := (*_kinds(plans[number]), plans[number].step.micro)) not in seen:
@@ -286,8 +287,8 @@ def _kinds(plan: TrainingPlan) -> tuple[object, ...]:
 
 
 def _auto(run: Run) -> Auto:
-    """The settings of the search: the table [comm.auto] if there is one, else defaults with the codecs that the run
-    file names."""
+    """The settings of the search: the table [comm.auto] if the run has one, otherwise defaults with the codecs that the
+    run file names."""
     wire = [feature for feature in run.features if Seam.WIRE in feature.seams]
     for feature in wire:
         if isinstance(feature, Auto):
@@ -295,7 +296,7 @@ def _auto(run: Run) -> Auto:
         if not isinstance(feature, Exchange) or Seam.OPTIM in feature.seams:
             raise ConfigError(
                 f"the step time under `{feature.name}` cannot be predicted",
-                hint="plan compares codecs that exchange gradients at every step",
+                hint="plan can only compare codecs that exchange gradients at every step",
             )
     return Auto(allow=tuple(_codec_call(feature) for feature in wire if feature.name != "comm.dense"))
 
@@ -315,7 +316,7 @@ def _codec_call(feature: Feature) -> str:
 
 
 def _fill_in(run: Run, others: tuple[Feature, ...], chooser: Chooser, auto: Auto) -> Run:
-    """Put the chosen exchange into the run."""
+    """Return the run with the chosen exchange added."""
     choice = chooser.choice
     assert choice is not None
     ddp = next((feature for feature in others if isinstance(feature, DDP)), DDP())
@@ -340,13 +341,13 @@ def _write(planned: PlannedRun, path: Path) -> None:
 
 
 def default_path(source: str) -> Path:
-    """Return plan.toml next to the run file, or in the working folder for a recipe."""
+    """Path of plan.toml: next to the run file, or in the working folder if `source` is a recipe."""
     path = runs.locate(source)
     return (path.parent if Path(source).exists() else Path()) / "plan.toml"
 
 
 def describe(planned: PlannedRun, world: World) -> Iterator[str]:
-    """Describe the decision and its reasons, on one screen."""
+    """Yield lines, at most a screenful, that describe the decision and its reasons."""
     if planned.exchanged is not None:
         yield from _describe_exchange(planned.exchanged, world, last=planned.choice is None)
         yield ""
@@ -373,7 +374,7 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
 
 
 def _measurements(outlook: Outlook) -> Iterator[str]:
-    """What the other ways are predicted from."""
+    """Yield lines with the measurements from which the other ways are predicted."""
     model, samples = outlook.model, outlook.model.samples[-1]
     yield f"other ways, within {memory(int(outlook.room))} a rank; measured on all ranks at once:"
     block = max(model.blocks, key=lambda one: one.forward[-1], default=model.behind)
@@ -395,7 +396,7 @@ def _measurements(outlook: Outlook) -> Iterator[str]:
 
 
 def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:
-    """The plans that are printed, by number: the tried ones, and the best of each combination of features."""
+    """Indices and plans to print: the plans that were tried, and the best plan of each combination of features."""
     seen, shown = set[object](), list[tuple[int, TrainingPlan]]()
     for number, one in enumerate(planned.plans):
         kinds = (*_kinds(one), bool(one.refused))
@@ -406,7 +407,7 @@ def _shown(planned: PlannedRun) -> list[tuple[int, TrainingPlan]]:
 
 
 def _waits(plan: TrainingPlan) -> str:
-    """How long the busiest and the idlest stage compute, in words."""
+    """The fraction of a step that ranks wait, as text; with pipeline stages, the smallest and the largest fraction."""
     busy = plan.predicted.busy()
     idle = [1 - computing / plan.seconds for computing in busy]
     if len(busy) == 1:
@@ -415,7 +416,7 @@ def _waits(plan: TrainingPlan) -> str:
 
 
 def _describe_exchange(planned: Exchanged, world: World, *, last: bool) -> Iterator[str]:
-    """Describe the choice among exchanges of gradients."""
+    """Yield lines that describe the choice of an exchange between whole replicas."""
     chooser, facts = planned.chooser, planned.facts
     evidence, decision = chooser.measured, chooser.decision
     assert evidence is not None and decision is not None
@@ -458,7 +459,7 @@ def _describe_exchange(planned: Exchanged, world: World, *, last: bool) -> Itera
 
 
 def _deviation(measured: float, predicted: float) -> str:
-    """The deviation of a measured time from the predicted one, in words."""
+    """How far a measured time is from the predicted time, as text."""
     ratio = measured / predicted
     if ratio > TWICE:
         return f"{ratio:.3g} times as long as predicted"

@@ -1,4 +1,4 @@
-"""`shoestring predict`: a trained model on one's own files, as a table and as a page."""
+"""`shoestring predict`: runs a trained model on the user's own files, and writes a table and a page."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from shoestring.training.user_code import UserCode, import_user_code
 from shoestring.verbs.settings import FilePrediction
 
 Row = dict[str, Any]
-"""The entry `file`, and what the model says of it: numbers, texts and pictures; or the entry `error`."""
+"""The key `file`, and the numbers, texts and pictures that the model predicts for the file; or the key `error`."""
 FORMATS = (".csv", ".jsonl")
 _SHOWN = 500
 """Maximum number of rows on the page."""
 _BYTES = 16 << 20
-"""Maximum size of all pictures on the page."""
+"""Maximum total size of the pictures on the page, in bytes."""
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-"""First bytes of pictures that browsers show, and their types."""
+"""First bytes of picture files that browsers can show -> type of the file."""
 _SMALL = 256 << 10
-"""Maximum size of a file that the page shows as it is."""
+"""Maximum size, in bytes, of a picture file that the page includes unchanged."""
 
 
 def predict(run: str, folder: Path, settings: FilePrediction | None = None) -> list[Row]:
-    """Run the model of a run on all files of a folder and its subfolders, on the GPU if there is one.
+    """Run the model of a run on all files in a folder and its subfolders, on the GPU if there is one.
 
-    Files that `run.read_file` cannot read are left out, and their rows say why.
+    The model does not get files that `run.read_file` cannot read; the rows of these files hold the error.
 
     Args:
         run: a run folder.
@@ -55,18 +55,18 @@ def predict(run: str, folder: Path, settings: FilePrediction | None = None) -> l
         A row for each file, or several if `run.predict` returns several, in the order of the files' names.
 
     Raises:
-        ConfigError: the run names no `run.read_file`, the functions do not fit each other, or there are no such files.
+        ConfigError: `run.read_file` is not set, the user's functions do not fit each other, or there are no such files.
         CheckpointError: the run has no model.
         DataError: no file can be read.
-        TrustError: the run folder names code, and the user has not declared that it is trusted.
+        TrustError: the run folder names code that the user has not declared as trusted.
     """
     settings = settings or FilePrediction()
     if not (Path(run) / "run.toml").is_file():
         raise ConfigError(f"`{run}` is no run folder", hint="name the folder that `shoestring train` wrote")
     loaded = runs.load(run, trusted=False)
     if not loaded.settings.read_file:
-        hint = "name a function that makes a sample of a path; for text: shoestring generate, shoestring chat"
-        raise ConfigError("`run.read_file` is not set, so files cannot become samples", hint=hint)
+        hint = "name a function that makes a sample from a path; for text: shoestring generate, shoestring chat"
+        raise ConfigError("`run.read_file` is not set, so files cannot be turned into samples", hint=hint)
     code = import_user_code(loaded, skip=("run.loss", "run.evaluate", "run.sinks"))
     model, _ = load_model(Path(run) / "best" if settings.best else run)
     device = own_device(0)
@@ -80,7 +80,7 @@ def predict(run: str, folder: Path, settings: FilePrediction | None = None) -> l
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """The regular files below a folder that match a pattern, without hidden ones, in the order of their names."""
+    """Regular files below a folder that match a pattern, without hidden files, sorted by name."""
     if not folder.is_dir():
         raise ConfigError(f"`{folder}` is no folder", hint="name a folder with the files")
     below = (
@@ -98,17 +98,17 @@ class _Predictor:
     model: nn.Module
     device: torch.device
     name: str
-    """Name of the function that makes rows, for error messages."""
+    """Name, for error messages, of the function that makes the rows."""
 
     def rows(self, files: Mapping[str, Path]) -> Iterator[Row]:
-        """The rows of some files, by their names."""
+        """Yield the rows of `files`, which maps names to paths."""
         samples: dict[str, Any] = {}
         errors: dict[str, str] = {}
         assert self.code.read_file is not None
         for name, path in files.items():
             try:
                 samples[name] = self.code.read_file(path)
-            except Exception as error:  # what a broken file makes a library raise may be anything
+            except Exception as error:  # reading a broken file may raise any error of any library
                 errors[name] = foreign.one_line(_message(error))
         described = dict(zip(samples, self._of_samples(list(samples.values())), strict=True))
         for name in files:
@@ -116,7 +116,7 @@ class _Predictor:
                 yield {"file": foreign.one_line(name), **row}
 
     def _of_samples(self, samples: Sequence[Any]) -> list[list[Row]]:
-        """The rows of each sample: of all in one batch, or of each alone if they cannot be one batch."""
+        """The rows of each sample. All samples run in one batch, or in batches of one if they cannot be joined."""
         if not samples:
             return []
         try:
@@ -131,21 +131,21 @@ class _Predictor:
         rows = [item if isinstance(item, list | tuple) else [item] for item in made]
         if len(rows) != len(samples) or not all(isinstance(row, Mapping) for part in rows for row in part):
             raise ConfigError(
-                f"{self.name} returned {len(rows)} entries for {len(samples)} samples, or some that are no dicts",
+                f"{self.name} returned {len(rows)} entries for {len(samples)} samples, or entries that are not dicts",
                 hint="return a list with a dict, or a list of dicts, for each sample",
             )
         return [[{str(key): _plain(value) for key, value in row.items()} for row in part] for part in rows]
 
 
 def classes(output: Output, batch: Batch) -> list[Row]:
-    """The likeliest class of each sample and its probability, from logits of the shape (samples, classes).
+    """The most likely class of each sample and its probability, from logits of shape (samples, classes).
 
     Raises:
-        ConfigError: the output is something else.
+        ConfigError: the output has a different form.
     """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        hint = "name a function that makes rows of the model's output: run.predict = 'package.module:callable'"
+        hint = "name a function that makes rows from the model's output: run.predict = 'package.module:callable'"
         raise ConfigError(f"the model returned a {type(output).__name__}, not logits of classes", hint=hint)
     best = logits.float().softmax(-1).max(-1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -153,7 +153,7 @@ def classes(output: Output, batch: Batch) -> list[Row]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a number, a text or a picture."""
+    """Convert a value to a number, a text or a picture."""
     if isinstance(value, str | bool | int | float | Picture):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -172,10 +172,10 @@ def _message(error: Exception) -> str:
 
 
 def save_table(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as CSV or JSON Lines, by the suffix of the path; pictures are left out.
+    """Write rows as CSV or JSON Lines, depending on the suffix of `path`; pictures are left out.
 
     Raises:
-        ConfigError: the suffix is another one, or the file cannot be written.
+        ConfigError: the suffix is neither of these, or the file cannot be written.
     """
     if path.suffix not in FORMATS:
         raise ConfigError(f"`{path}` is neither .csv nor .jsonl", hint="choose another --out")
@@ -194,7 +194,7 @@ def save_table(rows: Sequence[Row], path: Path) -> None:
 
 
 def save_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
-    """Write the pictures of rows as PNG files, numbered by row, and return rows that name them.
+    """Write the pictures in rows as PNG files, numbered by row; return the rows with file names in their place.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -210,19 +210,19 @@ def save_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
                 write_atomic(folder / names[key], png(picture.bytes_of_pixels()))
         except OSError as error:
             raise ConfigError(
-                f"cannot write to `{folder}`: {error.strerror}", hint="choose others --pictures"
+                f"cannot write to `{folder}`: {error.strerror}", hint="choose another folder with --pictures"
             ) from error
     return named
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """The keys of all rows in the order in which they appear, `error` last."""
+    """The keys of all rows in order of first appearance, with `error` last."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return [*(key for key in columns if key != "error"), *(["error"] if "error" in columns else [])]
 
 
 def save_page(rows: Sequence[Row], title: str, folder: Path, path: Path) -> None:
-    """Write the first rows as a page, with small pictures among the files and those that `run.predict` returned."""
+    """Write the first rows as a page, with the pictures that `run.predict` returned and small picture files."""
     shown, room = rows[:_SHOWN], _BYTES
     columns = _columns(shown)
     lines = []
@@ -248,7 +248,7 @@ def save_page(rows: Sequence[Row], title: str, folder: Path, path: Path) -> None
 
 
 def _source(value: object, column: str, folder: Path) -> str:
-    """The data URL of a picture, or of a small file that browsers show; empty for others."""
+    """Data URL of a picture, or of a small file that browsers can show; empty for any other value."""
     if isinstance(value, Picture):
         kind, content = "png", png(value.bytes_of_pixels())
     elif column == "file":

@@ -1,4 +1,4 @@
-"""`shoestring probe`: measures arithmetic, memory, disks, and the links between neighbouring ranks, within seconds."""
+"""`shoestring probe`: measures compute, memory, disks, and the links between neighbouring ranks, within seconds."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from shoestring.planning.links import time_collectives
 from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
-LARGE = 1 << 22  # bytes of the first bandwidth message; doubled until a message takes longer than PATIENCE
+LARGE = 1 << 22  # bytes of the first message for bandwidth; doubled until a message takes longer than PATIENCE
 PATIENCE = 0.2  # seconds
-DISK = 1 << 26  # bytes written to measure a disk
+DISK = 1 << 26  # bytes to write when a disk is measured
 
 
 def probe(world: World, out: Path) -> Cluster:
     """Measure the cluster; the first rank writes the results to the file `out`. Every rank must call this function.
 
-    Each host's disk is measured in the folder of `out`.
+    On every host, the disk that holds the folder of `out` is measured.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
@@ -60,10 +60,10 @@ def _write(cluster: Cluster, path: Path) -> None:
 
 
 def read(path: Path) -> Cluster:
-    """Read a cluster file that `probe` has written.
+    """Read a cluster file that `probe` wrote.
 
     Raises:
-        ConfigError: the file is missing or is no cluster file.
+        ConfigError: the file is missing or is not a cluster file.
     """
     try:
         return cattrs.Converter(forbid_extra_keys=True).structure(foreign.read_toml(path), Cluster)
@@ -104,7 +104,7 @@ def _device(world: World) -> Device:
     """Measure the device of this rank."""
     device, on_gpu = world.device, world.device.type == "cuda"
     side = 8192 if on_gpu else 1024
-    # Ranks of a host are measured at the same time, because they also train at the same time.
+    # All ranks of a host are measured at the same time, because they also share the host when they train.
     world.barrier()
 
     def matmul_rate(side: int, dtype: torch.dtype) -> float:
@@ -112,7 +112,7 @@ def _device(world: World) -> Device:
         return 2 * side**3 / median_seconds(lambda: a @ a, device)
 
     fp32 = matmul_rate(side, torch.float32)
-    bf16 = matmul_rate(side if on_gpu else side // 4, torch.bfloat16)  # smaller: CPUs without bf16 units are slow
+    bf16 = matmul_rate(side if on_gpu else side // 4, torch.bfloat16)  # smaller, because CPUs may lack bf16 units
     source = torch.ones(1 << (30 if on_gpu else 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = source.numel() / median_seconds(lambda: target.copy_(source), device)
@@ -131,7 +131,7 @@ def _device(world: World) -> Device:
 
 
 def _disk(world: World, folder: Path) -> DiskSpeed:
-    """Measure the disk of a folder."""
+    """Measure the disk that holds a folder."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             commit = median_seconds(lambda: _write_and_sync(file.fileno(), b"\0" * 4096), torch.device("cpu"))
@@ -152,8 +152,8 @@ def _write_and_sync(descriptor: int, data: bytes) -> None:
 
 
 def _links(world: World) -> list[Link]:
-    """Measure the link from each rank to the next around the ring, one at a time; each link is returned on the rank
-    that sends over it."""
+    """Measure the link from each rank to the next one around the ring, one link at a time. The sending rank returns the
+    result."""
     links = []
     for source in range(world.size if world.size > 1 else 0):
         target = (source + 1) % world.size
@@ -179,8 +179,8 @@ def _echo(world: World, peer: int, message: torch.Tensor, repeats: int = 9) -> f
 
 
 def _bandwidth(world: World, peer: int) -> float:
-    """Bandwidth in bytes/s, from the difference between the times of two message sizes, in which the latency
-    cancels."""
+    """Bandwidth in bytes/s. It is computed from the difference between the times of two message sizes, so that the
+    latency cancels."""
     size = LARGE
     while True:
         small, large = (torch.zeros(n // 4, device=world.device) for n in (size // 4, size))
@@ -192,7 +192,7 @@ def _bandwidth(world: World, peer: int) -> float:
 
 
 def _answer(world: World, peer: int) -> None:
-    """Answer the messages that the peer sends in `_echo`, until the peer announces a message of length 0."""
+    """Answer the messages that the peer's `_echo` sends, until the peer announces a message of length 0."""
     length, answer = torch.zeros(1, dtype=torch.int64, device=world.device), torch.zeros(1, device=world.device)
     while True:
         dist.recv(length, peer)

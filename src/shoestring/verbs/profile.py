@@ -1,4 +1,4 @@
-"""`shoestring profile`: profiling a program, and viewing, comparing and converting profiles."""
+"""`shoestring profile`: profiles a program, and shows, compares and converts profiles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Modules that only other verbs need are imported inside of their functions: the profiled program runs in this process,
-# which should load little.
+# Modules that only other verbs need are imported inside their functions: the profiled program runs in this process, so
+# the process should load as little else as possible.
 from shoestring.core.errors import ConfigError
 from shoestring.profile import load, profiled
 from shoestring.verbs.settings import ProgramProfiling
@@ -35,11 +35,11 @@ class ProfiledProgram:
     out: Path
     """File that holds the profile."""
     profile: Profile | None = None
-    """The profile; None in a process that the program has forked, which returns from `profile_program` as well."""
+    """The profile; None in a process that the program forked, because `profile_program` returns there as well."""
     code: object = 0
-    """Exit status, as `sys.exit` takes it."""
+    """Exit status, in a form that `sys.exit` accepts."""
     error: BaseException | None = None
-    """Error that the program raised; None if it raised none."""
+    """Exception that the program raised; None if it raised none."""
 
     def print_error(self) -> None:
         """Print the error to stderr as Python does, without the frames that started the program."""
@@ -56,10 +56,10 @@ def profile_program(
     """Run a Python program in this process and save its profile.
 
     Args:
-        program: the file of the program, or the name of a module if `module` is true.
+        program: the file of the program; or the name of a module, if `module` is True.
 
     Raises:
-        ConfigError: there is no such program, or a setting is out of range.
+        ConfigError: the program does not exist, or a setting is out of range.
     """
     settings = settings or ProgramProfiling()
     file = Path(program).resolve()
@@ -84,17 +84,17 @@ def profile_program(
                 result.code = 128 + signal.SIGINT
             except BaseException as error:
                 result.code, result.error = 1, error
-    if os.getpid() == process:  # a process that the program forked comes here as well
+    if os.getpid() == process:  # processes that the program forked get here as well
         result.profile = recorded.profile
     else:
-        # Without `gc.freeze`, collecting the garbage of all imported modules at exit would take longer than many forked
-        # processes run.
+        # Many forked processes are short. Without `gc.freeze`, collecting the garbage of all imported modules at their
+        # exit would take longer than their own work.
         gc.freeze()
     return result
 
 
 def _check_arguments(program: str, file: Path, settings: ProgramProfiling, out: Path, *, module: bool) -> None:
-    """Raise ConfigError if there is no such program, or the profile cannot be recorded or saved."""
+    """Raise ConfigError if the program does not exist, or if the profile cannot be recorded or saved."""
     if not module and file.suffix == ".npz":
         raise ConfigError(f"{program} is no program", hint=f"shoestring profile view {program}")
     if not program:
@@ -123,12 +123,12 @@ def _name() -> str:
 def _saved_on_sigterm() -> Iterator[None]:
     """Context in which SIGTERM ends the program like `sys.exit`, so that its profile is saved.
 
-    If the program has a handler of its own, that handler stays in effect.
+    If the program sets a handler of its own, that handler is used instead.
     """
     ours, process = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, os.getpid()
 
     def end(number: int, _: object) -> None:
-        if os.getpid() != process:  # in a forked process, SIGTERM has its usual effect
+        if os.getpid() != process:  # in a forked process, SIGTERM keeps its usual effect
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         sys.exit(128 + number)
@@ -144,7 +144,7 @@ def _saved_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _interpreter(argv: Sequence[str], folder: str) -> Iterator[None]:
-    """Context with the arguments and the import path that Python gives to a program."""
+    """Context with the `sys.argv` and `sys.path` that Python would give the program."""
     before = list(sys.argv), list(sys.path)
     sys.argv[:], sys.path[:] = argv, [folder, *sys.path]
     try:
@@ -154,7 +154,7 @@ def _interpreter(argv: Sequence[str], folder: str) -> Iterator[None]:
 
 
 def open_profile(*files: Path) -> Profile:
-    """Read a profile, or merge the profiles of several files, each of which then has the name of its file.
+    """Read a profile, or read several and merge them; each part of a merged profile has the name of its file.
 
     Raises:
         ConfigError: no file is named.
@@ -179,7 +179,7 @@ def view(files: Sequence[Path], out: Path | None = None) -> tuple[Profile, Path]
 
 
 def diff(before: Path, after: Path, out: Path = Path("profile-diff.html")) -> tuple[Comparison, Path]:
-    """Compare two profiles and write a page; return the comparison and the page."""
+    """Compare two profiles and write a page; return the comparison and the path of the page."""
     from shoestring.profile.comparison import compare
     from shoestring.profile.view import page
 
@@ -188,7 +188,7 @@ def diff(before: Path, after: Path, out: Path = Path("profile-diff.html")) -> tu
 
 
 def merge(files: Sequence[Path], out: Path = Path("profile-merged.npz")) -> Path:
-    """Merge profiles into one file, which keeps the times of each profile, and return its path."""
+    """Merge profiles into one file that still has the times of each profile, and return the path of the file."""
     from shoestring.profile.comparison import merged
 
     merged(_load(files), [file.stem for file in files]).save(out)
@@ -196,14 +196,14 @@ def merge(files: Sequence[Path], out: Path = Path("profile-merged.npz")) -> Path
 
 
 def export(file: Path, format: str, out: Path | None = None) -> Path:
-    """Convert a profile to the format of another tool, and return the path of the result.
+    """Convert a profile to the format of another tool, and return the path of the new file.
 
     Args:
         format: one of `profile.exports.FORMATS`.
-        out: the file to write; defaults to `file` with the file name extension of the format.
+        out: the file to write; defaults to `file` with the extension of the format.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format does not exist.
     """
     from shoestring.profile.exports import FORMATS
     from shoestring.storage.whole import write_atomic

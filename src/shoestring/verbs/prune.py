@@ -22,11 +22,11 @@ def prune(model: str, out: Path, settings: OneShotPruning | None = None) -> list
     """Prune a trained model and write it to `out`.
 
     Returns:
-        Lines with the pruned layers, the fraction of the sum of squares of their weights that is kept, and the size.
+        Lines with the pruned layers, the fraction of their weights' sum of squares that remains, and the size.
 
     Raises:
-        ConfigError: nothing can be pruned, there is no text to measure inputs on, or `out` is not empty.
-        CheckpointError: `model` names no model.
+        ConfigError: nothing can be pruned, there is no text on which to measure inputs, or `out` is not empty.
+        CheckpointError: `model` does not name a model.
     """
     settings = settings or OneShotPruning()
     check_new(out)
@@ -57,7 +57,7 @@ def prune(model: str, out: Path, settings: OneShotPruning | None = None) -> list
 
 
 def _described(result: PruningResult, metric: str, why_others: str) -> Iterator[str]:
-    """Lines with the energy that each kind of layer keeps, and with the layers that stay dense, grouped by reason."""
+    """Lines with the fraction of energy that each kind of layer keeps, and with layers that stay dense, by reason."""
     count = len(result.kept_energy)
     yield f"2:4 by {metric}: {count} layers, {figures.percent(result.share)} of the weights of all linear layers"
     kinds: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""`shoestring quantize`: rounding a trained model to 8 or 4 bits, into a new folder or a GGUF file."""
+"""`shoestring quantize`: rounds a trained model to 8 or 4 bits, into a new folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoestring.verbs.settings import Quantization
 
 
 def quantize(model: str, out: Path, settings: Quantization | None = None) -> list[str]:
-    """Round the weights of a trained model and write it to `out`.
+    """Round the weights of a trained model and write the model to `out`.
 
     Returns:
-        Lines with the layers that were rounded to each number of bits, and the size of the weights.
+        Lines with the layers that were rounded, by number of bits, and the size of the weights.
 
     Raises:
         ConfigError: no layer can be quantised, `out` is not empty, or the format cannot hold the model.
-        CheckpointError: `model` names no model.
+        CheckpointError: `model` does not name a model.
     """
     settings = settings or Quantization()
     bits = settings.bits
@@ -49,8 +49,8 @@ def quantize(model: str, out: Path, settings: Quantization | None = None) -> lis
 
 
 def _rounded(name: str, model: nn.Module, bits: Bits) -> Iterator[str]:
-    """Round the weights of a model in place, and describe which layers were rounded; of packed 2:4 weights, only the
-    values are rounded."""
+    """Round the weights of a model in place, and yield lines on the rounded layers. In packed 2:4 weights, only the
+    values are rounded, not the indices."""
     packed24.pack_layers(model)
     chosen, left = quantized.choose(model, bits)
     readings = read_directly(model)

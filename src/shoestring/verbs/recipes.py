@@ -1,4 +1,4 @@
-"""`shoestring recipes`: listing the installed recipes, and copying one to change it."""
+"""`shoestring recipes`: lists the installed recipes, and copies a recipe so that it can be changed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoestring.storage import foreign
 from shoestring.storage.whole import write_atomic
 
 _TEXTS = (".py", ".toml")
-"""Suffixes of the files in which the recipe's package is named."""
+"""Suffixes of files that may name the recipe's package."""
 
 
 def list_recipes() -> Iterator[str]:
-    """For each installed recipe a line with its purpose and one with its areas and its time.
+    """Yield two lines for each installed recipe: one with its purpose, one with its areas and its run time.
 
-    The purpose is the first comment of the run file, the time its second comment.
+    The purpose is the first comment of the run file, and the run time its second comment.
     """
     installed = recipes.find()
     width = max(map(len, installed), default=0)
@@ -36,10 +36,10 @@ def copy(name: str, folder: Path) -> list[str]:
     """Copy a recipe to a new folder: its run file, its README, and its code as a package that the run file names.
 
     Returns:
-        Lines with the files, and how to train.
+        Lines with the paths of the copied files, and the command that trains the recipe.
 
     Raises:
-        ConfigError: there is no such recipe, or the folder is not empty or cannot be written.
+        ConfigError: the recipe does not exist, or the folder is not empty or cannot be written.
     """
     installed = recipes.find()
     if name not in installed:
@@ -67,7 +67,7 @@ def copy(name: str, folder: Path) -> list[str]:
 
 
 def _free_name(recipe: str) -> str:
-    """A name for a recipe's package that no installed package has, because those are found first."""
+    """A package name for a copied recipe that no installed package has; Python would import that package instead."""
     name = re.sub(r"\W", "_", recipe, flags=re.ASCII)
     name = name if name.isidentifier() else f"recipe_{name}"
     while find_spec(name) is not None:

@@ -1,4 +1,4 @@
-"""`shoestring report` and `shoestring compare`: write pages about runs, from the files in the run folders."""
+"""`shoestring report` and `shoestring compare`: write pages about runs from the files in the run folders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def report(run: Path, trace: Path | None = None) -> list[Path]:
     """Rewrite the report of a run, which may still be training.
 
     Args:
-        trace: path of a Chrome trace to write, with the spans of all ranks.
+        trace: path of a Chrome trace to write, with the spans of all ranks; None to write none.
 
     Returns:
         The files that were written.
 
     Raises:
-        ConfigError: `run` is no run folder.
+        ConfigError: `run` is not a run folder.
     """
     written = [page.write(run)]
     if trace is not None:
@@ -32,13 +32,13 @@ def report(run: Path, trace: Path | None = None) -> list[Path]:
 
 
 def compare(runs: Sequence[Path], out: Path) -> tuple[str, Path]:
-    """Compare two or more runs: their results, their settings, and their memory if all have recorded it.
+    """Compare two or more runs: their results, their settings, and their memory if all runs have recorded it.
 
     Returns:
-        A summary for the terminal, and the page, which is written to `out`.
+        A summary for the terminal, and the path of the page that was written (`out`).
 
     Raises:
-        ConfigError: there are fewer than two folders, one is given twice, or one is not a run folder.
+        ConfigError: there are fewer than two folders, a folder is given twice, or is not a run folder.
     """
     text, written = comparison.compare(runs, out)
     return "\n".join([text, *compare_runs(runs)]), written

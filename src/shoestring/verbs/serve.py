@@ -1,4 +1,4 @@
-"""`shoestring serve`: a trained model behind OpenAI's HTTP interface."""
+"""`shoestring serve`: serves a trained model over an HTTP API that is compatible with OpenAI's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoestring")
 
 CONTEXT = 8192
-"""Number of tokens per text that the cache can hold, unless the settings name another number."""
+"""Number of tokens per text that the KV cache can hold, unless the settings give a different number."""
 
 
 def serve(
@@ -36,16 +36,16 @@ def serve(
     *,
     ready: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT, on the GPU where there is one.
+    """Serve a model until SIGTERM or SIGINT, on the GPU if there is one.
 
     Args:
         model: run folder, model folder, or hf:NAME.
-        sampling: sampling settings for requests that give none; a setting that is None defaults to the value in the
+        sampling: sampling settings for requests that specify none; a setting that is None defaults to the value in the
             model's files.
-        ready: called with a line that names the server's address, as soon as requests are answered.
+        ready: function that is called with a line that names the server's address, once requests can be answered.
 
     Raises:
-        CheckpointError: there is no such model, or an adapter does not fit it.
+        CheckpointError: the model does not exist, or an adapter does not fit it.
         ConfigError: the model has no tokenizer, a number is out of range, the address is not available, or the packages
             of the server are not installed.
     """
@@ -55,7 +55,7 @@ def serve(
         raise ConfigError(f"serving needs {error.name}", hint="pip install shoestring[serve]") from error
     serving = serving or Serving()
     listener = server.listen(serving)
-    # The engine's thread, not this one, is to have the only pool of OpenMP's threads.
+    # Build in another thread: only the engine's thread, not this one, should own a pool of OpenMP threads.
     app = in_own_thread(partial(build_app, model, serving, sampling, decoding))
     line = f"{app.served.name} at {server.url_of(listener)}: {serving.slots} slots of {app.served.context} tokens"
     line += f"; adapters: {', '.join(app.adapters.loaded)}" if app.adapters.loaded else ""
@@ -66,7 +66,7 @@ def serve(
 def build_app(
     model: str, serving: Serving, sampling: SamplingOptions | None = None, decoding: Decoding | None = None
 ) -> App:
-    """Build the application that serves a model; the arguments and errors are those of `serve`."""
+    """Build the application that serves a model; for the arguments and errors, see `serve`."""
     from shoestring.decode.serve.adapters import AdapterCatalog
     from shoestring.decode.serve.app import App
     from shoestring.decode.serve.engine_thread import EngineThread

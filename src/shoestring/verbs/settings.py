@@ -1,4 +1,4 @@
-"""Settings of the verbs, for the command line and for Python programs; free of torch.
+"""Settings of the verbs, for the command line and for Python programs; importing them does not import torch.
 
 The settings of `generate` and `serve` are in `decode.settings` and `decode.serve.settings`.
 """
@@ -22,11 +22,11 @@ class SampleText:
     """Text on which a verb measures a model."""
 
     data: str = ""
-    """Text to measure on, as run.data names it; defaults to the data of the run that the model is from."""
+    """Text to measure on, in the form of run.data; defaults to the data of the run that trained the model."""
     samples: int = 128
-    """Number of samples of text to measure on; more are slower and more exact."""
+    """Number of samples of text to measure on; more make the result more exact and take longer."""
     sequence: int = 512
-    """Number of tokens in each sample, at most the context of the model."""
+    """Number of tokens in each sample; lowered to the context of the model if that is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class SkipChoice:
     """Choice of the sublayers of a model to skip."""
 
     share: float = 0.2
-    """Fraction of the bytes moved per token that skipping avoids; larger is faster and costs more quality."""
+    """Fraction of the bytes moved per token that skipping avoids; larger is faster but lowers quality more."""
     context: int = 0
     """Context length, in tokens, at which bytes are counted; attention moves more bytes at a longer context. Defaults
     to the length of a sample."""
@@ -82,7 +82,7 @@ class FilePrediction:
     batch: int = 32
     """Number of files in a forward pass; more are faster on a GPU and take more memory."""
     best: bool = False
-    """Use the model in the folder `best` of the run in place of that of the last step."""
+    """Use the model in the folder `best` of the run instead of the model of the last step."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -96,65 +96,65 @@ class TaskEvaluation:
     tasks: tuple[str, ...] = ()
     """Tasks to run: names of tasks, groups or tags of lm-evaluation-harness, or YAML files of tasks."""
     fewshot: int | None = None
-    """Number of solved examples in each prompt; defaults to the number that the task sets, or else to 0."""
+    """Number of solved examples in each prompt; defaults to the number that the task sets, or to 0 if it sets none."""
     limit: int = 0
-    """Number of documents of each task to run, from the first; 0 runs all."""
+    """Number of documents of each task to run, starting with the first; 0 runs all."""
     batch: int = 8
-    """Number of texts in a forward pass; more are faster on a GPU and take more memory. No result depends on it."""
+    """Number of texts in a forward pass; more are faster on a GPU and take more memory. Results do not depend on it."""
     context: int = 0
-    """Largest number of tokens that the model sees; of longer texts the oldest tokens are left out. Defaults to the
+    """Maximum number of tokens that the model sees; in longer texts the oldest tokens are left out. Defaults to the
     context of the model."""
     chat: bool = False
-    """Write prompts as chats, with the model's chat template, for models that were tuned on chats."""
+    """Write prompts as chats, with the model's chat template; for models that were tuned on chats."""
     system: str = ""
-    """System message, or text at the start of each prompt without --chat."""
+    """System message; without --chat, text at the start of each prompt."""
     generation: str = ""
-    """Settings of generation that replace those of the tasks, such as `max_gen_toks=64,temperature=0.8`; by default
-    texts are generated as each task says, without sampling unless it samples."""
+    """Generation settings that replace the settings of the tasks, such as `max_gen_toks=64,temperature=0.8`; by default
+    each task decides, and texts are generated without sampling unless the task samples."""
     samples: bool = False
-    """Include each document, prompt and answer of the model in the file of the results."""
+    """Include each document, prompt and answer of the model in the results file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataView:
-    """Settings of how training data is read and shown. A run file determines all of these settings except `first` and
+    """Settings for reading and showing training data. A run file determines all of these settings except `first` and
     `most`."""
 
     model: str = ""
     """Model whose tokenizer and chat template are used: a run folder, a model folder, or hf:NAME. Plain text can be
     shown without a model."""
     form: Literal["auto", "text", "chat"] = "auto"
-    """Form of the records: text, chat, or auto, which decides by the first record."""
+    """Form of the records: text, chat, or auto, which looks at the first record."""
     field: str = ""
     """Name of the field that holds the text or the messages, or a mapping such as `prompt=question, completion=answer`,
     as in data.field."""
     template: str = ""
-    """Path of a chat template (a Jinja file), for a model that has none."""
+    """Path of a chat template (a Jinja file), for a model that has no template."""
     sequence: int = 0
-    """Number of tokens in a sample; longer chats are cut. 0 takes what the model reads, but at most 1,024 tokens."""
+    """Number of tokens in a sample; longer chats are cut off. 0 uses the model's context, but at most 1,024 tokens."""
     first: int = 3
     """Number of records to show in full; all other records are only counted."""
     most: int = 1000
-    """Number of records to read at most; 0 reads all of them."""
+    """Maximum number of records to read; 0 reads all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointImport:
-    """Settings of the import of a checkpoint or a model that another program wrote."""
+    """Settings for importing a checkpoint or a model that another program wrote."""
 
     format: Annotated[ImportFormat, arg(name="as")] = "safetensors"
     """Format of the files to import; a Hugging Face model counts as safetensors."""
     step: int | None = None
     """Number of training steps that count as done; defaults to the number in the imported files, or to 0."""
     model: str = "model"
-    """Name of the model's state in a dcp checkpoint; empty if the checkpoint holds only the state of a model."""
+    """Name of the model's state in a dcp checkpoint; empty if the checkpoint holds nothing but a model's state."""
     optimizer: str = "optimizer"
     """Name of the optimizer's state in a dcp checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramProfiling:
-    """Profiling of a Python program by its own lines."""
+    """Profiling of a Python program, with times for each of its lines."""
 
     out: Path | None = None
     """File to save the profile to; defaults to profile.npz, and under torchrun to profile-RANK.npz for each rank."""
@@ -162,10 +162,10 @@ class ProgramProfiling:
     """Fraction of the time in which operators are recorded, above 0 and at most 1. Below 1, counts and times are
     estimates that are scaled up; a smaller fraction slows the program less and gives less certain estimates."""
     budget: float | None = None
-    """Processor time that profiling may add, as a fraction of the program's own: 0.03 is 3%. The fraction of the time
-    in which operators are recorded is chosen accordingly."""
+    """Processor time that profiling may add, as a fraction of the program's own time: 0.03 is 3%. The fraction of
+    time in which operators are recorded is then chosen to fit."""
     native_frames: bool = False
     """Sample the native functions that operators spend their time in, such as those of MKL. Linux only."""
     inside: str = ""
-    """Names of installed packages whose lines count as the program's own, such as `transformers`, with commas between
-    them."""
+    """Names of installed packages, separated by commas, whose lines count as the program's own, such as
+    `transformers`."""

@@ -1,4 +1,4 @@
-"""`shoestring skip`: chooses from sample text which sublayers of a model to skip, and saves the plan in a file."""
+"""`shoestring skip`: chooses sublayers of a model to skip, by their effect on sample text, and saves them as a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def skip(model: str, out: Path, settings: SkipChoice | None = None) -> list[str]
     """Choose the sublayers to skip and write the plan to `out`.
 
     Returns:
-        Lines with the skipped sublayers, the fraction of the bytes that skipping them saves, and the loss before and
-        after.
+        Lines with the skipped sublayers, the fraction of the bytes that skipping avoids, and the loss before and after.
 
     Raises:
         ConfigError: there is no text to measure on, a number is out of range, or the model's sublayers are not known.
-        CheckpointError: `model` names no model.
+        CheckpointError: `model` does not name a model.
     """
     settings = settings or SkipChoice()
     source, built, _ = open_source(model)

@@ -26,8 +26,8 @@ TABLES = ("tune", "space", "halving", "population")
 FIXED = ("run.model", "run.data", "run.seed", "model.", "data.")
 """Keys that cannot change during a run, so a population cannot search them."""
 ENVIRONMENT = "env:"
-"""Prefix that marks the name of an environment variable with the URL of a store. A URL that is given so does not show
-its password in `ps`."""
+"""Prefix that marks the name of an environment variable that holds a store's URL. A password in the URL then does not
+show in `ps`."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class StudyPlan:
     @property
     def document(self) -> dict[str, Any]:
         """Content that is saved in the store, so that workers on other hosts can join the study."""
-        of_this_host = ("store", "shared_store")  # the URL of the store may contain a password
+        of_this_host = ("store", "shared_store")  # left out, because the URL of the store may contain a password
         settings = {key: value for key, value in asdict(self.study).items() if key not in of_this_host}
         tables = {**self.tables, "tune": settings | {"folder": str(self.folder)}}
         return {"study": tables, "run": dict(self.base)}
 
     @property
     def code(self) -> set[str]:
-        """Names of callables and packages in the study file and the run file, except shoestring's own."""
+        """Names of callables and packages in the study file and the run file, except names of shoestring itself."""
         searched = foreign(names_in(self.tables.get("space", {})))
         return set(searched).union(*code_of(self.base).values())
 
     @property
     def total_steps(self) -> float:
-        """Number of steps of a trial; infinite if it is not known before the trial starts."""
+        """Number of steps of a trial; infinite if the number is not known before the trial starts."""
         from shoestring import run
 
         settings = run.parse(self.base, unread=tuple(code_of(self.base))).settings
@@ -91,14 +91,14 @@ class StudyPlan:
         if create:
             store.create(self.document, shared=self.study.shared_store)
         else:
-            store.document()  # raises if the study is missing, or has another version
+            store.document()  # raises if the study is missing or was made by another version
         return store
 
     def record(self, store: Store) -> StudyRecord:
         """Read the present state of the study.
 
         Raises:
-            ConfigError: the store cannot be read, or a trial has settings outside the space.
+            ConfigError: the store cannot be read, or a trial has settings outside the search space.
         """
         from shoestring.tune.view.record import StudyRecord
 
@@ -113,7 +113,7 @@ class StudyPlan:
         return StudyRecord(self.study, self.space, self.schedule, trials, store.all_reports())
 
     def run_document(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of the run file, with these values for the searched settings."""
+        """The content of the run file, with the searched settings set to `values`."""
         from shoestring import run
 
         document = copy.deepcopy(dict(self.base))
@@ -129,7 +129,7 @@ def read_plan(source: str, *, look: bool = False) -> StudyPlan:
     runs.
 
     Args:
-        look: whether code that the files name is neither imported nor checked.
+        look: whether to read the files without importing or checking the code that they name.
 
     Raises:
         ConfigError: a file cannot be read, or a table, key or range is wrong.
@@ -173,8 +173,8 @@ def _checked(
     if plan.code and not trust:
         names = "`, `".join(sorted(plan.code))
         raise TrustError(
-            f"{source} names code to run, `{names}`; everybody who can write to its store can name such code",
-            hint="if you trust them: add --trust",
+            f"{source} names code to run, `{names}`; everybody who can write to the store can choose this code",
+            hint="if you trust everybody who can write to the store, add --trust",
         )
     for dimension in plan.space:
         if dimension.key in ("run.folder", "run.resume"):
@@ -201,15 +201,15 @@ def _toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def join_plan(url: str, name: str, *, trust: bool = False) -> StudyPlan:
-    """Read a study from the store that another worker created.
+    """Read a study from a store that another worker created.
 
     Args:
-        url: URL of the store, or `env:NAME` to take the URL from an environment variable, which is then removed so that
-            trials do not inherit it.
-        trust: whether code that the study names may be run.
+        url: URL of the store, or `env:NAME` to take the URL from an environment variable. The variable is then removed,
+            so that trials do not inherit it.
+        trust: whether to allow code that the study names.
 
     Raises:
-        TrustError: the study names code, and `trust` is false.
+        TrustError: the study names code, and `trust` is False.
     """
     _require_packages()
     from shoestring.tune.store import Store, connect
@@ -217,7 +217,7 @@ def join_plan(url: str, name: str, *, trust: bool = False) -> StudyPlan:
     if url.startswith(ENVIRONMENT):
         variable = url.removeprefix(ENVIRONMENT)
         if not (url := os.environ.pop(variable, "")):
-            raise ConfigError(f"the environment variable `{variable}` is not set", hint="it holds the store's URL")
+            raise ConfigError(f"the environment variable `{variable}` is not set", hint="set it to the store's URL")
     engine = connect(url)
     if not name:
         names = Store(engine, "").names()
@@ -231,7 +231,7 @@ def join_plan(url: str, name: str, *, trust: bool = False) -> StudyPlan:
     tables, base = copy.deepcopy(document.get("study")), document.get("run")
     if not (isinstance(tables, dict) and isinstance(tables.get("tune"), dict) and isinstance(base, dict)):
         raise ConfigError(f"the study `{name}` in the store is damaged: it has no tables")
-    tables["tune"]["store"] = url  # the URL by which this host reaches the store
+    tables["tune"]["store"] = url  # the URL under which this host reaches the store; hosts may differ
     return _checked(tables, base, f"the study {name}", trust=trust)
 
 

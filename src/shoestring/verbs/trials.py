@@ -1,5 +1,5 @@
-"""Trials of `shoestring tune` as runs: starting them, forking them, and removing the checkpoints that they leave in
-this host's memory."""
+"""Runs trials of `shoestring tune`: starts and forks them, and removes the checkpoints that they leave in this host's
+memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("shoestring")
 
 ENDED = ("done", "failed", "pruned")
 PRELOADED = ("shoestring.training.loop", "torch._inductor")
-"""Modules that trials need and that take long to import."""
+"""Modules that every trial needs and that take long to import."""
 FORKS = "forks"
 """Name of the folder, inside a trial's folder, with checkpoints from which other trials may be forked."""
 
@@ -40,15 +40,15 @@ def folder_of(plan: StudyPlan, number: int) -> Path:
 
 
 def train(file: str) -> None:
-    """Train as a run file says, and end this process, which belongs to the trial."""
+    """Train the run of a run file, then end this process, which was started for the trial."""
     sys.argv = ["shoestring", "train", file]
     runpy.run_module("shoestring", run_name="__main__")
 
 
 def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> TrialProcess:
-    """Start a trial, or continue it from its newest checkpoint; a fork starts from a checkpoint of its parent.
+    """Start a trial, or continue it from its newest checkpoint; a forked trial starts from a checkpoint of its parent.
 
-    The trial uses the data that the newest trial prepared, unless the settings need other data.
+    The trial reuses the data that the newest trial prepared, unless its settings need different data.
     """
     from shoestring.data.corpus import begin_with
     from shoestring.tune.process import TrialProcess
@@ -75,9 +75,9 @@ def start_trial(plan: StudyPlan, lease: TrialLease, server: TrialServer) -> Tria
 
 
 def keep_for_forks(plan: StudyPlan, lease: TrialLease) -> None:
-    """Keep the checkpoint at which a member of a population has paused, for the next two comparisons.
+    """Keep a copy of the checkpoint at which a member of a population has paused, for the next two comparisons.
 
-    The checkpoint is kept as hard links, which take no time, and no space until the run itself deletes the checkpoint.
+    The copy consists of hard links, which take no time to make, and no space until the run deletes its own checkpoint.
     """
     if not isinstance(plan.schedule, Population):
         return
@@ -107,8 +107,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _parent_checkpoint(plan: StudyPlan, lease: TrialLease) -> Path:
-    """The parent's checkpoint from which a fork starts: the one kept at the comparison in which the trial was forked,
-    else the newest.
+    """The checkpoint of the parent from which a fork starts: the one from the comparison at which the trial was forked,
+    or else the newest.
 
     Raises:
         ConfigError: the parent has no checkpoint.
@@ -124,7 +124,7 @@ def _parent_checkpoint(plan: StudyPlan, lease: TrialLease) -> Path:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # the target is on another file system, or the file system has no hard links
         shutil.copy2(source, target)
 
 
@@ -134,8 +134,8 @@ def _link(source: str, target: str) -> None:
 class Leftovers:
     """Removes the checkpoints that killed trials left in this host's memory, once the trials have ended.
 
-    A trial that was never interrupted removes its own checkpoints, so only trials that were started more than once are
-    examined.
+    A trial that was never interrupted removes its own checkpoints, so only trials that were started more than once need
+    attention.
     """
 
     def __init__(self, plan: StudyPlan, store: Store) -> None:
@@ -162,7 +162,7 @@ class Leftovers:
 
 
 def describe(values: Mapping[str, Any]) -> str:
-    """The settings of a trial in one line."""
+    """Write the settings of a trial in one line."""
     return ", ".join(
         f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in values.items()
     )

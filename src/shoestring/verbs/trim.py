@@ -1,4 +1,4 @@
-"""`shoestring checkpoint trim`: deleting all but the newest checkpoints of a run."""
+"""`shoestring checkpoint trim`: deletes all but the newest checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shoestring.verbs.archive import DISK, Archive, find_damage
 
 
 def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
-    """Delete all but the newest checkpoints of a run on disk, after verifying the checkpoints that are kept.
+    """Delete all but the newest checkpoints of a run on disk, after verifying the checkpoints that will remain.
 
-    Abandoned checkpoints, which lie after a step from which the run has since been resumed, are deleted unless there
-    are no others.
+    Abandoned checkpoints are deleted too, unless there are no others. A checkpoint is abandoned if the run has since
+    resumed from an earlier step.
 
     Args:
-        keep: number of checkpoints to keep.
-        memory: whether to delete also the checkpoints that a dead run has left in this host's memory.
+        keep: number of checkpoints that remain.
+        memory: whether to delete also the checkpoints that a dead run left in this host's memory.
 
     Returns:
         The paths that were deleted.
 
     Raises:
         ConfigError: `keep` is below 1.
-        CheckpointError: there are no checkpoints, a checkpoint that would be kept is damaged, or the run is alive.
+        CheckpointError: there are no checkpoints, a checkpoint that would remain is damaged, or the run is alive.
     """
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, got {keep}")
@@ -48,8 +48,8 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
                 f"nothing is deleted: the checkpoint of step {checkpoint.step} is damaged: {wrong[0]}",
                 hint="delete that checkpoint first",
             )
-    # Leftovers of interrupted saves. Folders of other programs may begin with `step-` as well, and a run on another
-    # host may be writing here.
+    # Collect what interrupted saves have left. Skip folders of other programs, whose names may also begin with `step-`,
+    # and collect nothing while a run, perhaps on another host, may be writing here.
     left = [
         checkpoint
         for checkpoint in there
@@ -64,7 +64,7 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
 
 
 def _locked(folder: Path) -> bool:
-    """Whether a run holds the lock of its folder of checkpoints."""
+    """Whether a run holds the lock on its folder of checkpoints."""
     if not (folder / LOCK).exists():
         return False
     try:
@@ -84,7 +84,7 @@ def _delete(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def users(memory: Path) -> list[int]:
-    """Ids of the processes on this host that have the checkpoint slots of a run mapped into memory."""
+    """IDs of the processes on this host that have the checkpoint slots of a run mapped into memory."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process has ended, or belongs to another user

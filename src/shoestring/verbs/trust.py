@@ -1,4 +1,4 @@
-"""`shoestring trust`: vouching for the code that somebody else's folder or file names."""
+"""`shoestring trust`: vouches for the code that a folder or file from somebody else names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def vouch(path: Path) -> list[str]:
     changes.
 
     Returns:
-        A line for each place and each name of code that it may run.
+        A line for each pair of a place and a name of code that the place may run.
 
     Raises:
-        ConfigError: there is no such run, model or adapter, or the trust cannot be recorded.
+        ConfigError: the run, model or adapter does not exist, or the trust cannot be recorded.
     """
     lines = []
     named = [trust for trust in _places(path) if trust.names]
@@ -45,13 +45,13 @@ def forget(path: Path) -> list[str]:
     """
     try:
         gone = [trust.place for trust in _places(path) if trust.names and trusted.forget(trust.digest)]
-    except OSError as error:  # nobody can have vouched for its present content
+    except OSError as error:  # the code cannot be read, so its trust cannot be looked up
         raise ConfigError(f"cannot read the code that `{path}` names: {error}") from error
     return [f"{place} may run no code" for place in gone] or [f"nobody has vouched for {path}"]
 
 
 def _places(path: Path, met: tuple[Path, ...] = ()) -> list[Trust]:
-    """The trust of each place that may name code: a run file, models, and the base model of adapters."""
+    """The `Trust` of every place in a path that may name code: a run file, models, and the base model of adapters."""
     if path.is_file():
         return [run.look(str(path)).origin]
     origins = [run.look(str(path)).origin] if (path / "run.toml").is_file() else []

@@ -1,4 +1,4 @@
-"""`shoestring tune`: search for the settings of a run, on workers that may vanish."""
+"""`shoestring tune`: searches for the best settings of a run, with workers that may disappear at any time."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 warn = logging.getLogger("shoestring").warning
 
 _URL = "SHOESTRING_TUNE_STORE"
-"""Environment variable in which the workers of this host get the store's URL."""
+"""Environment variable that passes the store's URL to the workers of this host."""
 
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """The state of a study when the workers of this host have ended."""
+    """The state of a study after the workers of this host have ended."""
 
     lines: list[str]
-    """Lines that describe the state; the last line names the page, if one was written."""
+    """Lines that describe the state; if a page was written, the last line names it."""
     code: int
-    """Exit code: 0 if the study is over and has a result, 1 if it has none, 130 after a signal; otherwise the workers'
-    exit code."""
+    """Exit code: 0 if the study is over and has a result, 1 if it has no result, 130 after a signal; otherwise the
+    workers' exit code."""
 
 
 def tune(file: Path, workers: int = 1) -> StudyOutcome:
-    """Start or continue the study of a file, and work for it until it is over, or until SIGTERM or SIGINT.
+    """Start or continue the study of a file, and run trials until the study is over, or SIGTERM or SIGINT arrives.
 
     Raises:
         ConfigError: the study file is wrong, or its store cannot be used.
@@ -55,9 +55,9 @@ def tune(file: Path, workers: int = 1) -> StudyOutcome:
 
 
 def join(store: str, name: str = "", workers: int = 1, *, trust: bool = False) -> StudyOutcome:
-    """Work for a study that another machine has started, until it is over, or until SIGTERM or SIGINT.
+    """Run trials of a study that another machine started, until the study is over, or SIGTERM or SIGINT arrives.
 
-    The arguments and errors are those of `study.join_plan`.
+    For the arguments and errors, see `study.join_plan`.
     """
     return _begin(join_plan(store, name, trust=trust), workers, page=False)
 
@@ -69,7 +69,7 @@ def _begin(plan: StudyPlan, workers: int, *, page: bool) -> StudyOutcome:
 
 
 def _work(plan: StudyPlan, *, page: bool) -> StudyOutcome:
-    """Work on a study in this process."""
+    """Run trials of a study in this process."""
     from shoestring.tune.process import TrialServer
     from shoestring.tune.progress import StudyProgress
     from shoestring.tune.search import TrialSearch
@@ -98,7 +98,7 @@ def _work(plan: StudyPlan, *, page: bool) -> StudyOutcome:
 
 
 def _start_workers(plan: StudyPlan, number: int) -> StudyOutcome:
-    """Start workers as processes, forward signals to them, and wait until all of them have ended."""
+    """Start workers as processes, forward signals to them, and wait until all workers have ended."""
     from shoestring.tune.progress import StudyProgress
     from shoestring.tune.search import TrialSearch
 
@@ -114,7 +114,7 @@ def _start_workers(plan: StudyPlan, number: int) -> StudyOutcome:
         plan.study.name,
         "--trust",
     ]
-    # Trials share the cores. If each trial had threads for all cores, trials would only wait for each other.
+    # Trials share the cores. If each trial had a thread for every core, the trials would slow each other down.
     environment = {"OMP_NUM_THREADS": str(max(1, processors() // number))} | os.environ | {_URL: plan.url}
     store = plan.open_store()
     logs = [plan.folder / "workers" / f"{os.getpid()}-{index}.log" for index in range(number)]
@@ -136,14 +136,14 @@ def _start_workers(plan: StudyPlan, number: int) -> StudyOutcome:
         if code not in (0, 130):
             how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
             lines = log.read_text(errors="replace").splitlines()
-            errors = [line for line in lines if line.startswith("error: ")]  # lines that were printed for the user
+            errors = [line for line in lines if line.startswith("error: ")]  # messages that are meant for users
             message = f" ({one_line(errors[-1])})" if errors else ""
             warn("a worker ended %s%s; its log is %s", how, message, log)
     lines = [*summary(plan, store), f"page: {write_page([plan])}"]
     if 130 in codes:
         return StudyOutcome(lines, 130)
-    # A worker exits with 0 or 1 once the study is over. If no worker did, the last worker may have died just after the
-    # end of the study.
+    # A worker exits with 0 or 1 once the study is over. If no worker did so, the study may still be over: the last
+    # worker may have died just after the end.
     search = TrialSearch(store, plan.study, plan.space, plan.schedule, plan.total_steps)
     if 0 in codes or search.over():
         return StudyOutcome(lines, int(best(plan, store) is None))
@@ -186,7 +186,7 @@ def summary(plan: StudyPlan, store: Store) -> list[str]:
 
 
 def lineage(trials: Sequence[TrialLease], trial: TrialLease) -> list[str]:
-    """The settings of a trial and of the trials that it was forked from, one line for each trial, the oldest first."""
+    """The settings of a trial and of the trials that it descends from, one line for each trial, the oldest first."""
     by_number = {member.number: member for member in trials}
     line, until = [], ""
     while True:
@@ -199,10 +199,10 @@ def lineage(trials: Sequence[TrialLease], trial: TrialLease) -> list[str]:
 
 
 def write_best(file: Path, out: Path) -> list[str]:
-    """Write the run file of the best trial of a study, and return the state of the study in a few lines.
+    """Write the run file of the best trial of a study, and return lines with the state of the study.
 
     Raises:
-        ConfigError: no trial has ended, or the file cannot be written.
+        ConfigError: no trial has a result, or the file cannot be written.
     """
     plan = read_plan(str(file), look=True)
     store = plan.open_store()
@@ -217,7 +217,7 @@ def write_best(file: Path, out: Path) -> list[str]:
 
 
 def compare_studies(files: Sequence[Path], out: Path | None = None) -> Path:
-    """Write a page on the first study that compares it with the others, and return the path of the page.
+    """Write a page that shows the first study and compares it with the others, and return the path of the page.
 
     Raises:
         ConfigError: a study has not begun, or the studies have different objectives.
@@ -227,7 +227,7 @@ def compare_studies(files: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def write_page(plans: Sequence[StudyPlan], out: Path | None = None) -> Path:
-    """Write the page of `compare_studies`, for studies that have been read already."""
+    """Write the page of `compare_studies` for studies that have already been read."""
     records = [plan.record(plan.open_store()) for plan in plans]
     for record in records[1:]:
         if record.study.objective != records[0].study.objective or record.sign != records[0].sign:

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is allocated."""
+"""Checks, before anything is allocated, whether a pipeline can run a model beside other features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check(attachments: Attachments, settings: Pipeline) -> None:
-    """Raise ConfigError if the model cannot be cut as the settings say; ConflictError if a feature does not fit."""
+    """Raise ConfigError if the model cannot be cut as the settings say, or ConflictError if a feature does not fit."""
     stages = attachments.world.ranks_over([STAGE])
     if stages == 1:
         return
@@ -33,22 +33,22 @@ def check(attachments: Attachments, settings: Pipeline) -> None:
             raise ConfigError(message, hint=f"move the cuts with `{settings.name}.cuts`, or use fewer stages")
     for name, module in attachments.module.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
-            message = f"`{name}` has statistics of batches, and only its own stage sees them"
+            message = f"`{name}` has statistics of batches, but only its own stage computes them"
             raise ConfigError(message, hint="replace batch norms by group norms")
     if routers(attachments.module):
-        message = f"{type(attachments.module).__name__} has routers, whose auxiliary loss needs those of all stages"
+        message = f"{type(attachments.module).__name__} has routers, and their auxiliary loss needs all stages"
         raise ConfigError(message, hint=f"remove [{settings.name}]")
     check_beside(attachments, settings, partial(_refused, settings))
 
 
 def _refused(settings: Pipeline, feature: Feature) -> str:
-    """Why a feature does not work beside a pipeline; empty if it does."""
+    """Why a feature does not work with a pipeline; empty if it does."""
     if Seam.GRAPH in feature.seams:
-        return "compiles the whole model, of which a stage runs a part"
+        return "compiles the whole model, but a stage runs only a part"
     if feature.divided == "parameters":
-        return "shards the parameters of the whole model, of which a stage has a part"
+        return "shards the parameters of the whole model, but a stage holds only a part"
     if settings.embeddings == "last" and feature.averages_in_backward:
-        return 'averages gradients in one backward pass, and with `embeddings = "last"` a stage has several'
+        return 'averages gradients in one backward pass, but with `embeddings = "last"` a stage has several'
     if settings.chunks > 1 and feature.averages_in_backward:
-        return "averages gradients in one backward pass, and a stage of several parts has several"
+        return "averages gradients in one backward pass, but a stage with several parts has several"
     return ""

@@ -1,4 +1,4 @@
-"""Activations between the stages of a pipeline, and their gradients on the way back."""
+"""Sends activations between the stages of a pipeline, and gradients in the opposite direction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from shoestring.core.trace import span
 
 Key = tuple[int, int]
-"""A message: the part of the model that takes the activations, and the micro-batch."""
+"""Identifies a message: (index of the part of the model that receives the activations, index of the micro-batch)."""
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DIMS = 8
 
@@ -42,11 +42,13 @@ class TensorForm(NamedTuple):
 
 
 class Inbox:
-    """Messages from one stage, which are received in the order in which that stage sends them.
+    """Receives the messages of one stage, in the order in which that stage sends them.
 
     Args:
-        keys: the messages in that order. known: the form of a message, if it is known. asked: receives it otherwise.
-        early: number of messages whose buffers wait for them before they are asked for.
+        keys: the messages, in that order.
+        known: function that returns the form of a message; None if the form is not known yet.
+        asked: function that receives the form of a message from the sender.
+        early: number of messages for which a receive is posted before they are needed.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Inbox:
         self._posted: dict[Key, tuple[Tensor, dist.Work]] = {}
 
     def take(self, key: Key) -> Tensor:
-        """Wait for a message."""
+        """Wait for a message, and return it."""
         began = time.perf_counter()
         while key not in self._posted:
             first = self._expected[0]
@@ -86,7 +88,7 @@ class Inbox:
 
 
 class Outbox:
-    """Messages to one stage, which are sent while this one computes."""
+    """Sends messages to one stage, while this stage computes."""
 
     def __init__(self, group: dist.ProcessGroup, target: int) -> None:
         self.group, self.target = group, target
@@ -94,13 +96,13 @@ class Outbox:
         self._going: dict[Key, list[tuple[Tensor, dist.Work]]] = {}
 
     def send(self, key: Key, *tensors: Tensor) -> None:
-        """Start to send a message, and its form before it if the other stage does not know it."""
+        """Start to send a message; if the other stage does not know its form, `tensors` begins with the form."""
         works = [dist.isend(tensor, group=self.group, group_dst=self.target) for tensor in tensors]
         self._going[key] = [(tensor, work) for tensor, work in zip(tensors, works, strict=True) if work is not None]
         self.sent += tensors[-1].nbytes
 
     def settle(self, *keys: Key) -> None:
-        """Wait until messages are sent, all by default, and let go of them."""
+        """Wait until messages are sent, by default all of them, and free their memory."""
         began = time.perf_counter()
         with span("pipeline", "wire"):
             for key in keys or [*self._going]:

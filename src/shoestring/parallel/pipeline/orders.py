@@ -1,8 +1,9 @@
-"""In which order the stages of a pipeline run the passes of a step, and where a model is cut into parts.
+"""Schedules of pipelines: the order in which stages run the passes of a step, and the cuts of a model into parts.
 
 A stage has one part of the model, or several parts that are `stages` apart (interleaved; Narayanan et al., 2021): part
-p belongs to stage p mod S. Where embeddings are tied to the output layer, the last stage also has what lies before the
-blocks, as part -1: it then sends embeddings, which are far less than the gradient of a large vocabulary.
+p belongs to stage p mod S. If embeddings are tied to the output layer, the last stage can also hold the layers before
+the blocks, as part -1. It then sends embedded tokens, which are far fewer bytes than the gradient of a large
+vocabulary.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ def orders(
     training: bool = True,
     first: Literal[-1, 0] = 0,
 ) -> tuple[list[Pass], ...]:
-    """The passes of each stage in their order, as if a backward pass took as long as two forward passes.
+    """The passes of each stage in order, computed as if a backward pass took as long as two forward passes.
 
-    A stage runs a backward pass as soon as one can, and else a forward pass, unless as many micro-batches are under way
-    as "1f1b" (PipeDream-Flush; Narayanan et al., 2021) holds activations of. "gpipe" (Huang et al., 2019) holds all.
+    A stage runs a backward pass as soon as one is possible. Otherwise it runs a forward pass, unless the number of its
+    micro-batches in flight has reached the limit of the schedule. "1f1b" (PipeDream-Flush; Narayanan et al., 2021)
+    limits this number; "gpipe" (Huang et al., 2019) does not.
 
     Args:
-        stages: S. chunks: parts of each stage. micro: micro-batches of the step.
-        ahead: how long a message takes, in forward passes. A stage has as many more micro-batches under way for each
-            link to the last stage, so that it need not wait for messages.
-        first: number of the first part; part -1 takes no time.
+        stages: the number S of stages. chunks: number of parts in each stage. micro: number of micro-batches in a step.
+        ahead: time that a message takes, in units of a forward pass. For each link between it and the last stage, a
+            stage may have this many more micro-batches in flight, so that it need not wait for messages.
+        first: index of the first part; part -1 is assumed to take no time.
     """
     parts = range(first, stages * chunks)
-    forward = dict.fromkeys(parts, 0)  # passes begun, by part
+    forward = dict.fromkeys(parts, 0)  # part -> number of passes begun
     backward = dict.fromkeys(parts, 0 if training else micro)
     ends: dict[Pass, int] = {}
     free, result = [0] * stages, tuple(list[Pass]() for _ in range(stages))
@@ -65,7 +67,8 @@ def orders(
 
     def choose(stage: int, now: int) -> Pass | None:
         own = [part for part in parts if part % stages == stage]
-        # Embeddings take no time: they go out early, but not all at once, where other messages would wait behind them.
+        # Embeddings are computed in no time, so they could all be sent early. They are sent one by one, because other
+        # messages would have to wait behind them.
         if -1 in own and (sent := forward[-1]) < min(micro, forward[0] + ahead + 2):
             return Pass(-1, sent, False)
         begun, ended = (sum(counts[part] for part in own if part >= 0) for counts in (forward, backward))
@@ -83,13 +86,13 @@ def orders(
     while any(count < micro for count in (*forward.values(), *backward.values())):
         waiting = True
         for stage in range(stages):
-            waiting &= free[stage] + ahead <= now  # nothing is computed, and no message is under way
+            waiting &= free[stage] + ahead <= now  # the stage computes nothing, and none of its messages is in flight
             while free[stage] <= now and (one := choose(stage, now)) is not None:
                 (backward if one.backward else forward)[one.part] += 1
                 free[stage] = ends[one] = now if one.part < 0 else now + (2 if one.backward else 1)
                 result[stage].append(one)
                 waiting = False
-        if waiting:  # all stages hold as much as they may: only with interleaved parts and few micro-batches
+        if waiting:  # deadlock: all stages are at their limits; happens with interleaved parts and few micro-batches
             limits = [limit + 1 for limit in limits]
         else:
             now += 1
@@ -97,7 +100,7 @@ def orders(
 
 
 def _held(stages: int, chunks: int, stage: int, ahead: int) -> int:
-    """Number of micro-batches, times parts, whose activations a stage holds at most."""
+    """Maximum number of passes, over micro-batches and parts, whose activations a stage may hold."""
     links = stages - stage - 1
     if chunks == 1:
         return links + 1 + ahead * links
@@ -107,14 +110,14 @@ def _held(stages: int, chunks: int, stage: int, ahead: int) -> int:
 def balanced(costs: Sequence[float], parts: int, sends: Sequence[float] = ()) -> list[range]:
     """Cut a sequence into consecutive parts, none empty, so that the most expensive part is as cheap as possible.
 
-    Among such cuts, the sum of squares of the parts' costs is small.
+    Among such cuts, a cut with a small sum of squares of the parts' costs is chosen.
 
     Args:
-        sends: what it costs to send the results before each item, and those of the last one, while parts compute; a
-            part sends what it computes to the next one, and as much back to the one before.
+        sends: cost of sending the activations at each boundary: before each item, and after the last. A part sends
+            activations to the next part and gradients to the previous part, while it computes.
 
     Raises:
-        ValueError: there are too few costs.
+        ValueError: there are fewer costs than parts.
     """
     count = len(costs)
     if not 0 < parts <= count:
@@ -124,13 +127,13 @@ def balanced(costs: Sequence[float], parts: int, sends: Sequence[float] = ()) ->
         before.append(before[-1] + cost)
 
     def slowest(start: int, stop: int) -> float:
-        """The cost of a part, or that of its messages."""
+        """The cost of a part's work, or of its messages if they take longer."""
         if not sends:
             return before[stop] - before[start]
         sent = (sends[start] if start else 0.0) + (sends[stop] if stop < count else 0.0)
         return max(before[stop] - before[start], sent)
 
-    # best[n]: the most expensive part, the sum of squares, and the cuts, of the first n costs in the parts so far
+    # best[n] describes the best cut of the first n costs: its most expensive part, its sum of squares, and its cuts
     best: list[tuple[float, float, tuple[int, ...]]] = [
         (slowest(0, n) if n else 0.0, before[n] ** 2, ()) for n in range(count + 1)
     ]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def attach(attachments: Attachments, settings: Pipeline) -> None:
-    """Let each rank hold and run its parts of the model. A collective; does nothing if there is one stage only."""
+    """Let each rank hold and run only its parts of the model. A collective; does nothing if there is only one stage."""
     stages = attachments.world.ranks_over([STAGE])
     if stages == 1:
         return
@@ -45,17 +45,17 @@ def attach(attachments: Attachments, settings: Pipeline) -> None:
 
 
 def sum_tied(attachments: Attachments, settings: Pipeline) -> None:
-    """Let the first and the last stage add up their gradients of tied weights, once others have averaged them."""
+    """Let the first and the last stage add up their gradients of tied weights, after these were averaged."""
     if attachments.world.ranks_over([STAGE]) > 1:
-        running = attachments.carry(settings, lambda: cast(Running, None))  # `attach` has built it
+        running = attachments.carry(settings, lambda: cast(Running, None))  # `attach` has already built it
         if running.tied:
             attachments.at(Phase.CLIP, running.sum_tied)
 
 
 def _groups(world: World) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two process groups of the stages of this rank's replica, for messages forth and back. A collective.
+    """Create two process groups with the stages of this rank's replica, one for each direction. A collective.
 
-    A communicator of NCCL runs one operation after the other, so one direction would wait for the other.
+    An NCCL communicator runs one operation after another, so in a single group one direction would wait for the other.
     """
     mine = world.group([STAGE])
     assert mine is not None
@@ -68,7 +68,7 @@ def _groups(world: World) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 class Running:
-    """A rank's stage with its messages."""
+    """Runs a rank's stage, and exchanges messages with the neighbouring stages."""
 
     def __init__(self, attachments: Attachments, layout: Layout, settings: Pipeline, stages: int) -> None:
         world = attachments.world
@@ -83,7 +83,7 @@ class Running:
             attachments.exits.callback(dist.destroy_process_group, group)
         self._forms: dict[
             tuple[int, Hashable], TensorForm
-        ] = {}  # (part that takes it, form of the batch) -> activations
+        ] = {}  # (part that receives the activations, shapes of the batch) -> form of the activations
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,11 @@ class Running:
                 forth.settle((part + 1, number))
             left -= 1
             if received is not None:
-                # Sent from within the pass: at its end DDP waits for its messages, and the stage before would as well.
+                # Send from within the backward pass: DDP waits for its own messages at the end of the pass, and the
+                # previous stage would have to wait too.
                 received.register_post_accumulate_grad_hook(partial(_send, back, (part, number)))
             with micro.sync(left == 0), span("backward", "compute"):
-                if output.requires_grad:  # with frozen embeddings it may not
+                if output.requires_grad:  # false if nothing below is trained, such as with frozen embeddings
                     output.backward(gradient)
         for outbox in (forth, back):
             outbox.settle()
@@ -152,22 +153,22 @@ class Running:
             return micro.loss(output, batch) if one.part == self.stage.last else output
 
     def _told(self, key: tuple[int, Hashable], output: Tensor) -> list[Tensor]:
-        """The form of activations, for the next stage, the first time that there is a batch of these shapes."""
+        """The encoded form of activations if the next stage does not know it yet (first batch of these shapes)."""
         form = TensorForm.of(output)
         if (known := self._forms.setdefault(key, form)) is form:
             return [form.encoded(self.device)]
         if known != form:
             block = self.stage.blocks(key[0])[0]
             raise ConfigError(
-                f"block {block} gets {form.shape}, and got {known.shape} from a batch of the same shapes",
-                hint="a pipeline needs activations whose shape follows from those of the batch's tensors",
+                f"block {block} gets shape {form.shape}, but got {known.shape} from an equally shaped batch before",
+                hint="a pipeline needs activations whose shapes follow from the shapes of the batch's tensors",
             )
         return []
 
     # -- tied weights ------------------------------------------------------------------------------------------------
 
     def sum_tied(self) -> None:
-        """Add up the gradients of weights that the first and the last stage both train; both get the same bits."""
+        """Add up the gradients of weights that the first and the last stage both train; both get identical results."""
         if self.index not in (0, self.stages - 1):
             return
         other = self.stages - 1 - self.index
@@ -191,12 +192,12 @@ class Running:
 
 
 def _send(back: Outbox, key: tuple[int, int], received: Tensor) -> None:
-    """Send the gradient of what a stage has received."""
+    """Send the gradient of received activations back to the stage that sent them."""
     assert received.grad is not None
     back.send(key, received.grad)
 
 
 def _form_of(batch: Batch) -> Hashable:
-    """The shapes of a batch's tensors, on which those of activations depend."""
+    """The shapes and data types of a batch's tensors, which determine the form of activations."""
     leaves = pytree.tree_leaves(batch)
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))

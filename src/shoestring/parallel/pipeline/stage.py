@@ -1,9 +1,9 @@
-"""The parts of a model that a rank holds: each forward pass of the model runs one part of its blocks.
+"""The parts of a model that a rank holds, and forward passes that run only one of these parts.
 
-The model's own `forward` runs as it is, so a model needs no change. What lies before its blocks runs on each stage,
-with zeros in place of an embedding that the stage does not hold, because what the first block of a part gets from there
-is replaced by what the stage before has sent. Blocks of earlier parts are passed by. Behind the last block of a part,
-the forward pass is left with what the next stage needs.
+The model's own `forward` runs unchanged, so a model needs no changes for a pipeline. The layers before the blocks run
+on every stage; an embedding that the stage does not hold gives zeros. This is harmless, because the input of a part's
+first block is replaced by the activations that the previous stage sent. Blocks of earlier parts are skipped. After the
+last block of a part, an exception ends the forward pass and carries out the activations for the next stage.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from shoestring.parallel.settings import Pipeline
 
 _BEHIND = re.compile(r"(.*\.)?(final_?(layer_?)?norm|ln_f|norm_f|lm_head|head|score|classifier|pooler)(\..*)?")
-"""Parameters that are read behind the blocks, wherever a model has them."""
+"""Names of parameters that are used after the blocks, wherever the model declares them."""
 
 
 class LeftError(BaseException):
-    """Leaves a model's forward pass behind the last block of a part; no error, so nothing may catch it."""
+    """Ends a model's forward pass after the last block of a part; a BaseException, so that models do not catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -48,22 +48,22 @@ class Hidden(NamedTuple):
 
 
 class Layout:
-    """Which parameters belong to which blocks of a model, and which are read before and behind the blocks.
+    """The layout of a model: which parameters belong to which block, and which are used before and after the blocks.
 
     Raises:
-        ConfigError: the model has no repeated blocks, or parameters in several lists of blocks.
+        ConfigError: the model has no repeated blocks, or has several lists of blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.blocks = model, repeated(model)
         lists = {id(child) for child in _lists(model)}
         if not self.blocks:
-            hint = "put its layers in an nn.ModuleList, each of which takes what the one before returns"
+            hint = "put its layers in an nn.ModuleList, in which each layer takes what the previous layer returns"
             raise ConfigError(f"{type(model).__name__} has no repeated blocks to cut at", hint=hint)
         if len(lists) > 1:
             raise ConfigError(
-                f"{type(model).__name__} has {len(lists)} lists of blocks, and a pipeline cuts one",
-                hint="an encoder beside a decoder is not supported",
+                f"{type(model).__name__} has {len(lists)} lists of blocks, but a pipeline can cut only one",
+                hint="models with an encoder and a decoder are not supported",
             )
         self.block_of = self._block_of()
         before, behind, met = list[nn.Parameter](), list[nn.Parameter](), False
@@ -76,11 +76,11 @@ class Layout:
         self.before, self.behind = {*before}, {*behind}
 
     def _block_of(self) -> dict[nn.Parameter, int]:
-        """The block of each parameter of a block.
+        """Parameter -> index of the block that it belongs to.
 
         Raises:
-            ConfigError: blocks share a parameter with each other or with the rest of the model, so that several stages
-                might train it.
+            ConfigError: a block shares a parameter with another block or with the rest of the model, so that several
+                stages might train the parameter.
         """
         block_of: dict[nn.Parameter, int] = {}
         inside = set[nn.Module]()
@@ -92,15 +92,15 @@ class Layout:
         for module in {*self.model.modules()} - inside:
             for name, parameter in module._parameters.items():
                 if parameter in block_of:
-                    raise self._shared(f"block {block_of[parameter]} and what lies outside of the blocks", name)
+                    raise self._shared(f"block {block_of[parameter]} and layers outside the blocks", name)
         return block_of
 
     def _shared(self, places: str, name: str) -> ConfigError:
-        message = f"{places} of {type(self.model).__name__} share `{name}`, which a pipeline would train apart"
+        message = f"{places} of {type(self.model).__name__} share `{name}`, but a pipeline would train two copies of it"
         return ConfigError(message, hint="only an embedding and the output layer may be tied")
 
     def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Look at other parameters in place of some, which nothing holds then."""
+        """Replace parameters in this layout, so that it no longer keeps the old ones in memory."""
         self.block_of = {replaced.get(parameter, parameter): block for parameter, block in self.block_of.items()}
         self.before, self.behind = (
             {replaced.get(parameter, parameter) for parameter in parameters}
@@ -109,18 +109,18 @@ class Layout:
 
     @property
     def tied(self) -> list[str]:
-        """Names of parameters that are read both before and behind the blocks."""
+        """Names of parameters that are used both before and after the blocks."""
         both = self.before & self.behind
         return [name for name, parameter in self.model.named_parameters() if parameter in both]
 
     def held(self, parts: Sequence[range], own: Sequence[int], first: int) -> set[nn.Parameter]:
-        """The parameters of some parts of the model; see `Stage`."""
+        """The parameters that a rank with the parts `own` holds; see `Stage` for the arguments."""
         inside = [self.blocks[index] for part in own if part >= 0 for index in parts[part]]
         held = {parameter for block in inside for parameter in block.parameters()}
         return held | (self.before if first in own else set()) | (self.behind if len(parts) - 1 in own else set())
 
     def costs(self) -> list[float]:
-        """Multiplications for a token, by block; the first and the last also have what lies before and behind them."""
+        """Multiplications per token of each block; layers before and after the blocks count in the first and last."""
         looked_up = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
 
         def cost(parameters: Any) -> float:
@@ -133,12 +133,12 @@ class Layout:
 
 
 def first_part(layout: Layout, settings: Pipeline, features: Sequence[Feature]) -> Literal[-1, 0]:
-    """The part with what lies before the blocks: 0, or -1, of the last stage."""
+    """Index of the part that has the layers before the blocks: 0, or -1 if the last stage has them."""
     return -1 if settings.looks_up_last(tied=bool(layout.tied), features=features) else 0
 
 
 def own_parts(parts: Sequence[range], first: int, index: int, stages: int) -> list[int]:
-    """The parts of a stage."""
+    """Indices of the parts of stage `index`."""
     return [part for part in range(first, len(parts)) if part % stages == index]
 
 
@@ -151,11 +151,11 @@ def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 class Stage:
-    """What a rank holds of a model, and its forward passes.
+    """The parts of a model that a rank holds, and their forward passes.
 
     Args:
-        parts: the blocks of each part of the model. own: the parts of this rank.
-        first: the part with what lies before the blocks: 0, or -1, which has no blocks.
+        parts: range of blocks of each part of the model. own: indices of this rank's parts.
+        first: index of the part with the layers before the blocks: 0; or -1, a part that has no blocks.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class Stage:
     ) -> None:
         self.attachments, self.layout, self.parts, self.own = attachments, layout, parts, own
         self.first, self.last = first, len(parts) - 1
-        self.current, self.begun = 0, False  # the part that runs, and whether its blocks have begun
+        self.current, self.begun = 0, False  # the part that runs now, and whether its blocks have begun
         self._received: Tensor | None = None
         self._hooked: nn.Module | None = None
         self._checked = set[int]()
-        self._calls = 0  # of the model, for the batch that runs
+        self._calls = 0  # number of calls of the model for the current batch
         self.part_of = {block: part for part, blocks in enumerate(parts) for block in blocks}
         held = layout.held(parts, own, first)
         self.foreign = {parameter: name for name, parameter in layout.model.named_parameters() if parameter not in held}
@@ -182,7 +182,7 @@ class Stage:
         return [name for name, parameter in named if parameter in self.foreign]
 
     def attach(self) -> None:
-        """Let go of what other stages hold, and let forward passes run one part."""
+        """Free the parameters that only other stages use, and make forward passes run one part."""
         attachments, model = self.attachments, self.layout.model
         for index, block in enumerate(self.layout.blocks):
             attachments.patch(block, partial(self._run_block, index, block.forward))
@@ -197,7 +197,7 @@ class Stage:
         self._leave(gone)
 
     def _leave(self, gone: set[nn.Parameter]) -> None:
-        """Put parameters that other ranks hold on `meta`, and train none of those that this one does not hold."""
+        """Move the parameters `gone` to the meta device, and freeze all parameters that this rank does not hold."""
         on_meta = dict[nn.Parameter, nn.Parameter]()
         for module in self.layout.model.modules():
             for name, parameter in [*module._parameters.items()]:
@@ -219,11 +219,11 @@ class Stage:
         """Run a part of the model.
 
         Args:
-            received: what the part before has returned, (B, T, C); None for the first part.
-            call: calls the model on a batch.
+            received: activations from the previous part, (B, T, C); None for the first part.
+            call: function that calls the model on a batch.
 
         Returns:
-            The model's output for the last part, and otherwise what the next part needs.
+            The model's output if this is the last part; otherwise the activations that the next part needs.
         """
         self.current, self.begun, self._received, self._calls = part, False, received, 0
         outermost = self.attachments.model
@@ -244,7 +244,7 @@ class Stage:
                 self._checked.add(part)
 
     def _run_model(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass: within a wrapper such as DDP, nothing is raised."""
+        """Run the model; return a `LeftError` instead of raising it, so that wrappers such as DDP see no exception."""
         try:
             return inner(*args, **kwargs)
         except LeftError as left:
@@ -253,10 +253,10 @@ class Stage:
 
     def _leave_early(self, module: nn.Module, args: Any, output: Any) -> None:
         self._calls += 1
-        if self._calls > 1:  # earlier stages have run the first call only
+        if self._calls > 1:  # a second call would lack the results of earlier stages, which ran only the first call
             raise ConfigError(
                 "`forward` calls the model several times for a batch",
-                hint="a pipeline needs one call: put what is compared into one batch, or use parallel.DDP()",
+                hint="a pipeline needs a single call: put the inputs into one batch, or use parallel.DDP()",
             )
         if isinstance(output, Hidden):
             raise LeftError(output.hidden)
@@ -264,7 +264,7 @@ class Stage:
             block = max(self.blocks(self.current), default=0)
             raise ConfigError(
                 f"{type(self.layout.model).__name__} returned without calling its block {block}",
-                hint="a pipeline needs blocks that are called one after the other",
+                hint="a pipeline needs blocks that are called one after another",
             )
 
     def _run_block(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +274,8 @@ class Stage:
             if self.current < 0:
                 self._check_inputs(index, args, kwargs)
                 raise LeftError(hidden)
-            # Some blocks return a tuple, whose first item the model takes: so does this, with a dimension more.
+            # Some blocks return a tuple, and the model takes its first item. A tensor with one more dimension behaves
+            # in the same way: indexing it with 0 gives the hidden states.
             return hidden[None] if self._received is None or hidden.ndim <= self._received.ndim else hidden
         self._check_inputs(index, args, kwargs)
         self.begun = True
@@ -286,10 +287,12 @@ class Stage:
         return output
 
     def _check_inputs(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """In the first passes, refuse a block that gets more than hidden states from weights: stages send these alone.
+        """In the first pass, refuse a block that gets more than hidden states from trained layers.
+
+        Stages send only hidden states to each other.
 
         Raises:
-            ConfigError: another argument depends on weights, such as embeddings that every block gets.
+            ConfigError: another argument of the block depends on weights, such as embeddings that every block gets.
         """
         if self.current in self._checked or not torch.is_grad_enabled():
             return
@@ -298,12 +301,15 @@ class Stage:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(others)):
             raise ConfigError(
                 f"block {index} gets more than its hidden states from the layers before it",
-                hint="a pipeline sends only these to another stage: use parallel.FSDP(), or memory.Zero()",
+                hint="a pipeline sends only hidden states between stages: use parallel.FSDP() or memory.Zero()",
             )
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
-        """Context of the first pass: watches which parameters it reads; what frozen embeddings give has gradients."""
+        """Context of a part's first pass: checks which parameters it reads, and gives embeddings' outputs gradients.
+
+        The gradients show `_check_inputs` which arguments depend on embeddings, even on frozen ones.
+        """
         with ExitStack() as stack:
             stack.enter_context(_Reads(self))
             for module in self.layout.model.modules():
@@ -313,7 +319,7 @@ class Stage:
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses a forward pass that reads a parameter which another stage trains."""
+    """Raises ConfigError if a forward pass reads a parameter that another stage trains."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -327,15 +333,15 @@ class _Reads(TorchFunctionMode):
         if not name:
             return func(*args, **(kwargs or {}))
         refusal = ConfigError(
-            f"a stage reads `{name}`, which another one trains",
-            hint="a pipeline needs a model that reads it on the same side of its blocks as it is declared",
+            f"a stage reads `{name}`, which another stage trains",
+            hint="a pipeline needs a model that uses a parameter on the side of the blocks where it is declared",
         )
         try:
             result = func(*args, **(kwargs or {}))
-        except RuntimeError as error:  # it has no numbers here
+        except RuntimeError as error:  # the parameter is on the meta device, so it has no values here
             raise refusal from error
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            raise refusal  # it did not only look at a shape or a storage
+            raise refusal  # the function read the values; functions that only read a shape return no tensor
         return result
 
 
@@ -345,16 +351,16 @@ def _with_gradient(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _zeros(width: int, dtype: torch.dtype, indices: Tensor) -> Tensor:
-    """In place of an embedding that another stage holds: (…) to (…, C)."""
+    """Zeros in place of the output of an embedding that another stage holds: indices (…) -> (…, C)."""
     return torch.zeros((), dtype=dtype, device=indices.device).expand(*indices.shape, width)
 
 
 def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """Where a block gets its hidden states: the first floating tensor among its arguments."""
+    """Position or name of the argument with a block's hidden states: the first floating-point tensor."""
     for key, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return key
-    raise ConfigError("a block got no hidden states", hint="a pipeline needs blocks that take a floating tensor")
+    raise ConfigError("a block got no hidden states", hint="a pipeline needs blocks that take a floating-point tensor")
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -372,7 +378,7 @@ def _with_first(
 
 
 def _hidden(output: Any, index: int) -> Tensor:
-    """The hidden states in what a block returned: the tensor, or the first item of a tuple."""
+    """The hidden states that a block returned: its output if that is a tensor, or the first item of a tuple."""
     hidden = output[0] if isinstance(output, tuple) else output
     if not isinstance(hidden, Tensor):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a tensor split refuses before anything is allocated."""
+"""Checks, before anything is allocated, whether a model's layers can be split beside other features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(attachments: Attachments, settings: Tensor) -> None:
-    """Raise ConfigError if the model cannot be split as the settings say; ConflictError if a feature does not fit."""
+    """Raise ConfigError if the model cannot be split as the settings say, ConflictError if a feature does not fit."""
     ranks = attachments.world.ranks_over([TENSOR])
     if ranks == 1:
         return
@@ -32,7 +32,7 @@ def check(attachments: Attachments, settings: Tensor) -> None:
     for path, number in plan.divided.items():
         if number % ranks:
             message = f"{ranks} ranks cannot share the {number} of `{path}` equally"
-            raise ConfigError(message, hint=f"set {settings.name}.ways to a number that divides it")
+            raise ConfigError(message, hint=f"set {settings.name}.ways to a divisor of this number")
     for name, cut in plan.layers.items():
         for reason in _faults(model, name, cut, ranks):
             raise ConfigError(f"`{name}` {reason}", hint=f"set {settings.name}.ways, or remove [{settings.name}]")
@@ -40,13 +40,13 @@ def check(attachments: Attachments, settings: Tensor) -> None:
 
 
 def _refused(settings: Tensor, feature: Feature) -> str:
-    """Why a feature does not work beside a tensor split; empty if it does."""
+    """Why a feature does not work with split layers; empty if it does."""
     if Seam.GRAPH in feature.seams:
         return "compiles the model, which exchanges activations between its layers"
     if feature.divided:
-        return f"shards the {feature.divided} of whole layers, of which a rank has a part"
+        return f"shards the {feature.divided} of whole layers, but a rank holds only a part of each layer"
     if Seam.LOSS in feature.seams and (settings.vocabulary == "split" or settings.gathered):
-        return "computes a loss in the output layer, of which a rank has a part"
+        return "computes a loss in the output layer, but a rank holds only a part of that layer"
     return ""
 
 
@@ -73,7 +73,7 @@ def _faults(model: nn.Module, name: str, cut: Cut, ranks: int) -> Iterator[str]:
 
 
 def _is_scaled(module: nn.Module) -> bool:
-    """Whether a module is an embedding times a number (Gemma's), by what it computes."""
+    """Whether a module computes an embedding times a constant, as in Gemma; this is tested on a few entries."""
     if not isinstance(module, nn.Embedding) or module.weight.is_meta:
         return False
     entries = torch.arange(min(8, module.num_embeddings), device=module.weight.device)
@@ -84,9 +84,9 @@ def _is_scaled(module: nn.Module) -> bool:
 
 
 def _check_completeness(plan: SplitPlan, settings: Tensor) -> None:
-    """Raise ConfigError for a table of columns without rows, or the reverse: what one rank computes stays a part."""
+    """Raise ConfigError if the plan has `columns` without `rows` or the reverse, so that results are never summed."""
     ways = {cut.way for cut in plan.layers.values()}
     if not {"columns", "rows"} <= ways:
         message = f"`{settings.name}` splits no layer by its {'rows' if 'columns' in ways else 'columns'}"
-        hint = "each layer in `columns` needs one in `rows` that reads what it computes"
+        hint = "each layer in `columns` needs a layer in `rows` that reads its outputs"
         raise ConfigError(message, hint=hint)

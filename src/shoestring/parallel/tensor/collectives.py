@@ -1,4 +1,4 @@
-"""What the ranks that share a layer exchange, forward and backward: activations and their gradients."""
+"""Collectives among ranks that share layers, for activations in forward and gradients in backward passes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shoestring.parallel.tensor.names import REDUCED_FACT, WAITED_FACT
 
 
 class SharingRanks:
-    """The ranks that share layers.
+    """The group of ranks that share layers, with the collectives among them.
 
     Args:
-        trace: counts what they exchange in training.
+        trace: trace that counts the exchanged bytes and the seconds spent on them in training.
     """
 
     def __init__(self, group: dist.ProcessGroup, trace: Trace) -> None:
@@ -28,7 +28,7 @@ class SharingRanks:
         trace.facts |= {REDUCED_FACT: 0.0, WAITED_FACT: 0.0}
 
     def sum(self, tensor: Tensor, *, counted: bool = True) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         began = time.perf_counter()
         with span("tensor", "wire", tensor.nbytes):
             dist.all_reduce(tensor, group=self.group)
@@ -36,7 +36,7 @@ class SharingRanks:
         return tensor
 
     def gather(self, tensor: Tensor, sizes: Sequence[int], *, counted: bool = True) -> Tensor:
-        """The parts of all ranks, of these sizes, one behind the other along the last dimension."""
+        """Concatenate the parts of all ranks along the last dimension; `sizes` are the sizes of the parts there."""
         began, widest = time.perf_counter(), max(sizes)
         padded = torch.nn.functional.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -52,7 +52,7 @@ class SharingRanks:
 
 
 class SumGradients(torch.autograd.Function):
-    """The identity; backward, the sum over ranks: of what ranks read whole and use in part."""
+    """Identity whose backward pass sums over ranks: for a tensor that all ranks have, but that each uses in part."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: SharingRanks) -> Tensor:
@@ -66,7 +66,7 @@ class SumGradients(torch.autograd.Function):
 
 
 class SumParts(torch.autograd.Function):
-    """The sum over ranks; backward, the identity, for all ranks have the same gradient of it."""
+    """Sum over ranks whose backward pass is the identity, because all ranks have the same gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: SharingRanks) -> Tensor:
@@ -78,7 +78,7 @@ class SumParts(torch.autograd.Function):
 
 
 class GatherParts(torch.autograd.Function):
-    """The parts of all ranks along the last dimension; backward, this rank's part."""
+    """All-gather along the last dimension; its backward pass returns this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: SharingRanks, sizes: Sequence[int]) -> Tensor:
@@ -91,7 +91,7 @@ class GatherParts(torch.autograd.Function):
 
 
 class SharedInput:
-    """What layers with the same input read: one all-reduce of its gradient for all of them."""
+    """`SumGradients` for layers that read the same input, so that its gradient is all-reduced once for all of them."""
 
     def __init__(self, ranks: SharingRanks) -> None:
         self.ranks = ranks

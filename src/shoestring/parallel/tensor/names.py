@@ -3,7 +3,7 @@
 from typing import Final
 
 TENSOR: Final = "tensor"
-"""Mesh axis of the ranks that share each layer: they work on the same samples."""
+"""Mesh axis of the ranks that share layers; they work on the same samples."""
 HELD_FACT: Final = "tensor.held"
 """Bytes of the weights that this rank holds."""
 WHOLE_FACT: Final = "tensor.whole"
@@ -11,4 +11,4 @@ WHOLE_FACT: Final = "tensor.whole"
 REDUCED_FACT: Final = "tensor.reduced"
 """Bytes of activations and their gradients that this rank has exchanged in training."""
 WAITED_FACT: Final = "tensor.waited"
-"""Seconds for which this rank has waited for these."""
+"""Seconds that this rank has spent on exchanging activations and gradients."""

@@ -1,8 +1,8 @@
-"""Which layers of a model are split, and how: by the built-in tables, by transformers' own, or by the user's.
+"""Plans which layers of a model are split, and how: from built-in tables, transformers' tables, or the user's names.
 
-The terms are those of Megatron-LM (Shoeybi et al., 2019): layers that read the residual stream are split by their
-outputs, `columns`, and those that write to it by their inputs, `rows`. Between the two, each rank works on its own
-heads or features, and nothing is exchanged.
+The terms are those of Megatron-LM (Shoeybi et al., 2019). Layers that read the residual stream are split by their
+outputs (`columns`). Layers that write to the residual stream are split by their inputs (`rows`). Between such layers,
+each rank works on its own heads or features, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from shoestring.parallel.settings import Tensor
 
 Way = Literal["columns", "rows", "vocabulary", "gathered"]
-"""How a layer is split: by its outputs; by its inputs; an embedding by its entries; by its outputs, which all ranks
-then gather (logits)."""
+"""How a layer is split. "columns": by its outputs. "rows": by its inputs. "vocabulary": an embedding, by its entries.
+"gathered": by its outputs, which all ranks then gather (logits)."""
 _FUSED = re.compile(r"(?P<pattern>.+?):(?P<sections>\d+(\+\d+)*)")
 _STYLES: dict[str, Way] = {"colwise": "columns", "rowwise": "rows"}
 _SUMMED = "replicated_with_grad_allreduce"
-_OTHERS = ("replicate", "embedding_rowwise", "colwise_gather_output", _SUMMED)  # the vocabulary: see `_vocabulary`
+_OTHERS = ("replicate", "embedding_rowwise", "colwise_gather_output", _SUMMED)  # see also `_vocabulary`
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,35 @@ class Cut:
 
     way: Way
     sections: tuple[int, ...] = ()
-    """Of a fused layer, the sizes of the things that it computes one behind the other."""
+    """For a fused layer, the sizes of its sections (such as queries, keys and values), in order."""
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How a model is split."""
+    """The plan of how a model's layers are split."""
 
     layers: Mapping[str, Cut] = field(default_factory=dict)
-    """Name of a module -> how it is split."""
+    """Name of a module -> how the module is split."""
     divided: Mapping[str, int] = field(default_factory=dict)
-    """Name of a module's attribute -> its number of heads or features, of which each rank has an equal part."""
+    """Name of a module's attribute -> its value, a number of heads or features that the ranks share equally."""
     summed: tuple[str, ...] = ()
-    """Modules that each rank applies to its own heads: the gradients of their parameters are summed."""
+    """Names of modules that each rank applies to its own heads, so that their parameters' gradients must be summed."""
 
 
 def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
-    """How a model is split.
+    """Plan how a model's layers are split.
 
     Args:
-        vocabulary: whether embeddings and the output layer are split too.
+        vocabulary: whether token embeddings and the output layer are split as well.
 
     Raises:
-        ConfigError: there is no table for this model, or the user's table does not fit it.
+        ConfigError: there is no table for this model, or the layers that the user named do not fit the model.
     """
     if settings.columns or settings.rows or settings.gathered or settings.heads:
         if settings.vocabulary != "auto":
-            message = f"`{settings.name}.vocabulary` is of the built-in tables, and these layers are named one by one"
+            message = f"`{settings.name}.vocabulary` works only with the built-in tables, but layers are named here"
             raise ConfigError(
-                message, hint=f"name embeddings and the output layer in `{settings.name}.gathered`, or not"
+                message, hint=f"to split embeddings and the output layer, name them in `{settings.name}.gathered`"
             )
         return _by_user(model, settings)
     table = _table(model)
@@ -120,7 +120,7 @@ def _of_gpt2(model: nn.Module) -> SplitPlan:
 
 
 def _of_transformers(model: nn.Module) -> SplitPlan | None:
-    """The table that transformers has for a model; None if it has none, or one with experts."""
+    """The plan from transformers' table for a model; None if there is no table, or one that splits experts."""
     pretrained: Any = model
     table = {**(getattr(pretrained, "tp_plan", None) or {})}
     if not table or any(style not in _STYLES and style not in _OTHERS for style in table.values()):
@@ -135,13 +135,13 @@ def _of_transformers(model: nn.Module) -> SplitPlan | None:
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """Numbers that must divide by the ranks, and are no attributes of modules."""
+    """Numbers that must be multiples of the number of ranks, although no module has them as attributes."""
     names = ("num_attention_heads", "num_key_value_heads")
     return {f"config.{name}": getattr(config, name) for name in names if getattr(config, name, None)}
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Cut]:
-    """The embeddings of tokens and the output layer of a language model."""
+    """How to split the token embeddings and the output layer of a language model; empty if it has none."""
     if isinstance(model, GPT):
         return {"embed": Cut("vocabulary"), **({"head": Cut("gathered")} if model.head is not None else {})}
     pretrained: Any = model
@@ -179,8 +179,8 @@ def _sections(module: nn.Module, text: str, name: str) -> tuple[int, ...]:
     shares, outputs = [int(share) for share in text.split("+")], outputs_of(module)
     if not sum(shares) or outputs % sum(shares) or 0 in shares:
         raise ConfigError(
-            f"the {outputs} outputs of `{name}` are not {text} equal parts",
-            hint="write for a fused layer how many parts each thing has that it computes, such as `*.qkv:8+2+2`",
+            f"the {outputs} outputs of `{name}` cannot be divided into {text} equal parts",
+            hint="for a fused layer, give the relative sizes of its sections, such as `*.qkv:8+2+2`",
         )
     return tuple(share * (outputs // sum(shares)) for share in shares)
 
@@ -194,7 +194,7 @@ def _attributes(model: nn.Module, settings: Tensor) -> Iterator[tuple[str, int]]
         if not owners:
             raise ConfigError(
                 f"`{settings.name}.heads`: no module has an attribute `{pattern}`",
-                hint="give numbers of heads as attributes, such as `blocks.*.attention.heads`",
+                hint="name attributes that hold a number of heads, such as `blocks.*.attention.heads`",
             )
         for name in owners:
             value = getattr(model.get_submodule(name), attribute)
@@ -208,7 +208,7 @@ def _matching(model: nn.Module, patterns: Sequence[str], cut: Cut) -> dict[str, 
 
 
 def dim_of(module: nn.Module, way: Way) -> int:
-    """The dimension of the weight along which a layer is split."""
+    """The dimension of a layer's weight that is split."""
     if isinstance(module, nn.Embedding):
         return 0
     return int(is_transposed(module) == (way != "rows"))

@@ -1,4 +1,4 @@
-"""Splits the layers of a model over ranks: each holds parts of their weights, and exchanges activations."""
+"""Splits the layers of a model over ranks: each rank holds parts of the weights, and ranks exchange activations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 PROBE = 16
-"""Number of tokens for which a split model must compute what the whole one does."""
+"""Number of tokens on which the split model must compute the same logits as the whole model."""
 
 
 def attach(attachments: Attachments, settings: Settings) -> None:
-    """Split the model over the ranks of the mesh axis; does nothing if there is one only."""
+    """Split the model over the ranks of the mesh axis; does nothing if there is only one rank."""
     if attachments.world.ranks_over([TENSOR]) > 1:
         attachments.claim([TENSOR], trained=True, whole=True)
         plan = plan_of(attachments.module, settings, settings.splits_vocabulary(attachments.features))
@@ -45,13 +45,13 @@ def attach(attachments: Attachments, settings: Settings) -> None:
 
 
 def _mesh(world: World) -> DeviceMesh:
-    """The ranks that have the same layers: those that share them, and those that read other samples."""
+    """The mesh of ranks that have the same layers: ranks that share layers, and ranks that read other samples."""
     assert world.mesh is not None
     return world.mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a model has dropout, in its modules or by its configuration."""
+    """Whether a model uses dropout, judged by its modules and its configuration."""
     config: Any = getattr(model, "config", None)
     numbers = vars(config).items() if config is not None else ()
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()) or any(
@@ -60,7 +60,7 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _fingerprint(stepped: DTensor) -> Tensor:
-    """Two numbers that tell gradients apart: the norm, and the sum with weights that change along the gradient."""
+    """Two numbers that tell gradients apart: the norm, and a sum that is weighted by position."""
     assert isinstance(stepped.grad, DTensor)
     gradient = stepped.grad.to_local().detach().flatten().double()
     places = torch.linspace(-1, 1, len(gradient), dtype=torch.float64, device=gradient.device)
@@ -72,35 +72,35 @@ def _is_trained(parameter: Tensor) -> bool:
 
 
 class Splitting:
-    """A rank's parts of the layers of a model."""
+    """Splits a model's layers, and runs this rank's parts of them."""
 
     def __init__(self, attachments: Attachments, plan: SplitPlan) -> None:
         group, mesh = attachments.world.group([TENSOR]), _mesh(attachments.world)
         assert group is not None
         self.attachments, self.model, self.plan, self.mesh = attachments, attachments.module, plan, mesh
         self.ranks = SharingRanks(group, attachments.trace)
-        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # parameter -> this rank's part of it
-        self.stepped: dict[nn.Parameter, DTensor] = {}  # part, or a parameter that all ranks have -> what is optimized
+        self.parts: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter -> this rank's part of it
+        self.stepped: dict[nn.Parameter, DTensor] = {}  # part or shared parameter -> tensor that the optimizer steps
         self.orders: dict[nn.Parameter, ShardOrder] = {}
         self._compared = self._called = False
-        self._readings: dict[str, SharedInput] = {}  # by name of the module that several layers belong to
-        self.layers = {  # without those of other stages of a pipeline
+        self._readings: dict[str, SharedInput] = {}  # name of a parent module -> input that its layers share
+        self.layers = {  # the layers to split, except layers of other pipeline stages
             name: cut for name, cut in plan.layers.items() if _is_trained(self._weight(name))
         }
-        # Ranks may have drawn other first weights.
+        # Ranks may have initialised their weights differently, so all take those of the group's first rank.
         held = [*self.model.parameters(), *self.model.buffers()]
         broadcast_tensors([tensor for tensor in held if not tensor.is_meta], group)
         for name, cut in self.layers.items():
             self._cut(self.model.get_submodule(name), cut)
 
     def attach(self) -> None:
-        """Let the optimizer step the parts, and let the layers compute with them."""
+        """Let the optimizer step this rank's parts, and let the layers compute with them."""
         before = self._answer()
         attachments, facts = self.attachments, self.attachments.trace.facts
         named = {name: tensor for name, tensor in attachments.named().items() if tensor.requires_grad}
         whole = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
         for tensor in whole.values():
-            if tensor not in self.parts:  # foreach operations take no plain tensors beside DTensors
+            if tensor not in self.parts:  # foreach operations cannot mix DTensors and plain tensors
                 self.stepped[tensor] = self._placed(tensor.detach(), None, tensor.shape, tensor.stride())
         attachments.shard(
             over=(),
@@ -130,7 +130,7 @@ class Splitting:
         facts[HELD_FACT] = float(sum(tensor.nbytes for tensor in self.model.parameters()))
 
     def _draw_alike(self) -> None:
-        """Let all ranks draw the same random numbers in a step: they must drop the same parts of what they share."""
+        """Let all ranks draw the same random numbers in a step, so that dropout masks of shared tensors are equal."""
         device = self.attachments.world.device
         state = torch.get_rng_state().to(device)
         broadcast_tensors([state], self.ranks.group)
@@ -142,7 +142,7 @@ class Splitting:
 
     @torch.no_grad()
     def _answer(self) -> Tensor | None:
-        """The logits of a language model of transformers for a few tokens; None for other models, and for stages."""
+        """Logits of a transformers language model for a few tokens; None for other models and for pipeline stages."""
         model: Any = self.model
         if not hf.is_pretrained(model) or self.attachments.elsewhere or model.get_output_embeddings() is None:
             return None
@@ -159,10 +159,10 @@ class Splitting:
                 module.training = mode
 
     def _check_answer(self, before: Tensor | None) -> None:
-        """Refuse a model that computes something else with its layers split, such as with statistics of all features.
+        """Raise ConfigError if the split model computes different logits, such as if a norm needs all features.
 
         Raises:
-            ConfigError: the logits differ by more than the order of sums explains.
+            ConfigError: the logits differ by more than the order of summation explains.
         """
         after = self._answer()
         if before is None or after is None:
@@ -203,7 +203,7 @@ class Splitting:
         self.stepped[part] = self._placed(local, dim, shape, stride)
 
     def _placed(self, local: Tensor, dim: int | None, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-        """The DTensor of a part, split along a dimension, or of what all ranks have."""
+        """The DTensor of a part that is split along `dim`; if `dim` is None, of a tensor that all ranks have."""
         names = self.mesh.mesh_dim_names or ()
         placements = [Replicate() if dim is None or name != TENSOR else Shard(dim) for name in names]
         placed = DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -221,7 +221,7 @@ class Splitting:
                 self._compare()
 
     def _move_gradients(self) -> None:
-        """Give the optimizer the gradients."""
+        """Move the gradients to the tensors that the optimizer steps."""
         for part, stepped in self.stepped.items():
             if part.grad is not None:
                 layout: dict[str, Any] = {"shape": stepped.shape, "stride": stepped.stride()}
@@ -229,10 +229,10 @@ class Splitting:
                 part.grad = None
 
     def _compare(self) -> None:
-        """Refuse a split that is not that of the model, in the first step: what all ranks have gets other gradients.
+        """Check in the first step that all ranks have the same gradients of the parameters that they share.
 
         Raises:
-            ConfigError: a parameter outside of the split layers is used on what a rank alone has.
+            ConfigError: a shared parameter is applied to something that differs between ranks, so the split is wrong.
         """
         self._compared, parts = True, {*self.parts.values()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -246,8 +246,8 @@ class Splitting:
         apart = (high - low).abs().amax(1) > 1e-3 * high.abs().amax(1)
         for part in (shared[number] for number in apart.nonzero().flatten().tolist()):
             raise ConfigError(
-                f"`{names[part]}` has another gradient on each rank: it is applied to what a rank alone computes",
-                hint="the layers that are split do not fit together: use parallel.FSDP() for this model",
+                f"`{names[part]}` has a different gradient on each rank: it is applied to results of a single rank",
+                hint="the choice of split layers does not fit the model: use parallel.FSDP() for this model",
             )
 
     def _summed(self, gradient: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class Splitting:
     # -- forward passes ----------------------------------------------------------------------------------------------
 
     def _first(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass; an error of the first one is one of the split."""
+        """The model's forward pass; an error in the first call is reported as an error of the split."""
         if self._called:
             return inner(*args, **kwargs)
         try:
@@ -266,13 +266,13 @@ class Splitting:
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f"{type(self.model).__name__} does not run with its layers split: {error}",
-                hint="some of its numbers are not divided with them: use parallel.FSDP() for this model",
+                hint="the model uses a number that is not divided with its layers: use parallel.FSDP() for this model",
             ) from error
         self._called = True
         return output
 
     def _run(self, name: str, module: nn.Module, cut: Cut) -> None:
-        """Let a layer compute with its part."""
+        """Let a layer compute with this rank's part of its weight."""
         reading = self._readings.setdefault(name.rpartition(".")[0], SharedInput(self.ranks))
         sizes = self._sizes(module, dim_of(module, cut.way))
         size, inner = sizes[self.ranks.index], module.forward
@@ -282,7 +282,7 @@ class Splitting:
             if padding is not None:
                 row = padding - sum(sizes[: self.ranks.index])
                 self._set(module, "padding_idx", row if 0 <= row < size else None)
-            if isinstance(module, Embedding):  # its own output layer too
+            if isinstance(module, Embedding):  # this class computes logits too, as a tied output layer
                 self._set(module, "logits", partial(self._gathered, module.logits, SharedInput(self.ranks), sizes))
             self._set(module, "num_embeddings", size)
         elif cut.way == "rows":
@@ -296,8 +296,8 @@ class Splitting:
                 self.attachments.patch(module, partial(self._gathered, inner, reading, sizes))
 
     def _sizes(self, module: nn.Module, dim: int) -> list[int]:
-        """The size of each rank's part of a layer's weight."""
-        whole = module.get_parameter("weight").shape[dim]  # which is not replaced yet
+        """The size of each rank's part of a layer's weight along `dim`."""
+        whole = module.get_parameter("weight").shape[dim]  # the whole weight, which is replaced only later
         return [len(part) for part in torch.arange(whole).chunk(self.ranks.size)]
 
     def _rows(self, module: nn.Module, hidden: Tensor) -> Tensor:
