@@ -1,4 +1,4 @@
-"""Settings for profiling a run; importing them does not import torch."""
+"""Settings for profiling a run; importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ class CallPaths(RecordsSteps):
         return [Table(title="Lines that take the time", head=head, rows=rows, note=note)] if rows else []
 
 
-CallPaths.neutral = CallPaths(after=1, steps=3)  # any settings leave the training unchanged
+CallPaths.neutral = CallPaths(after=1, steps=3)  # with any settings, profiling leaves the training unchanged
