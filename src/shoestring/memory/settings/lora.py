@@ -1,4 +1,4 @@
-"""Settings of low-rank adapters: fine-tuning that trains a fraction of a percent of the weights."""
+"""Settings of low-rank adapters, with which fine-tuning trains a fraction of a percent of the weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class LoRA(Feature):
 
     layers: tuple[str, ...] = ()
     """Patterns of the names of the linear layers to adapt, such as `blocks.*.attention.*`; by default all linear layers
-    of the blocks, and neither embeddings, the head, layers that choose experts, nor those of a mixture whose names PEFT
-    takes for the experts'. Experts that a model holds in one tensor get no adapters."""
+    of the blocks. Embeddings, the head and layers that choose experts are then left out, as are layers in a mixture of
+    experts whose names PEFT takes for the names of experts. Experts that a model holds in one tensor get no
+    adapters."""
     modules_to_train: tuple[str, ...] = ()
     """Patterns of the names of modules whose own weights are trained in addition to the adapters, such as `embed` or
     `lm_head` (`modules_to_save` of PEFT). Training the embeddings helps if the texts differ much from the texts that
     the model was trained on. Each weight trained in this way needs a gradient and optimizer state of its size, and is
     not rounded. In a 16-bit model these weights have 16 bits as well, so small updates are lost to rounding; with
-    `[memory.zero]` the optimizer updates fp32 copies of them."""
+    `[memory.zero]` the optimizer updates fp32 copies of these weights."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
