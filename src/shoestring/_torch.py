@@ -94,8 +94,7 @@ def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def name_groups_from(number: int) -> None:
-    """Number the process groups created from now on, starting at `number`. Collectives hang unless all ranks pass the
-    same number."""
+    """Number later process groups from `number` on. Collectives hang unless all ranks pass the same number."""
     dist.distributed_c10d._world.group_count = number
 
 

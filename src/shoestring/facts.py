@@ -43,8 +43,7 @@ def encode(facts: Mapping[str, Any]) -> bytes:
 
 
 def difference(encoded: Sequence[bytes]) -> str:
-    """Describe how ranks' encoded facts differ: one differing key with its values and ranks, and up to three further
-    keys.
+    """Describe how ranks' encoded facts differ: one key with its values and ranks, and up to three further keys.
 
     Returns:
         One line of text; empty if all ranks have the same facts.

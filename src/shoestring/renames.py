@@ -94,8 +94,7 @@ def rename(document: dict[str, Any], source: str = "the run file") -> None:
 
 
 def renamed(name: str, table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a copy of a table with its keys renamed to their present names; return a value that is not a table
-    unchanged."""
+    """Return a copy of a table with its keys renamed to their present names; return any other value unchanged."""
     if not isinstance(table, Mapping):
         return table
     tables = name.split(".")

@@ -136,8 +136,7 @@ def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """Map fields to their help texts: the strings below the fields in the class or in the base class that defines
-    them."""
+    """Map fields to their help texts, which are the strings below the fields in the class that defines them."""
     texts: dict[str, str] = {}
     for base in reversed(settings.__mro__):
         if is_dataclass(base):

@@ -49,8 +49,7 @@ class TracedMemory:
 
 @contextmanager
 def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
-    """Record and name every allocation that torch makes in a `with` block, on all threads; saved even if the block
-    raises.
+    """Record and name every allocation of torch in a `with` block, on all threads; saved even if the block raises.
 
     Tensors that exist before the block are recorded as well. The size of the recording is bounded, because for each
     device only the step with the highest peak is stored. Losses and weights stay bit-identical.

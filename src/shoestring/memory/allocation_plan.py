@@ -1,5 +1,4 @@
-"""Computes a static allocation plan: a fixed address for every buffer of a step, if all steps allocate the same
-buffers.
+"""Computes a static allocation plan: a fixed address for every buffer of a step, if all steps make equal allocations.
 
 The plan is computed from the buffers' lifetimes, as EasyDist does for static graphs. The plan is only reported, not
 executed, because torch's statistics and debugging tools cannot see memory that a plan allocates. The report compares
@@ -86,8 +85,7 @@ class _Lives:
         return _highest(self.sizes, self.born, self.died)
 
     def orders(self) -> Iterator[np.ndarray]:
-        """Yield the orders to try: by size, by size times lifetime, and by lifetime; blocks that are never freed come
-        first."""
+        """Yield the orders to try: by size, by size times lifetime, by lifetime; blocks never freed come first."""
         last = max(int(self.born.max(initial=0)), int(self.died[self.died < _FOREVER].max(initial=0))) + 1
         first = int(self.born.min(initial=0))
         span = np.minimum(self.died, last) - np.maximum(self.born, first)
@@ -152,8 +150,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _CachingAllocator:
-    """Simulates torch's caching allocator for CUDA with default settings: best fit, splits blocks, never frees
-    segments."""
+    """Simulates torch's CUDA caching allocator with default settings: best fit, splits blocks, frees no segments."""
 
     reserved: int = 0
     """Total bytes of all segments."""
@@ -227,8 +224,7 @@ def caching_allocator_reserves(window: MemoryWindow) -> int:
 
 
 def described(profile: MemoryProfile) -> Iterator[str]:
-    """Yield a sentence for each device that compares a static plan's size with the memory that the caching allocator
-    reserves."""
+    """Yield a sentence for each device that compares the plan's size with the caching allocator's reserved memory."""
     for device, window in sorted(profile.windows.items()):
         best = plan(window)
         if not best.least:

@@ -136,8 +136,7 @@ class LiveTensors(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Context that tracks tensors, and names each tensor after the module that is running when the tensor is
-        created."""
+        """Context that tracks tensors, and names each tensor after the module that is running when it is created."""
         for path, module in model.named_modules():
             self.paths[module] = plain(path) or type(module).__name__
 
@@ -249,8 +248,7 @@ def predict_step(
 
 
 def _update(optimizer: Optimizer) -> None:
-    """Step an optimizer. Native loops refuse fake tensors; their error is ignored, because such loops allocate
-    nothing."""
+    """Step an optimizer. Native loops refuse fake tensors; this error is ignored, as such loops allocate nothing."""
     try:
         optimizer.step()
     except RuntimeError as error:

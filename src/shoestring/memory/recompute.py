@@ -1,5 +1,4 @@
-"""Activation checkpointing of a model's repeated blocks: whole blocks, or selective, with some results held in
-memory."""
+"""Activation checkpointing of a model's repeated blocks: whole blocks, or selective, with some results in memory."""
 
 from __future__ import annotations
 

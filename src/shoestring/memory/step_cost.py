@@ -1,5 +1,4 @@
-"""Estimates the time of a step and of a block's operators on fake tensors, and chooses which results recomputation
-holds."""
+"""Estimates the time of a step and of a block's operators on fake tensors, and chooses results to hold in memory."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class CostedTensors(LiveTensors):
             yield
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        """Note which call created a tensor that autograd saves, because recomputation stops after the last such
-        call."""
+        """Note which call created a tensor that autograd saves, as recomputation stops after the last such call."""
         if self.block in self.modules:
             maker = self._makers.get(tensor.untyped_storage()._cdata, -1)
             self.needed = max(self.needed, maker + 1)
@@ -141,8 +139,7 @@ def _storages(tensors: Any) -> dict[int, int]:
 
 
 def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: Any) -> float:
-    """Estimate an operator's seconds by the roofline model: the longer of the times for moving bytes and for
-    arithmetic."""
+    """Estimate an operator's seconds by the roofline model: the longer of the times to move bytes and to compute."""
     packet = func.overloadpacket
     name = packet.__name__
     moved = sum(tensor.nbytes for tensor in tree_leaves((args, kwargs, returned)) if isinstance(tensor, Tensor))
@@ -221,8 +218,7 @@ class RecomputeLevel(NamedTuple):
 
 
 def levels(calls: Sequence[BlockCall], most: int = 6) -> list[RecomputeLevel]:
-    """Find about `most` ways to recompute a block, from holding no results to holding all results that are worth
-    holding.
+    """Find about `most` ways to recompute a block, from holding no results to holding all results worth holding.
 
     Results are added in order of seconds per byte, which is optimal for each total of bytes that occurs in this order
     (Dantzig's bound of the knapsack problem). Levels whose times hardly differ are left out.

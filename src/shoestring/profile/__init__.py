@@ -1,5 +1,4 @@
-"""A profiler that attributes a program's time to lines of its source, by recording call paths from Python to
-operators."""
+"""A profiler that attributes a program's time to source lines, by recording call paths from Python to operators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Records a running program: operators through native hooks (`native/callpaths.cpp`), time in Python code by
-sampling."""
+"""Records a running program: operators by native hooks (`native/callpaths.cpp`), time in Python by sampling."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ class Comparison:
         return int(self.before.sum()), int(self.after.sum())
 
     def by_line(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Map (file, line) to nanoseconds (before, after), the largest change first; removed lines have negative
-        numbers."""
+        """Map (file, line) to nanoseconds (before, after), the largest change first; removed lines are negative."""
         inside = self.facts[1].inside
         sides = [
             {place: line.total for place, line in by_line(replace(self.tree, own=own), inside).items()}
@@ -136,8 +135,7 @@ def _moved(before: Profile, after: Profile) -> CallTree:
 
 
 def _same_file(file: str, before: Profile, after: Profile) -> str:
-    """Find a file's path in the newer profile: the same path, the only file with the same name, or the program's main
-    file."""
+    """Find a file's path in the newer profile: the same path, the only file of this name, or the main file."""
     if file in after.sources:
         return file
     name = PurePath(file).name
@@ -152,8 +150,7 @@ def _program(profile: Profile) -> str:
 
 
 def _counterparts(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    """Map line numbers (from 1) of the older text to line numbers of the newer text; a removed line maps to its negated
-    number."""
+    """Map the older text's line numbers (from 1) to the newer text's; a removed line maps to its negated number."""
     if max(len(before), len(after)) > _LONGEST:
         return list(range(len(before) + 1))
     lines = [0, *(-line for line in range(1, len(before) + 1))]

@@ -80,8 +80,7 @@ def speedscope(profile: Profile) -> bytes:
 
 
 def pprof(profile: Profile) -> bytes:
-    """Export as a gzipped profile.proto with time, calls and accelerator time; samples of a merged profile have a label
-    `rank`."""
+    """Export as a gzipped profile.proto with time, calls and accelerator time; merged profiles have a label `rank`."""
     tree, frames, stacks = profile.tree, _Frames(profile.tree), _stacks(profile.tree)
     texts: dict[str, int] = {"": 0}
 
@@ -106,8 +105,7 @@ def pprof(profile: Profile) -> bytes:
 
 
 def collapsed(profile: Profile) -> bytes:
-    """Export as collapsed stacks, with the nanoseconds of each call path; in a merged profile, paths begin with the
-    rank."""
+    """Export as collapsed stacks, with the nanoseconds of each path; in a merged profile, paths begin with the rank."""
     tree, stacks = profile.tree, _stacks(profile.tree)
     labels = [tree.label(node).translate(_LINE) for node in range(len(tree))]
     lines = []
@@ -142,8 +140,7 @@ def hatchet(profile: Profile) -> bytes:
 
 
 def perfetto(profile: Profile) -> bytes:
-    """Export as a Perfetto trace: optimizer steps at the times they ran, and the call paths of each rank one after
-    another.
+    """Export as a Perfetto trace: optimizer steps at the times they ran, and each rank's call paths in sequence.
 
     A profile stores sums, not events, so all calls with the same call path become one slice with their total duration.
     Slices are in the order in which their call paths were first recorded.
@@ -168,8 +165,7 @@ def perfetto(profile: Profile) -> bytes:
 def _slices(
     tree: CallTree, children: list[list[int]], inclusive: Integers, track: int, names: dict[str, int]
 ) -> Iterator[list[Field]]:
-    """Yield packets that begin and end a slice for each node; the slices of its callees follow one another inside the
-    slice."""
+    """Yield packets that begin and end a slice for each node; slices of callees follow one another inside the slice."""
     begin, end = 1, 2  # TrackEvent.Type
     start, open_nodes = 0, [(0, 0, iter(children[0]))]  # (node, start time of its next child, remaining children)
     while open_nodes:

@@ -39,8 +39,7 @@ def started(share: float, budget: float | None, native_frames: bool) -> Collecto
 
 
 class TorchCollector:
-    """Replaces `Collector` if there is no compiler; recorded steps are slower, because torch.profiler records
-    stacks."""
+    """Replaces `Collector` if there is no compiler; recorded steps are slower, as torch.profiler records stacks."""
 
     def __init__(self, reason: str) -> None:
         log.warning(

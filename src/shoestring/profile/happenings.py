@@ -1,5 +1,4 @@
-"""Records optimizer steps, garbage collections, compilations by torch.compile, and the process's use of memory and
-processors."""
+"""Records optimizer steps, garbage collections, compilations, and the process's use of memory and processors."""
 
 from __future__ import annotations
 
@@ -148,8 +147,7 @@ class Happenings:
                 self.add("garbage collection", seconds, where)
 
     def compiled(self) -> None:
-        """Count compilations, recompilations and graph breaks of torch.compile, which stores its last 64
-        compilations."""
+        """Count torch.compile's compilations, recompilations and graph breaks, from its last 64 compilations."""
         if "torch._dynamo" not in sys.modules:
             return
         with suppress(ImportError, AttributeError):  # not torch's public interface

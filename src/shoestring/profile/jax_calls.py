@@ -1,5 +1,4 @@
-"""Records the call sites of jitted JAX functions, and the time that JAX spends on tracing and compiling the
-functions."""
+"""Records the call sites of jitted JAX functions, and the time that JAX spends on tracing and compiling them."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context that catches an exception and stores it in `failure`, so that neither the program nor the whole
-        profile fails."""
+        """Context that stores an exception in `failure`, so that neither the program nor the whole profile fails."""
         try:
             yield
         except Exception as error:
@@ -178,8 +177,7 @@ class JaxCollector(threading.Thread):
             self.compilations.start()
 
     def _take_window(self, seconds: float) -> bool:
-        """Record a window of `seconds` seconds and add its operations to the totals; return False if there were no
-        operations."""
+        """Record a window of `seconds` seconds and add its operations to the totals; return False if it has none."""
         import jax
         from jax._src import profiler  # jax's public functions write to files, and write every event twice
 
@@ -215,8 +213,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def _giving_way(self, module: Any) -> Iterator[Any]:
-        """Context that ends the window if the program starts jax's profiler, which allows only one session at a
-        time."""
+        """Context that ends the window if the program starts jax's profiler, which allows only one session."""
         original, closed = module.ProfilerSession, threading.Event()
         self.hurry.clear()
         if self.ending.is_set():
@@ -250,8 +247,7 @@ class JaxCollector(threading.Thread):
             self.totals[key].square_of_windows += nanoseconds**2
 
     def added_to(self, profile: Profile) -> Profile:
-        """Return the profile with JAX's operations added; if recording failed, with the operations until then and a
-        note."""
+        """Return the profile with JAX's operations added; after a failure, with the operations so far and a note."""
         with self.guarded():
             profile = self._folded(profile)
         if self.failure:
@@ -295,8 +291,7 @@ class _Fold:
     places: dict[tuple[int, Operation], int] = field(default_factory=dict)
 
     def add(self, key: Key, numbers: Numbers) -> None:
-        """Add an operation at its call site; an operation that computes a gradient goes below a link to the forward
-        operation."""
+        """Add an operation at its call site; a gradient's operation goes below a link to the forward operation."""
         site, operation, device = key
         path = self._path(site, operation)
         node = self._python(path)
@@ -331,8 +326,8 @@ class _Fold:
         return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
 
     def _path(self, site: int, operation: Operation) -> Frames:
-        """Return the call path through the call site into the jitted function; if the site is unknown, the path of its
-        first trace."""
+        """Return the call path through the call site into the jitted function; without a site, the first trace's
+        path."""
         if site < 0:
             return operation.frames
         inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()
@@ -345,8 +340,7 @@ class _Fold:
         return node
 
     def discount_waiting(self) -> None:
-        """Subtract the operations' run time from the lines in which Python waited for them, so that it is not counted
-        twice.
+        """Subtract the operations' run time from lines in which Python waited for them, to avoid counting it twice.
 
         Python waits inside functions of jax that neither trace nor compile. If too many calls are in flight, it also
         waits in calls of jitted functions.
@@ -362,8 +356,7 @@ class _Fold:
         self._discount([self._python(path) for path in dict.fromkeys(self.sites)], left)
 
     def _discount(self, nodes: list[int], nanoseconds: float) -> float:
-        """Subtract time from nodes in proportion to their own times; return the part that exceeds the sum of their own
-        times."""
+        """Subtract time from nodes in proportion to their own times; return the time that exceeds their sum."""
         own = {node: self.builder.numbers[node]["own"] for node in nodes if self.builder.numbers[node]["own"] > 0}
         part = min(1.0, nanoseconds / max(sum(own.values()), 1.0))
         for node, before in own.items():

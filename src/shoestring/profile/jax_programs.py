@@ -116,8 +116,7 @@ class _Module:
         return self._raw[name]
 
     def users(self, name: str) -> list[tuple[str, int]]:
-        """Instructions of the same computation that use the result of `name`, with the index of the operand that uses
-        it."""
+        """Instructions of the same computation that have `name` as an operand, each with the operand's index."""
         computation = self.within.get(name, "")
         if computation not in self._mentions:
             mentions = self._mentions[computation] = {}
@@ -154,8 +153,7 @@ class _Module:
         return self.members(own.calls) if own.opcode == "fusion" else []
 
     def _users_of(self, name: str) -> list[str]:
-        """Instructions that use the result of `name`; for a fusion, the inner instructions that use the result, then
-        the fusion."""
+        """Instructions that use the result of `name`; for a fusion, its inner users of the result, then the fusion."""
         users = []
         for user, position in self.users(name):
             parameters = [inner for inner in self._fused(user) if f" parameter({position})" in self.lines[inner]]
@@ -224,8 +222,7 @@ def _operation(own: _Raw, origin: _Raw, stacks: Mapping[int, Frames]) -> Operati
 
 
 def _boundary(frames: Frames, path: str) -> int:
-    """Index in `frames` of the outermost jitted function in an operation's `path`; -1 if `frames` does not contain
-    it."""
+    """Index in `frames` of the outermost jitted function in an operation's `path`; -1 if it is not in `frames`."""
     for name in _JITTED.findall(path)[:1]:
         for depth, (place, _) in enumerate(frames):
             if place.rpartition("\t")[2].rpartition(".")[2] == name:

@@ -96,8 +96,7 @@ class Window:
 
 
 def _comparable(name: str) -> str:
-    """Convert a function's name to the form in module names, in which XLA replaces all other characters with
-    underscores."""
+    """Convert a function's name to its form in module names: XLA replaces all but letters and digits by underscores."""
     return re.sub(r"\W", "_", name)
 
 
@@ -177,8 +176,7 @@ class Programs:
             del self.known[next(iter(self.known))]
 
     def operation(self, executed: Executed) -> Operation:
-        """Look up the operation of an instruction that ran; for an unknown program, make an operation with the
-        instruction's name."""
+        """Look up the operation of an instruction that ran; for an unknown program, make one from its name."""
         program = self.known.get(executed.program)
         return (program.operations.get(executed.name) if program else None) or _unknown(executed.name)
 

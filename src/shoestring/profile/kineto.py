@@ -1,5 +1,4 @@
-"""Records windows of torch.profiler with Python stacks, and adds the kernels, and if wanted the operators, to a call
-tree.
+"""Records windows of torch.profiler with Python stacks, and adds kernels and (optionally) operators to a call tree.
 
 torch holds every event of a window in memory and takes long to end a window, so every window after the first is a
 single optimizer step. In a program without an optimizer, one window covers the whole run. Kernels and copies have the

@@ -1,5 +1,4 @@
-"""Determines which code is the program's own, the time of each source line, and the source texts to store in a
-profile."""
+"""Determines which code is the program's own, the time of each source line, and the source texts to store."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class LineTime:
 
 
 def without_imports(tree: CallTree) -> int:
-    """Nanoseconds of the whole program without imports of packages; all shares of the time are relative to this
-    total."""
+    """Nanoseconds of the program without imports of packages; all shares of the time are relative to this total."""
     return int(tree.inclusive[0]) - import_time(tree)
 
 
@@ -89,8 +87,7 @@ def package_of(file: str) -> str:
 
 
 def short(file: str) -> str:
-    """Shorten a path, relative to the working directory or to the folder of installed packages; else return it
-    unchanged."""
+    """Make a path relative to the working directory or to the folder of installed packages, if it is inside."""
     path = Path(file)
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
@@ -110,8 +107,7 @@ def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
 
 
 def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
-    """Mask of the nodes that are lines of `packages` (all packages if None), without those of `but` and without
-    imports."""
+    """Mask of the nodes that are lines of `packages` (None: of all packages), without imports and packages in `but`."""
     files = [name.partition("\t")[0] for name in tree.names]
     origins = [(file, package_of(file)) for file in files]
     wanted = np.array(

@@ -61,8 +61,7 @@ class ThreadData:
         return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: ThreadData) -> None:
-        """Subtract the sums of an earlier reading; `least` and `most` stay, because the start of a recording resets
-        them."""
+        """Subtract the sums of an earlier reading; `least` and `most` stay, as starting a recording resets them."""
         size = len(earlier.numbers)
         self.numbers[:size, _SUMMED] -= earlier.numbers[:, _SUMMED]
         self.means[:size, 0] -= earlier.means[:, 0]
@@ -77,8 +76,7 @@ class ThreadData:
         self.variances[:size] = variances
 
     def graft(self, builder: TreeBuilder, names: Sequence[str], tick: float) -> dict[int, int]:
-        """Add the called nodes that are not below a link to the builder's tree; return a map from these nodes to the
-        tree's nodes."""
+        """Add the called nodes that are not below a link; return a map from these nodes to the builder's nodes."""
         return self._graft(builder, names, tick, {0: 0}, range(1, len(self.places)))
 
     def link(
@@ -89,8 +87,7 @@ class ThreadData:
         names: Sequence[str],
         tick: float,
     ) -> None:
-        """Add links and the nodes below links; all nodes that links may point to must already be in the builder's
-        tree."""
+        """Add links and the nodes below links; the builder must already have all nodes that links may point to."""
         for node in range(1, len(self.places)):
             parent, thread, target, kind = (int(value) for value in self.places[node, :4])
             if kind == NodeKind.LINK and parent in own:

@@ -1,5 +1,4 @@
-"""Attributes the time in Python code outside operators to lines, by sampling the frames of threads that run no
-operator.
+"""Attributes time in Python outside operators to lines, by sampling the frames of threads that run no operator.
 
 The main thread is interrupted to sample itself (`native/asked.cpp`). A sampling thread would mostly see the main thread
 at the points where the main thread releases the interpreter lock, which are lines that call operators. Other threads

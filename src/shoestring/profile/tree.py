@@ -231,8 +231,7 @@ class TreeBuilder:
         return self.nodes[key]
 
     def line(self, parent: int, frame: tuple[str, int] | None) -> int:
-        """Return the node of a frame (`file<TAB>qualified name`, line) below `parent`; a frame of None stands for a
-        gap."""
+        """Return the node of a frame (`file<TAB>qualified name`, line), or of a gap (None), below `parent`."""
         if frame is None:
             return self.node(parent, NodeKind.OVERFLOWN, GAP)
         return self.node(parent, NodeKind.PYTHON, *frame)
@@ -247,8 +246,7 @@ class TreeBuilder:
         variants: int = 0,
         **sums: float,
     ) -> None:
-        """Add calls to a node; `sums` are values to add to columns that are sums over calls, such as `count` and
-        `own`."""
+        """Add calls to a node; `sums` are values to add to columns that sum over calls, such as `count` and `own`."""
         numbers = self.numbers[node]
         for name, value in sums.items():
             numbers[name] += value

@@ -80,8 +80,7 @@ class Stratum:
 
 @dataclass
 class ThreadEstimate:
-    """Estimates for one thread; arrays have one row per node, and the columns count, inclusive, within, graphed,
-    squares."""
+    """Estimates for one thread; rows are nodes, and columns are count, inclusive, within, graphed, squares."""
 
     totals: np.ndarray = field(default_factory=lambda: np.zeros((0, 5)))
     variances: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
@@ -246,8 +245,7 @@ class Windows:
             return [(thread.totals, thread.settled()) for thread in self.threads]
 
     def _of_program(self) -> float:
-        """Seconds since the start, without the cost of recording, which would make recorded work seem to take
-        longer."""
+        """Seconds since the start, without the cost of recording, which would make recorded work seem slower."""
         return self.now - self.cost().since(self.began).recording * UNSEEN
 
     def _advance(self, position: float) -> None:

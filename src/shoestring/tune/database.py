@@ -68,8 +68,7 @@ def connect(url: str) -> Engine:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """Arguments of `create_engine`, for this store and for Optuna's, with which a dead server is detected within
-    seconds."""
+    """Arguments of `create_engine`, for this store and for Optuna's, that detect a dead server within seconds."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": BUSY}}
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 5}}
@@ -83,8 +82,7 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
 
 
 def write_ahead(engine: Engine) -> None:
-    """Let processes read an SQLite file while another process writes; one call is enough, because the file stores this
-    mode."""
+    """Let processes read an SQLite file while another writes; called only once, because the file stores this mode."""
     if engine.dialect.name == "sqlite":
         connection = engine.raw_connection()
         try:

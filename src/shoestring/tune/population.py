@@ -26,8 +26,7 @@ Scores = Mapping[int, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Fork:
-    """A member to replace by a fork, and the fork's parent: the fork begins from the parent's checkpoint at the same
-    comparison."""
+    """A member to replace by a fork, and the parent from whose checkpoint at this comparison the fork begins."""
 
     ended: TrialLease
     parent: TrialLease
@@ -88,8 +87,7 @@ def next_move(
 def perturb(
     space: Sequence[Dimension], values: Mapping[str, Any], population: Population, random: np.random.Generator
 ) -> dict[str, Any]:
-    """Change settings as in PBT: multiply a number by 0.8 or 1.2, move a choice to an adjacent option, or draw a new
-    value."""
+    """Change settings as in PBT: multiply by 0.8 or 1.2, move a choice to an adjacent option, or draw a new value."""
     changed: dict[str, Any] = {}
     for dimension in space:
         if not dimension.applies(changed):

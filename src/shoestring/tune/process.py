@@ -1,5 +1,4 @@
-"""Runs a trial as a process: forks the process, reads the trial's metrics, and ends the process together with its
-worker."""
+"""Runs a trial as a process: forks it, reads the trial's metrics, and ends the process if its worker ends."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class TrialProcess:
             return -signal.SIGKILL
 
     def read(self) -> dict[int, float]:
-        """Read the metric by step from rows written since the last call; a half-written row is left for the next
-        call."""
+        """Read the metric by step from rows written since the last call; leave a half-written row for later."""
         values: dict[int, float] = {}
         self._follow(self.folder / "metrics.jsonl")
         while self._metrics is not None:
@@ -196,15 +194,13 @@ class TrialProcess:
         return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in reason)
 
     def diverged(self) -> bool:
-        """Whether the run ended because its loss became NaN or infinite; the trial's settings are assumed to be the
-        cause."""
+        """Whether the run ended because its loss became NaN or infinite, which is blamed on its settings."""
         cause = history_file.cause(history_file.read(self.folder))
         return cause is not None and cause.get("error") == NonFiniteError.__name__
 
 
 def end_former(place: str, timeout: float = 10.0) -> None:
-    """Kill the former process of a trial if it is on this host, because it may be suspended and hold the run's
-    locks."""
+    """Kill a trial's former process if it is on this host, because it may be suspended and hold the run's locks."""
     host, _, rest = place.partition(" ")
     if host != socket.gethostname() or " " not in rest:
         return
@@ -223,8 +219,7 @@ def _kill(pid: int) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks from boot to a process's start, which identify the process if its id is reused; "" if it has
-    ended."""
+    """Clock ticks from boot to a process's start, to detect that its id was reused; "" if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,5 +1,4 @@
-"""Proposes trials by Optuna's samplers, within a budget, with asynchronous successive halving or population based
-training."""
+"""Proposes trials by Optuna's samplers, within a budget, with successive halving or population based training."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ class TrialSearch:
             return
 
     def _abandon_orphans(self, seconds: float) -> None:
-        """Give up trials that have been only in Optuna's tables for longer than a lease, because their proposers have
-        died."""
+        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died."""
         running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
         known, now = self.store.known(), self.clock()
         orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
@@ -240,8 +238,7 @@ def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStora
 def promotable(
     trials: Sequence[TrialLease], values: dict[int, dict[int, float]], halving: Halving, sign: int
 ) -> list[TrialLease]:
-    """Select the paused trials that are among the best 1/factor of all trials that reached their rung; highest rung
-    first.
+    """Select paused trials that are among the best 1/factor of all trials that reached their rung; highest rung first.
 
     Args:
         values: maps a trial's id and a step to the reported value.

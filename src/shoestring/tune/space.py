@@ -14,8 +14,7 @@ KINDS = ("float", "log", "int", "choice")
 
 
 def position(choices: Sequence[Any], value: object) -> int | None:
-    """Index of a value among choices: of an equal choice with the same type (1, 1.0 and true differ), else of any equal
-    choice."""
+    """Index of an equal choice, preferably with the same type as the value (1, 1.0 and true differ)."""
     written = [spelled(choice) for choice in choices]
     if (text := spelled(value)) in written:
         return written.index(text)
@@ -63,8 +62,7 @@ class Dimension:
         return index
 
     def holds(self, value: object) -> bool:
-        """Whether a value fits this dimension: the value must be a choice, or a finite number (above 0 on a log
-        scale)."""
+        """Whether a value fits this dimension: it is one of the choices, or finite (and above 0 on a log scale)."""
         if self.kind == "choice":
             return position(self.choices, value) is not None
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -125,8 +125,7 @@ class Store:
             yield connection
 
     def _same_file(self, status: os.stat_result | None) -> None:
-        """Raise an error if the SQLite file was deleted or replaced, because SQLite would continue to write to the old
-        file."""
+        """Raise an error if the SQLite file was deleted or replaced, as SQLite would still write to the old file."""
         now = (status.st_dev, status.st_ino) if status else None
         if now is None or self._file not in (None, now):
             raise self._gone("was deleted" if now is None else "was replaced by another file")
@@ -233,8 +232,7 @@ class Store:
         return True
 
     def give_back(self, lease: TrialLease, *, state: str = "ready", failed: bool = False, note: str = "") -> bool:
-        """End a lease but not its trial, which becomes `ready` (for any worker) or `paused`; False if the lease is
-        lost."""
+        """End a lease but not its trial, which becomes `ready` (for any worker) or `paused`; False if lost."""
         values = {"state": state, "expires_at": 0.0, "attempts": LEASES.c.attempts + int(failed), "note": note}
         with self.transaction() as connection:
             return self._write(connection, lease, values)

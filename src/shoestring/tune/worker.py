@@ -1,5 +1,4 @@
-"""A worker of a study: leases trials and runs each trial as a process; if it dies, another worker continues its
-trial."""
+"""A study's worker: leases trials and runs each trial as a process; if it dies, another worker continues its trial."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Proposer(Protocol):
         ...
 
     def publish(self, number: int | None = None) -> None:
-        """Copy the ended trial `number` to Optuna's tables, or (None) all ended trials that no other worker will
-        copy."""
+        """Copy ended trial `number` to Optuna's tables; if None, all ended trials that no other worker will copy."""
         ...
 
     def over(self) -> bool:
@@ -94,8 +92,7 @@ class TrialWorker:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
     def run(self) -> None:
-        """Run trials until the study is over or `stop` is set; in the latter case, checkpoint and give back the running
-        trial.
+        """Run trials until the study is over or `stop` is set; then checkpoint and give back the running trial.
 
         Raises:
             ConfigError: a run ended without writing the objective, and no trial has written it; several trials failed
@@ -143,8 +140,7 @@ class TrialWorker:
             held.end()
 
     def _begin(self, lease: TrialLease) -> TrialProcess | None:
-        """Start a trial's process; None if this worker was asked to stop. If no process starts, the lease is given
-        back.
+        """Start a trial's process; None if this worker was asked to stop. If none starts, the lease is given back.
 
         Raises:
             WorldError: no process can be started.
@@ -185,8 +181,7 @@ class TrialWorker:
         return why
 
     def _conclude(self, lease: TrialLease, trial: TrialProcess, held: Renewal, stopped: str) -> None:
-        """Write to the store how the trial's process ended: with a result, a pause or a failure, or for another
-        attempt."""
+        """Write to the store how the trial's process ended: a result, a pause, a failure, or another attempt."""
         code = trial.poll()
         if not self._reach(held.renew):
             return

@@ -159,8 +159,7 @@ def _round(model: nn.Module, settings: LoRA, whole: Container[int], device: torc
 
 
 def _freeze(attachments: Attachments, whole: Container[int]) -> None:
-    """Freeze all parameters but those with ids in `whole`; checkpoints store hashes instead of frozen modules'
-    weights."""
+    """Freeze parameters whose ids are not in `whole`; checkpoints store hashes instead of frozen modules' weights."""
     model = attachments.module
     own = [
         module

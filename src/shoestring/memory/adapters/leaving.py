@@ -42,8 +42,7 @@ def merged(weights: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str
 
 
 def gather_adapters(attachments: Attachments, feature: str, base: str, dropout: float) -> Callable[[Path], None]:
-    """Gather a job's adapters from all ranks (a collective), and return a function that writes the adapters to a
-    folder.
+    """Gather a job's adapters from all ranks (a collective), and return a function that writes them to a folder.
 
     Args:
         feature: name of the feature that attached the adapters.

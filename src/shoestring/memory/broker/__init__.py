@@ -1,2 +1,1 @@
-"""Leases host memory to the processes of a host, which coordinate through files: each process locks a record of its
-own."""
+"""Leases host memory to the processes of a host, which coordinate through files: each process locks its own record."""

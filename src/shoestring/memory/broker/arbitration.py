@@ -189,8 +189,7 @@ def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priori
 def _may_call(
     host: Tenants, want: Holding, lease: Holding, bounds: Collection[str], chosen: Collection[Holding]
 ) -> bool:
-    """Whether a lease may be called back; the lease of another user only if this user exceeds an equal part of the
-    bound."""
+    """Whether a lease may be called back; another user's lease only if this user exceeds an equal part of the bound."""
     user = lease.tenant.user
     if want.tenant.user in (user, -1):
         return True

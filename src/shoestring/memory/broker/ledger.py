@@ -261,8 +261,7 @@ def resident() -> int:
 
 
 def open_ledger(folder: Path, *, shared: bool) -> Ledger:
-    """Open the ledger of a folder, or return the ledger that is open already; each call must be paired with
-    `close_ledger`.
+    """Open the ledger of a folder, or return the ledger already open; pair each call with a call of `close_ledger`.
 
     Args:
         folder: folder of the records; created if missing.
@@ -335,8 +334,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> int | None:
-    """ID of the process that holds a file's lock; None if there is no lock, 0 if the process is in another PID
-    namespace."""
+    """ID of the process that holds a file's lock; 0 if it is in another PID namespace, None if there is no lock."""
     query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(process, 0)

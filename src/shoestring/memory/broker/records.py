@@ -1,5 +1,4 @@
-"""The record that a tenant writes to its file. Files may belong to other users, so parsing limits and checks all
-values."""
+"""The record that a tenant writes to its file. Files may belong to other users, so parsing checks all values."""
 
 from __future__ import annotations
 

@@ -155,8 +155,7 @@ class BrokeredMemory(HostMemory):
     # -- overrides of HostMemory -------------------------------------------------------------------------------------
 
     def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
-        """See `HostMemory`. Sets no budget, because a budget would depend on other processes; `there` is not counted
-        twice."""
+        """See `HostMemory`. Sets no budget, as a budget would depend on other processes; counts `there` only once."""
         if self._ledger is None:
             super().settle(free, ranks, there)
         else:
@@ -197,13 +196,11 @@ class BrokeredMemory(HostMemory):
     # -- calling back ------------------------------------------------------------------------------------------------
 
     def when_called(self, name: str, callback: Callable[[], None]) -> None:
-        """Register the callback that a thread runs if lease `name` is called back; it must free the memory and call
-        `give`."""
+        """Register a callback that a thread runs if lease `name` is called back; it must free the memory and `give`."""
         self._callbacks[name] = callback
 
     def look(self) -> None:
-        """Update this tenant's record, and determine which of its leases are called back; cheap if nothing has
-        changed."""
+        """Update this tenant's record, and find its leases that are called back; cheap if nothing has changed."""
         ledger = self._ledger
         if ledger is None or self._in_child():
             return
@@ -240,8 +237,7 @@ class BrokeredMemory(HostMemory):
     # -- this tenant's record ----------------------------------------------------------------------------------------
 
     def _request(self, ledger: Ledger, name: str, nbytes: int, priority: Priority) -> bool:
-        """Write a lease into this tenant's record if the lease fits or is REQUIRED; return whether the lease is
-        granted."""
+        """Write a lease into this tenant's record if the lease fits or is REQUIRED; return whether it is granted."""
         held = self._record.leases.get(name, Lease(0, priority, 0.0))
         more, began = nbytes - held.nbytes, self.sights.clock()
         if more == 0 and held.priority is priority and name in self._record.leases:
@@ -308,8 +304,7 @@ class BrokeredMemory(HostMemory):
         return survey(seen, self._bounds, self.terms, self.sights, pressure=pressure)
 
     def _record_lease(self, name: str, lease: Lease | None) -> None:
-        """Write a lease to this tenant's record, or remove the lease (None); if writing fails, `look` tries again
-        later."""
+        """Write a lease to this tenant's record, or remove it (None); if writing fails, `look` tries again later."""
         if self._ledger is not None:
             try:
                 with self._ledger.locked(PATIENCE):

@@ -59,8 +59,7 @@ class Turns:
         return _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0] != fcntl.F_UNLCK
 
     def _count(self, priority: Priority, change: int) -> None:
-        """Count running copies of this process by priority, and hold the lock of a priority while its count is
-        positive."""
+        """Count this process's running copies by priority, and hold a priority's lock while its count is positive."""
         with self._lock:
             self._own[priority] += change
             if self._file >= 0 and self._own[priority] == max(change, 0):  # the first copy began, or the last ended

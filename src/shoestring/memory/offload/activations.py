@@ -214,8 +214,7 @@ class OffloadedBlocks:
         attachments.at(Phase.CAPTURE, self._publish)
 
     def _watch(self, block: nn.Module, first: bool, offloads: bool) -> None:
-        """Register hooks around a block's forward pass, outside the changes that other features (recomputation) make to
-        it."""
+        """Register hooks around a block's forward pass, outside changes by other features (recomputation) to it."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):

@@ -46,8 +46,7 @@ class HostBuffers:
         attachments.exits.callback(self.close)
 
     def take(self, source: Tensor) -> HostBuffer:
-        """Take the smallest free buffer that fits a tensor and is at most twice as large as the tensor, or a new
-        buffer."""
+        """Take the smallest free buffer that fits a tensor and is at most twice as large, or else a new buffer."""
         place = bisect_left(self._free, source.nbytes, key=_size)
         if place < len(self._free) and self._free[place].nbytes <= 2 * source.nbytes:
             buffer = self._free.pop(place)

@@ -27,8 +27,7 @@ class CopyStream:
             yield
 
     def mark(self) -> Wait:
-        """Return a function that makes later computation on the device, but not the host, wait for all copies so
-        far."""
+        """Return a function that makes later computation on the device (not the host) wait for all copies so far."""
         if self.stream is None:
             return lambda: None
         return self.stream.record_event().wait

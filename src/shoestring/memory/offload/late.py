@@ -1,5 +1,4 @@
-"""Implements late steps: the CPU updates the buckets with the smallest gradients while the device computes the next
-step.
+"""Late steps: the CPU updates the buckets with the smallest gradients while the device computes the next step.
 
 The method is that of ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward
 pass, so these updates take effect one step late. No update is skipped.
@@ -127,8 +126,7 @@ class LateSteps:
                 self._deferred[index] = waiting
 
     def _merge(self, states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Assemble the state of rank `rank` of `size` from the states of all former ranks, whose shards had other
-        rows."""
+        """Assemble the state of rank `rank` of `size` from the states of all former ranks, which held other rows."""
         parts = {part.name: part for bucket in self.divided.buckets for part in bucket.parts}
         gradients = {}
         for name, first in states[0]["gradients"].items():
@@ -168,8 +166,7 @@ class LateSteps:
 
 
 def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> list[int]:
-    """Choose the buckets with the smallest mean squared gradients, with at most `share` of all elements; return their
-    indices.
+    """Return the indices of the buckets with the smallest mean squared gradients, with at most `share` of all elements.
 
     Args:
         squares: sum of the squared gradients of each bucket.

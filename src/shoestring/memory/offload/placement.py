@@ -1,5 +1,4 @@
-"""Stores shards in host memory, where the CPU updates them; copies of gradients and weights overlap with
-computation."""
+"""Stores shards in host memory, where the CPU updates them; copies between host and device overlap with computation."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class OnHost:
         return buffer
 
     def _additional_buffer(self, name: str, mean: Tensor) -> Tensor:
-        """A buffer for the gradients of later micro-batches, until they are added to the gradient of the first
-        micro-batch."""
+        """A buffer for gradients of later micro-batches, until they are added to the first micro-batch's gradient."""
         if name not in self._more:
             region = HostRegion(mean.nbytes, mean.device)
             self._exits.callback(region.close)
@@ -93,8 +91,7 @@ class OnHost:
         return self._more[name]
 
     def set_aside(self, name: str) -> None:
-        """Swap a parameter's two buffers, so that the gradient in the first buffer is not overwritten until the next
-        swap."""
+        """Swap a parameter's two buffers, so that the first buffer's gradient stays until the next swap."""
         self.travelling[name], self.second[name] = self.second[name], self.travelling[name]
         self._arrived.discard(name)
 

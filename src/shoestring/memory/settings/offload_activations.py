@@ -1,5 +1,4 @@
-"""Settings of activation offloading: tensors saved for the backward pass are held in host memory until they are
-needed."""
+"""Settings of activation offloading: tensors saved for the backward pass are held in host memory until needed."""
 
 from __future__ import annotations
 

@@ -117,8 +117,7 @@ class Zero(Feature):
         return OnDevice(self.master == "fp32")
 
     def late_steps(self, divided: Divided) -> LateSteps | None:
-        """Create the `LateSteps` that update a share of the elements one step late; None if all elements are updated in
-        time."""
+        """Create the `LateSteps` that update some elements one step late; None if all are updated in time."""
         return None
 
     def explain(self, attachments: Attachments) -> str:

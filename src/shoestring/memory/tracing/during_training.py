@@ -25,8 +25,7 @@ _TENSORS = 12
 
 
 def watch(attachments: Attachments, settings: Tracing) -> None:
-    """Trace the steps that the settings select. Recording starts now, so that it includes the memory of other
-    features."""
+    """Trace the steps that the settings select. Recording starts now, to include the memory of other features."""
     MemoryRecorder(attachments, settings).attach(at_once=not settings.after)
 
 
@@ -69,8 +68,7 @@ class MemoryRecorder(StepRecorder[MemoryProfile]):
         facts |= {NOTE_FACT + line: 0.0 for line in outside(recording)}
 
     def _held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, name, tensor) of the tensors that the optimizer updates instead of parameters, and of their
-        gradients."""
+        """Yield (kind, name, tensor) of tensors that the optimizer updates instead of parameters, with gradients."""
         if not hasattr(self.attachments, "optimizer"):
             return
         own = {id(parameter) for parameter in self.attachments.module.parameters()}

@@ -85,8 +85,7 @@ class ModuleNames:
     _numbers: dict[int, tuple[weakref.ref[nn.Module], int]] = field(default_factory=dict)
 
     def number(self, module: nn.Module) -> int:
-        """Return the number of a module. An unknown module that is not inside a module in `waiting` is added as an
-        outermost module."""
+        """Return a module's number; an unknown module outside all modules in `waiting` becomes an outermost module."""
         known = self._numbers.get(id(module))
         if known is None:
             holder = next(
@@ -187,8 +186,7 @@ def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of which a tensor consists: itself, a DTensor's local shard, or a quantized tensor's
-    parts."""
+    """Yield the plain tensors in a tensor: itself, a DTensor's local shard, or the parts of a quantized tensor."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             yield from parts(tensor.to_local())

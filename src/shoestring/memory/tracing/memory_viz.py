@@ -15,8 +15,7 @@ from shoestring.memory.tracing.recording import BlockName, MemoryProfile, Memory
 
 
 def snapshot(profile: MemoryProfile) -> bytes:
-    """Encode the content of a file NAME.pickle: the allocations of each device in order, and the blocks alive at the
-    peak."""
+    """Encode the content of NAME.pickle: the allocations of each device in order, and the blocks alive at the peak."""
     windows = [profile.windows[device] for device in sorted(profile.windows, key=lambda name: name == "cpu")]
     content = {
         "segments": [_segment(index, window) for index, window in enumerate(windows)],
@@ -26,8 +25,7 @@ def snapshot(profile: MemoryProfile) -> bytes:
 
 
 def _frames(name: BlockName) -> list[dict[str, Any]]:
-    """Convert a block's name to a call stack for memory_viz: the operator, then the module; the kind is shown as the
-    file."""
+    """Convert a block's name to a call stack for memory_viz: operator, then module; the kind is shown as the file."""
     return [{"filename": name.kind, "line": 0, "name": part} for part in (name.operator, name.name) if part]
 
 

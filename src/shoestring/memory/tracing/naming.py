@@ -127,8 +127,7 @@ def _split(
     names: dict[BlockName, int],
     extra: list[tuple[int, int, int, int]],
 ) -> None:
-    """Split the named tensors off a block. A block that one tensor fills (apart from padding) gets the tensor's name
-    instead.
+    """Split named tensors off a block; a block that one tensor fills (apart from padding) is named after the tensor.
 
     Args:
         extra: list to which this function appends (index of the block, offset, bytes, index of the name) of each split

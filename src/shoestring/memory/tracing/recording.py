@@ -117,8 +117,7 @@ class MemoryWindow:
         return {kind: nbytes for kind, nbytes in sums.items() if nbytes}
 
     def timeline(self, most: int = 600) -> Timeline:
-        """The bytes of each kind over the window, in up to `most` intervals, at the moment of the highest total in each
-        interval."""
+        """Bytes of each kind over the window, sampled at the highest total of each of up to `most` intervals."""
         columns, kinds = self.columns, np.array([KINDS.index(name.kind) for name in self.names] or [0])
         freed = columns["died"] >= 0
         events = np.concatenate([columns["born"], columns["died"][freed]])

@@ -1,5 +1,4 @@
-"""Formats a recording of memory as text: the peak by kind, the largest tensors, and memory outside torch's
-allocators."""
+"""Formats a memory recording as text: the peak by kind, the largest tensors, and memory outside torch's allocators."""
 
 from __future__ import annotations
 

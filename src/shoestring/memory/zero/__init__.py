@@ -1,2 +1,1 @@
-"""ZeRO: divides optimizer state and gradients among ranks in shards of every parameter, and exchanges shards in
-buckets."""
+"""ZeRO: divides optimizer state and gradients among ranks as shards of parameters, and exchanges shards in buckets."""

@@ -77,8 +77,7 @@ class Divided:
         self._attach(settings.over)
 
     def check_optimizer(self, name: str) -> None:
-        """Refuse an optimizer that treats shards differently from whole tensors; divide its step into pieces if
-        possible."""
+        """Refuse an optimizer that treats shards unlike whole tensors; divide its step into pieces if possible."""
         optimizer = self.attachments.optimizer
         if self.mesh is not None:
             check_shardable(optimizer, self.mesh, name)
@@ -213,8 +212,7 @@ class Divided:
             trained.grad = self.spread(part, held.float() + mean)
 
     def _hide_others(self) -> None:
-        """Hide the gradients of all pieces but the first, so that the optimizer's own step updates only the first
-        piece."""
+        """Hide the gradients of all pieces but the first, so that the optimizer's step updates only the first."""
         self.weights.wait()  # for weights that the last forward pass did not use
         self.gradients.buffers.align()
         if self.late is not None:

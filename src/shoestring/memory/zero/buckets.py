@@ -78,8 +78,7 @@ class Bucket:
         self.nbytes = self.ranks * self.width * first.parameter.element_size()
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack tensors of the parameters' shapes into a matrix (ranks, width); makes no copy if the bucket is a single
-        tensor."""
+        """Pack tensors of the parameters' shapes into a matrix (ranks, width), without a copy for a single tensor."""
         if self.in_place and tensors[0].is_contiguous():
             return tensors[0].view(self.ranks, self.width)
         matrix = torch.zeros(self.ranks, self.width, dtype=self.dtype, device=self.device)
@@ -96,8 +95,7 @@ class Bucket:
         return [piece[: shape.numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def matrix(self) -> Tensor:
-        """A matrix (ranks, width) for an all-gather, with this rank's row filled; a view of the parameter if
-        possible."""
+        """A matrix (ranks, width) for an all-gather, with this rank's row filled; if possible, a parameter's view."""
         if self.in_place:
             return self.parts[0].parameter.detach().view(self.ranks, self.width)
         matrix = torch.empty(self.ranks, self.width, dtype=self.dtype, device=self.device)

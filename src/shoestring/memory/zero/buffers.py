@@ -13,8 +13,7 @@ from shoestring.memory.zero.collectives import Collectives
 
 
 class Buffers:
-    """Detects changed buffers by comparing them with copies, because batch norms do not increment a buffer's
-    version."""
+    """Detects changed buffers by comparison with copies, because batch norms do not increment a buffer's version."""
 
     def __init__(self, buffers: Iterable[Tensor], collectives: Collectives) -> None:
         self.collectives = collectives

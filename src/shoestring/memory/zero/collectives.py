@@ -51,8 +51,7 @@ class Collectives:
         self.exposed += time.perf_counter() - began
 
     def start_mean(self, matrix: Tensor) -> Callable[[torch.dtype], Tensor]:
-        """Start to average this rank's row over all ranks; the exchange between groups starts only when the result is
-        awaited.
+        """Start to average this rank's row over all ranks; the exchange between groups starts when the caller waits.
 
         Args:
             matrix: (ranks, width); must not be changed until the mean is returned.
@@ -160,8 +159,7 @@ def mean_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _after(work: dist.Work | None, result: Callable[P, Tensor], *held: Tensor) -> Callable[P, Tensor]:
-    """Return a function that waits for the work and returns `result(…)`; the function references tensors that the work
-    reads."""
+    """Return a function that waits for the work and returns `result(…)`; holds references to tensors in use."""
     assert work is not None
 
     def wait(*args: P.args, **kwargs: P.kwargs) -> Tensor:

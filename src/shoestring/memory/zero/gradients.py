@@ -15,8 +15,7 @@ from shoestring.memory.zero.placement import Placement
 
 
 class Gradients:
-    """Reduce-scatters gradients in rounds: takes whole gradients, and yields this rank's shards of their means over
-    ranks.
+    """Reduce-scatters gradients in rounds: whole gradients come in, this rank's shards of the means come out.
 
     In a round, every bucket is exchanged once, in the reverse order of the forward pass. A bucket waits for the buckets
     before it, so all ranks have the same order, even with unused parameters and at unequal speed. A gradient that is
@@ -118,8 +117,7 @@ class Gradients:
         self._begin()
 
     def _start(self) -> None:
-        """Start to exchange the next bucket; first wait for earlier buckets while more than `in_flight` bytes are in
-        exchange."""
+        """Start to exchange the next bucket, after waiting for earlier buckets if `in_flight` would be exceeded."""
         bucket = self.buckets[self._started]
         self._started += 1
         while self._pending and sum(other.nbytes for other, _ in self._pending) + bucket.nbytes > self.in_flight:

@@ -36,8 +36,7 @@ class StepMetrics:
             facts["zero_parameters"] = sum(part.parameter.nbytes for part in self.parts)
 
     def _model_state(self) -> tuple[float, float]:
-        """Total bytes of parameters, gradients, master copies and optimizer state: (on this rank, if nothing were
-        divided)."""
+        """Bytes of parameters, gradients, master copies and optimizer state: as divided, and if undivided."""
         held = without = 0.0
         trained, state = self.attachments.trained, self.attachments.optimizer.state
         for part in self.parts:

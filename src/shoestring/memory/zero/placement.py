@@ -1,5 +1,4 @@
-"""Stores the shards that the optimizer updates, and their gradients; `OnDevice` stores them on the parameters'
-device."""
+"""Stores the optimizer's shards and their gradients; `OnDevice` stores them on the parameters' device."""
 
 from __future__ import annotations
 
@@ -31,14 +30,12 @@ class Placement(Protocol):
         ...
 
     def write(self, parts: Sequence[ShardedParameter]) -> Wait:
-        """Start to write updated shards into this rank's rows of the parameters; return a function that waits for the
-        writes."""
+        """Start to write updated shards into this rank's rows of the parameters; return a function that waits."""
         ...
 
 
 class OnDevice:
-    """A `Placement` on the device: shards are views of the parameters, or float32 master copies of 16-bit
-    parameters."""
+    """A `Placement` on the device: shards are views of parameters, or float32 master copies of 16-bit parameters."""
 
     def __init__(self, masters: bool) -> None:
         self.masters = masters

@@ -1,5 +1,4 @@
-"""Gathers parameters in buckets after the step; the next forward pass waits for a unit's parameters just before it
-runs."""
+"""Gathers parameters in buckets after the step; the next forward pass waits for each unit just before using it."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ class WrittenProduct:
 
 
 def costly_orders(reading: Reading) -> Iterator[Finding]:
-    """Find products that take fewer operations in another order, or with a low-rank change kept apart from its
-    matrix."""
+    """Find products that take fewer operations in another order, or with a low-rank change multiplied separately."""
     flops = totals(reading.tree.parent, reading.tree.flops)
     frames: dict[tuple[int, int], list[OperatorCall]] = {}
     for call in reading.calls:
@@ -231,8 +230,7 @@ class _Computed:
 
     @staticmethod
     def of(chain: WrittenProduct, calls: list[OperatorCall], reading: Reading, flops: Integers) -> _Computed | None:
-        """Match a chain with its recorded calls; None if sizes are unknown or other operators run between the
-        products."""
+        """Match a chain with its recorded calls; None if sizes are unknown or other operators run in between."""
         sizes, by_site = dict[ast.expr, Size](), dict[ast.expr, OperatorCall]()
         lines: dict[int, list[WrittenProduct]] = {}
         for product in chain.products:
@@ -282,8 +280,7 @@ class _Computed:
         )
 
     def apart(self) -> Saving | None:
-        """Estimate the saving of multiplying by the factors of a low-rank change, instead of adding the change to its
-        matrix."""
+        """Estimate the saving of multiplying by a low-rank change's factors instead of adding it to its matrix."""
         for product in _nested(self.chain):
             for side in (product.left, product.right):
                 change = side.change if isinstance(side, Factor) else None
@@ -356,8 +353,7 @@ def _size(call: OperatorCall) -> Size | None:
 
 
 def _outer(outer: WrittenProduct, inner: WrittenProduct, size: Size, operations: int) -> Size | None:
-    """Derive the size of `outer`, one of whose factors is `inner` or a sum with `inner`, from the number of
-    operations."""
+    """Derive the size of `outer`, which has `inner` or a sum with `inner` as a factor, from the operation count."""
     first = outer.right if outer.flipped else outer.left
     p_by_r = size.p * size.r
     free, rest = divmod(operations, 2 * size.batch * p_by_r)

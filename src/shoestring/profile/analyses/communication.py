@@ -1,5 +1,4 @@
-"""Analysis of exposed communication: steps wait for collectives that could be merged, or overlapped with
-computation."""
+"""Analysis of exposed communication: steps wait for collectives that could be merged or overlapped."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def exposed_communication(reading: Reading) -> Iterator[Finding]:
 
 
 def _in_backward(reading: Reading) -> Iterator[Finding]:
-    """Find waits in the backward pass of DistributedDataParallel: the time of autograd's engine outside backward
-    functions."""
+    """Find waits in the backward pass of DistributedDataParallel: the engine's time outside backward functions."""
     tree = reading.tree
     if not reading.matching(_DISTRIBUTED).any():
         return
@@ -139,8 +137,7 @@ def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
 
 
 def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place, Sequence[int]]) -> set[Place]:
-    """Other lines in the same function that wait for small messages; the latencies of all these lines add up in each
-    step.
+    """Other lines in the same function that wait for small messages, so that latencies add up in each step.
 
     Only messages in the same direction count, because a request and its answer cannot be merged into one message.
     """

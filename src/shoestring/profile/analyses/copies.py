@@ -1,5 +1,4 @@
-"""Analysis of repeated copies: tensors move between devices one at a time, or are converted to Python lists and
-back."""
+"""Analysis of repeated copies: tensors move between devices one at a time, or become Python lists and back."""
 
 from __future__ import annotations
 

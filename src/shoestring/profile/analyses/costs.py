@@ -65,8 +65,7 @@ def ratio(name: str) -> float:
 
 
 def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: float) -> float:
-    """Total nanoseconds of (operator, number of calls) pairs; an operator that is not in the table counts as
-    `aten::mul`."""
+    """Total nanoseconds of (operator, number of calls) pairs; an operator outside the table counts as `aten::mul`."""
     return sum(
         count * nanoseconds(name if known(name, direction) else "aten::mul", direction, elements)
         for name, count in calls

@@ -1,5 +1,4 @@
-"""Implements torch's operators on numpy arrays, in double precision. Reductions keep reduced dimensions, with size
-1."""
+"""Implements torch's operators on numpy arrays in double precision. Reduced dimensions are kept, with size 1."""
 
 from __future__ import annotations
 

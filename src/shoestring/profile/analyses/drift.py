@@ -68,8 +68,7 @@ def drifts(reading: Reading) -> Iterator[Finding]:
 
 
 def _grows(times: NDArray[np.float64]) -> bool:
-    """Whether step times grow from quarter to quarter, by at least the ratio `GROWTH` in total, and correlate with
-    time."""
+    """Whether step times grow from quarter to quarter, in total by the ratio `GROWTH`, and correlate with time."""
     quarters = times.reshape(4, -1).mean(1)
     ranks = np.argsort(np.argsort(times))
     ordered = bool((np.diff(quarters) > 0).all())
@@ -101,8 +100,7 @@ def _excess(reading: Reading, call: OperatorCall) -> float:
 
 
 def rising(values: Sequence[float], parts: int = 3, least: float = 0.2) -> bool:
-    """Whether a series, divided into `parts` equal parts, rises in every part by at least the fraction `least` of its
-    total rise."""
+    """Whether a series rises in each of `parts` equal parts by at least the fraction `least` of its total rise."""
     ends = [part[-1] for part in np.array_split(np.array(values), parts)]
     rises = np.diff([values[0], *ends])
     return bool((rises >= least * (values[-1] - values[0])).all() and values[-1] > values[0])

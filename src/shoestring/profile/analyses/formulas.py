@@ -142,8 +142,7 @@ def spelt_out(text: Text, scope: Function | ast.Module) -> list[Formula]:
 
 
 def _formulas(result: Value) -> Iterator[Formula]:
-    """Find operators that compute `result` from one, two or (batch norm) five of the values that `result` depends
-    on."""
+    """Find operators that compute `result` from one, two or (batch norm) five of the values it depends on."""
     below = _below(result)
     if not 2 <= len(below) <= DEEPEST or (result.array.shape != SHAPE and result.array.size == 1):
         return
@@ -185,8 +184,7 @@ def _known(known: Sequence[Known], result: Value, inputs: Sequence[Value], parts
 
 
 def _equal(left: Array, right: Array) -> bool:
-    """Whether two arrays are equal within tolerance, are finite at the same positions, and have enough finite
-    values."""
+    """Whether arrays are equal within tolerance, are finite at the same positions, and have enough finite values."""
     if left.shape != right.shape or right.dtype == bool:
         return False
     numbers = np.isfinite(left)
@@ -210,8 +208,7 @@ def _below(result: Value) -> list[Value]:
 
 
 def _between(result: Value, ends: Sequence[Value]) -> list[Value] | None:
-    """The values computed on the way from `ends` to `result`; None if `result` has other inputs or does not depend on
-    all of `ends`."""
+    """Values computed between `ends` and `result`; None unless `result` depends on all of `ends` and no other input."""
     values: dict[Value, None] = {}
     reached = set[Value]()
     stack = [result]

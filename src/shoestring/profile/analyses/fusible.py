@@ -1,5 +1,4 @@
-"""Analysis of fusible chains: several small operators, each of which reads and writes all elements, instead of a single
-one.
+"""Analysis of fusible chains: several small operators, each of which reads and writes all elements, instead of one.
 
 The module `formulas` recognizes, in the source of a function, the torch operator that replaces a chain. Long chains
 that no torch operator replaces are findings as well, because torch.compile fuses them.

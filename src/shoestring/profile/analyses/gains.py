@@ -48,8 +48,7 @@ class PredictedGain:
 
 @cache
 def errors() -> dict[str, tuple[float, float]]:
-    """Map the name of an analysis to the mean and standard deviation of its errors; the name "" is for all analyses
-    together."""
+    """Map an analysis's name to the mean and standard deviation of its errors; "" stands for all analyses together."""
     table = json.loads(Path(__file__).with_name("calibration.json").read_text())
     return {name: tuple(pair) for name, pair in table.items()}
 

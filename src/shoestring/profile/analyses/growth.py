@@ -1,5 +1,4 @@
-"""Analysis of memory growth: allocated memory increases throughout the run, because the program keeps results of every
-step."""
+"""Analysis of memory growth: allocated memory rises throughout the run, as the program keeps results of every step."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
 
 
 def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -> Iterator[tuple[Place, float]]:
-    """Yield (place, score) of statements in the loop over steps that add to an object that outlives a step; the score
-    is the size of the tensors that the statement adds."""
+    """Yield (place, score) of statements in the loop over steps that add to a longer-lived object, scored by size."""
     lines, functions = steps
     bytes_of = {call.place: 0 for call in reading.calls}
     for call in reading.calls:
@@ -166,8 +164,7 @@ def _outlives(text: Text, function: ast.AST, statement: ast.stmt) -> bool:
 
 
 def _made_at(function: ast.AST, value: ast.expr) -> list[int]:
-    """Lines that compute a value: the line of its expression, and the lines that assign names used in the
-    expression."""
+    """Lines that compute a value: the line of its expression, and lines that assign names used in the expression."""
     lines, names = [value.lineno], names_read(value)
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(

@@ -80,8 +80,7 @@ def _largest(reading: Reading) -> Iterator[Finding]:
 
 
 def _starting(reading: Reading) -> set[Place]:
-    """Lines that call compiled JAX functions; the own time of such a line is mostly spent waiting for these
-    functions."""
+    """Lines that call compiled JAX functions; the own time of such a line is mostly spent waiting for them."""
     if "jax" not in reading.profile.facts.versions:
         return set()
     tree = reading.tree

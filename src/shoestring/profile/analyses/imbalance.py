@@ -1,5 +1,4 @@
-"""Analysis of imbalance between forward and backward pass: gradients that take far longer than usual for their
-operator."""
+"""Analysis of forward/backward imbalance: gradients that take far longer than usual for their operator."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
 
 
 def _other_layout(reading: Reading, call: OperatorCall) -> str:
-    """Advice for a gradient whose layout differs from the layout of the operator's arguments; empty if the layouts are
-    the same."""
+    """Advice if a gradient's layout differs from the layout of the operator's arguments; otherwise empty."""
     for function in _functions(reading, call):
         for node in np.flatnonzero(reading.below(function) & (reading.tree.kind == NodeKind.OPERATOR)).tolist():
             kinds = tensors_of(reading.tree.names[reading.tree.inputs[node]].partition("->")[0])
@@ -150,8 +148,7 @@ def _tables(reading: Reading) -> Iterator[Finding]:
 
 
 def _copies(reading: Reading) -> Iterator[Finding]:
-    """Find lines that select a few elements of an expanded tensor, so that the gradient covers the whole expanded
-    tensor."""
+    """Find lines that select a few elements of an expanded tensor, so that the gradient covers all of the tensor."""
     lines: dict[Place, list[tuple[OperatorCall, OperatorCall]]] = {}
     for grown in reading.calls:
         if grown.name in EXPANDS and grown.given and grown.made:
@@ -229,8 +226,7 @@ def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
 
 
 def _of_table(reading: Reading, name: str, forward: float, elements: int) -> tuple[float, float]:
-    """Estimate the nanoseconds of an operator's gradient on this machine, and the ratio of times on this machine to
-    times in the table."""
+    """Estimate a gradient's nanoseconds on this machine, and the ratio of this machine's times to the table's."""
     elements_there, slower = costs.elements_of([(name, 1)], forward, elements)
     slower = min(slower, 2 * reading.slower)
     return slower * costs.nanoseconds(name, "backward", elements_there), slower

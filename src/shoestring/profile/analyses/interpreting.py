@@ -178,8 +178,7 @@ class Interpreter:
                 return [self.outside() for _ in range(count)]
 
     def write(self, target: ast.Subscript, new: Callable[[Value], Value]) -> None:
-        """Assign to items of an array; afterwards the array is unknown, unless the items were chosen by a boolean
-        mask."""
+        """Assign to items of an array; afterwards the array is unknown, unless a boolean mask chose the items."""
         assert isinstance(target.value, ast.Name)
         old, chosen = self.expression(target.value), self.expression(target.slice)
         if chosen.array.dtype != bool:

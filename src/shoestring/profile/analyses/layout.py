@@ -67,8 +67,7 @@ def _taken_back(reading: Reading, conversion: OperatorCall) -> bool:
 
 
 def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
-    """Find conversions of the data type that other conversions undo, unless the conversions run only at the
-    beginning."""
+    """Find conversions of the data type that other conversions undo, unless they run only at the beginning."""
     often = [call for call in calls if call.count >= max(0.5 * reading.steps, FEWEST) and call.given and call.made]
     known = [(call, source, target) for call in often for source, target in _pairs(reading, call)]
     backwards = {(target, source) for _, source, target in known if target != source}
@@ -84,8 +83,7 @@ def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
 
 
 def _promoted(reading: Reading) -> Iterator[Finding]:
-    """Find operators that compute in double precision because of one argument, if the result is converted back to
-    single."""
+    """Find operators that compute in float64 because of one argument, if the result is converted back to float32."""
     calls = [call for call in reading.calls if call.made and call.place[0]]
     sources = [
         call
@@ -131,8 +129,7 @@ def _sparse(reading: Reading) -> Iterator[Finding]:
 
 
 def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:
-    """Pairs (source, target) of data types between which a line converts, from its first recorded call and its source
-    text."""
+    """Pairs (source, target) of data types that a line converts, from its first recorded call and its source text."""
     source, target = call.given[0].dtype, call.made[0].dtype
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None

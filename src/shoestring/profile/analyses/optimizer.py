@@ -1,5 +1,4 @@
-"""Analysis of unfused optimizers: parameters are updated one by one, with several small operators for each
-parameter."""
+"""Analysis of unfused optimizers: parameters are updated one by one, with several small operators each."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MANY = 6
 
 
 def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
-    """Find steps of optimizers that use neither `fused` nor `foreach`, and the program's own loops that update
-    parameters."""
+    """Find optimizer steps that use neither `fused` nor `foreach`, and the program's own loops over parameters."""
     known = [
         node for node in reading.spans if costs.known(f"{_class(reading, node)} single") and not _own(reading, node)
     ]
@@ -92,8 +90,7 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
 
 
 def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
-    """Estimate the saving for an optimizer without measured costs, from the operators that the optimizer's step
-    calls."""
+    """Estimate the saving for an optimizer without measured costs, from the operators that its step calls."""
     inside, steps = reading.below(node), max(int(reading.tree.count[node]), 1)
     calls = [call for call in reading.calls if inside[call.node] and not call.direct]
     updates = [call for call in calls if call.name in UPDATES and call.count >= FEWEST * steps]
@@ -145,8 +142,7 @@ def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
 
 
 def _replaces(reading: Reading, call: OperatorCall) -> bool:
-    """Whether a call is in a loop over parameters and computes a new tensor for each parameter, such as a moving
-    average."""
+    """Whether a call, in a loop over parameters, computes a new tensor per parameter, such as a moving average."""
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None
     loop = text.loop(statement) if text and statement else None

@@ -110,8 +110,7 @@ def _unused(reading: Reading, call: OperatorCall) -> float:
 
 
 def _consumers(reading: Reading, call: OperatorCall) -> list[OperatorCall]:
-    """Calls that may use a product's result: an argument has as many elements as the result, and the call does more
-    than view or move its argument.
+    """Calls that may use a product's result: an argument has the result's size, and the call does more than view it.
 
     Earlier calls are included, because in a loop they may use the result of the previous iteration.
     """

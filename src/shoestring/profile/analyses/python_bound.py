@@ -159,8 +159,7 @@ def _carried(loop: ast.AST) -> bool:
 
 
 def _collected(statement: ast.stmt) -> set[str]:
-    """Names of the list, tensor or sum to which a statement adds a result; empty if the statement does anything
-    else."""
+    """Names of the list, tensor or sum to which a statement adds a result; empty if the statement does more."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         function = statement.value.func
         if isinstance(function, ast.Attribute) and function.attr in ("append", "add", "extend"):

@@ -193,8 +193,7 @@ class Reading:
         return called
 
     def _iterates(self, node: int) -> bool:
-        """Whether a function called on a line with `for` produces the loop's items, rather than being called in the
-        loop's body."""
+        """Whether a function called on a line with `for` produces the loop's items, rather than running in its body."""
         file, _, function = self.names(node).partition("\t")
         name, package = function.rpartition(".")[2], package_of(file)
         if package or name in ("__next__", "__iter__", "<genexpr>"):
@@ -231,8 +230,7 @@ class Reading:
 
     @cached_property
     def gradients(self) -> NDArray[np.float64]:
-        """For each node, nanoseconds of the gradients of the node and all nodes below it, including a share of the
-        engine's time."""
+        """Nanoseconds of the gradients of each node and all nodes below it, including a share of the engine's time."""
         tree = self.tree
         linked, below = np.zeros(len(tree)), np.zeros(len(tree))
         links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0))
@@ -280,8 +278,7 @@ class Reading:
         return float(np.clip(spent / max(sum(call.count for call in self.calls), 1), 300, 5000))
 
     def python_of(self, places: Iterable[Place], calls: float) -> float:
-        """Nanoseconds in Python on lines that make `calls` calls: the mean of the sampled time and of `calls *
-        python_per_call`."""
+        """Nanoseconds in Python on lines that make `calls` calls: the mean of sampled time and of a typical time."""
         return (sum(self.python.get(place, 0) for place in places) + calls * self.python_per_call) / 2
 
     @cached_property
@@ -292,8 +289,7 @@ class Reading:
 
     @cached_property
     def steps(self) -> int:
-        """Number of training steps: the recorded number, else the number of optimizer steps, else inferred from call
-        counts."""
+        """Number of training steps: as recorded, else counted from optimizer steps, else inferred from call counts."""
         if self.profile.facts.steps:
             return self.profile.facts.steps
         if self.spans:

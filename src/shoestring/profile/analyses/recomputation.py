@@ -276,8 +276,7 @@ def _parameters(function: ast.AST) -> set[str]:
 
 
 def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line], place: Place) -> Place | None:
-    """An earlier line of the same block that makes the same costly call, if no name that the call reads changes in
-    between."""
+    """An earlier line of the same block with the same costly call, if the names that the call reads do not change."""
     own, after = _calls(statement), statement.lineno
     for other, line in lines.items():
         if other[0] != place[0] or other[1] >= after or not line.calls:

@@ -87,8 +87,7 @@ class Text:
 
 @cache
 def waits(loop: Loop) -> bool:
-    """Whether a loop is a busy wait: it ends when enough time has passed, or when other code changes the loop's
-    condition."""
+    """Whether a loop is a busy wait, which ends when time has passed or when other code changes its condition."""
     if not isinstance(loop, ast.While):
         return False
     ends = [loop.test] if not isinstance(loop.test, ast.Constant) else []

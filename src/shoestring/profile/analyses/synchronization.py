@@ -17,8 +17,7 @@ OFTEN = 2.0
 
 
 def synchronizations(reading: Reading) -> Iterator[Finding]:
-    """Find lines that read several values per step out of tensors; each read waits until the accelerator, if any, is
-    done."""
+    """Find lines that read several values per step out of tensors; each read waits for the accelerator, if any."""
     by_place: dict[Place, list[OperatorCall]] = {}
     for call in reading.calls:
         if call.name in TAKES and call.place[0] and call.direct:

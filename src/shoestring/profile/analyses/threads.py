@@ -17,8 +17,7 @@ TOO_MANY = 1.5
 
 
 def too_many_threads(reading: Reading) -> Iterator[Finding]:
-    """Find the line that sets the number of threads too high, or else the line that computes most in too many Python
-    threads."""
+    """Find the line that sets too many threads, or else the line that computes most in too many Python threads."""
     facts = reading.profile.facts
     calls = [call for call in reading.calls if call.place[0]]
     taken = sum(call.time for call in calls)

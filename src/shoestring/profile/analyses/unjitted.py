@@ -1,5 +1,4 @@
-"""Analysis of code without jax.jit: JAX dispatches operations one by one, and each dispatch takes longer than the
-operation itself."""
+"""Analysis of code without jax.jit: JAX dispatches operations one by one, which takes longer than running them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prepares the data for the script of a profile's page: compressed columns of the tree, names, sources, times of
-lines."""
+"""Prepares the data of a profile's page for its script: compressed columns of the tree, names, sources, line times."""
 
 from __future__ import annotations
 

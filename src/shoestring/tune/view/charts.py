@@ -43,8 +43,7 @@ def over_time(record: StudyRecord) -> Markup:
 
 
 def parallel(record: StudyRecord) -> Markup:
-    """Draw parallel coordinates: a line for each trial with a result, and an axis for each setting and the
-    objective."""
+    """Draw parallel coordinates: a line for each trial with a result, an axis for each setting and the objective."""
     ranked = record.ranked[:_LINES]
     if not ranked or not record.space:
         return Markup()

@@ -20,8 +20,7 @@ _SAMPLES, _POINTS = 20, 256
 
 @dataclass(frozen=True)
 class Importance:
-    """A setting's total effect (the fraction of variance that remains if all other settings are fixed), with 90%
-    interval."""
+    """A setting's total effect (the variance that remains if all other settings are fixed), with 90% interval."""
 
     key: str
     mean: float
@@ -73,8 +72,7 @@ def _effects(space: Sequence[Dimension], first: Array, second: Array, base: Arra
 
 
 def _encode(space: Sequence[Dimension], settings: Mapping[str, Any]) -> Array:
-    """Encode a trial's settings; a missing setting is encoded as the middle of its range, or as zeros if it is a
-    choice."""
+    """Encode a trial's settings; a missing setting becomes the middle of its range, or zeros if it is a choice."""
     parts = [
         encode_all([dimension], settings)
         if dimension.key in settings

@@ -127,8 +127,7 @@ def _importance(record: StudyRecord) -> Markup:
 
 
 def _to_target(studies: Sequence[StudyRecord]) -> Markup:
-    """Make a table of the hours after which each study reached the target, which is the best result of the worst
-    study."""
+    """Make a table of the hours in which each study reached the target, which is the worst study's best result."""
     usable = [record for record in studies if record.best_so_far()]
     if len(usable) < 2:
         advice = (

@@ -43,8 +43,7 @@ class StudyRecord:
         return sum(trial.seconds for trial in self.trials) / 3600
 
     def best_so_far(self) -> list[tuple[float, float]]:
-        """List (hours of work so far, best result so far) after each trial with a result, in the order of trial
-        numbers."""
+        """List (hours of work, best result) so far after each trial with a result, in the order of trial numbers."""
         points: list[tuple[float, float]] = []
         spent, best = 0.0, math.inf
         for trial in sorted(self.trials, key=lambda trial: trial.number):
