@@ -75,13 +75,13 @@ def own_name(model: nn.Module, name: str) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of the group's collectives, after which a rank stops waiting for the others."""
+    """Return the timeout of the group's collectives, after which a rank stops waiting for other ranks."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
 
 
 def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Set the timeout of the mesh's process groups to that of the default group, in place of torch's half an hour."""
+    """Set the timeout of the mesh's process groups to the default group's timeout, instead of torch's half an hour."""
     limit = timeout_of(dist.distributed_c10d._get_default_group())
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -89,7 +89,7 @@ def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Flatten several axes of a mesh into a mesh with one axis, which has the same root mesh. A collective."""
+    """Flatten several axes of a mesh into a one-axis mesh that has the same root mesh. A collective."""
     return mesh[axes[0]] if len(axes) == 1 else wait_as_the_world(mesh[axes]._flatten())
 
 
@@ -277,7 +277,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Context in which new tensors are real ones, even inside the context `fake_tensors`."""
+    """Context in which new tensors are real, even inside the context `fake_tensors`."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

@@ -66,8 +66,8 @@ def share_processors(root: Path = ROOT) -> None:
     """Make OpenMP threads that wait for each other sleep sooner if other programs compete for the processors.
 
     GNU's OpenMP, which torch uses, busy-waits for some milliseconds. Busy-waiting is faster by a tenth if no other
-    program runs. But two programs that each use as many threads as there are processors then block each other's work,
-    and take three times as long as if run one after the other. Must be called before torch is imported.
+    program runs. But two busy-waiting programs, each with as many threads as there are processors, block each other's
+    work, and take three times as long as if run in sequence. Must be called before torch is imported.
     """
     if are_wanted(root):
         os.environ.setdefault("GOMP_SPINCOUNT", str(SHORT_SPIN))
@@ -83,8 +83,8 @@ def are_wanted(root: Path = ROOT, looks: int = 5) -> bool:
     with suppress(OSError, ValueError):
         for look in range(looks):
             time.sleep(0.002 * (look > 0))
-            entities = (root / "proc/loadavg").read_text().split()[3]  # running threads/all threads
-            others.append(int(entities.partition("/")[0]) - 1)  # without the thread that reads the file
+            entities = (root / "proc/loadavg").read_text().split()[3]  # text "running threads/all threads"
+            others.append(int(entities.partition("/")[0]) - 1)  # minus the thread that reads the file
     running = sorted(others)[looks // 2] if len(others) == looks else 0
     return running > 0 and running + threads > (os.cpu_count() or threads)
 

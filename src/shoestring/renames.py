@@ -1,6 +1,6 @@
 """Maps former names of keys in run files and study files to their present names.
 
-A former name is accepted for one version, with a warning that gives the new name. Every key that a user writes is
+A former name is accepted for one version, with a warning that states the present name. Every key that a user writes is
 looked up in this module: in a file, on the command line, in a study's search space, or in a string such as
 `"quantize(bits=4)"`.
 """
@@ -51,7 +51,7 @@ RENAMED: dict[str, str] = {
     "sparse.ast.scale": "sparse.ast.masked_decay_scale",
     "population.share": "population.truncation",
 }
-"""Maps former keys to present keys, both with the names of their tables."""
+"""Maps full former names of keys to their full present names."""
 
 REMOVED = {"comm.oktopk": "write [comm.topk] with the same `density` and `wire`; it has no `slack`"}
 """Maps removed keys and tables, by their full names, to a hint that says what to write instead."""

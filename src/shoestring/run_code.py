@@ -39,7 +39,7 @@ def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def trust_of(path: Path, document: Mapping[str, Any]) -> Trust:
-    """Return the trust in a run file; it covers the code that the file names, and the arguments of that code."""
+    """Return the `Trust` of a run file, which covers the code that the file names and the arguments of this code."""
     if any(path == recipe.file for recipe in recipes.find().values()):  # installing a package implies trusting it
         return USER
     code = code_of(document)

@@ -119,7 +119,7 @@ def _converter() -> cattrs.Converter:
 
     def keep_if_member(value: Any, kind: Any) -> Any:
         if type(value) not in get_args(kind):
-            raise TypeError("none of the union")
+            raise TypeError("its type is not a member of the union")
         return value
 
     converter.register_structure_hook_func(is_scalar_union, keep_if_member)

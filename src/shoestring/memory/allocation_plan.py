@@ -1,13 +1,14 @@
 """Computes a static allocation plan: a fixed address for every buffer of a step, if all steps make equal allocations.
 
-The plan is computed from the buffers' lifetimes, as EasyDist does for static graphs. The plan is only reported, not
+The plan is computed from the lifetimes of the buffers, as in EasyDist for static graphs. The plan is only reported, not
 executed, because torch's statistics and debugging tools cannot see memory that a plan allocates. The report compares
 the plan's size with the memory that torch's caching allocator would reserve for the same allocations, according to a
 simulation of the allocator.
 
-Buffers are placed one by one, large buffers first, at the lowest address that is free during the buffer's lifetime.
-This method comes close to the lower bound (Pisarchyk and Lee, 2020). The planner tries several orders of the buffers.
-Then, for some rounds, it moves the buffers with the highest end addresses to the front of the best order.
+Buffers are placed one by one, large buffers first, at the lowest address that is free during the buffer's lifetime. The
+size of such a plan is close to the lower bound (Pisarchyk and Lee, 2020). The planner tries several orders of the
+buffers. Then, for some rounds, the planner moves the buffers with the highest end addresses to the front of the best
+order.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ _ROUNDING, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 512, _MIB, 2 *
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A block of a segment, in use or free, with its neighbours in the segment."""
+    """A block of a segment, in use or free, linked to the adjacent blocks."""
 
     number: int
     nbytes: int

@@ -84,7 +84,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
         counted = labels != IGNORED
         flat, labels = flat[counted], labels[counted]
         if len(labels) and not is_fake(labels) and (wrong := labels[(labels < 0) | (labels >= len(weight))]).numel():
-            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")  # torch's own words
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")  # the same message as torch's
     with torch.autocast(device, enabled=False):  # the function casts its inputs itself
         return _ChunkedCrossEntropy.apply(flat, weight, bias, labels, tokens, dtype)
 

@@ -284,7 +284,7 @@ def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 class ImaginedWorld(World):
-    """The first of several ranks. The other ranks do not exist, and are assumed to send the same data as the first."""
+    """The first of several ranks. Other ranks do not exist, and are assumed to send the same data as the first rank."""
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:

@@ -40,16 +40,16 @@ def profiled(
     budget: float | None = None,
     native_frames: bool = False,
 ) -> Iterator[ProfileResult]:
-    """Profile the code in a `with` block; the profile is saved even if that code raises.
+    """Profile the code in a `with` block; the profile is saved even if the code raises an error.
 
     If there is no C++ compiler, torch.profiler records single steps at a higher cost, and a warning is logged.
 
     Args:
         path: file to write the profile to; if None, no file is written.
         inside: names of installed packages whose lines count as lines of the program.
-        share: fraction of the time in which operators are recorded, in (0, 1]. Below 1, one window is recorded in each
-            block of steps (of seconds, in a program without an optimizer), and counts and times are estimates with
-            variances, scaled up from the windows. JAX programs are always recorded in windows.
+        share: fraction of the time in which operators are recorded, in (0, 1]. If the share is below 1, one window is
+            recorded in each block of steps (or of seconds, in a program without an optimizer). Counts and times are
+            then estimates with variances, scaled up from the windows. JAX programs are always recorded in windows.
         budget: processor time that profiling may add, as a fraction of the program's processor time (0.03 is 3%); the
             profiler adjusts the share to stay within this budget.
         native_frames: whether to sample the native functions in which operators spend their own time.

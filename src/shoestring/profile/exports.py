@@ -87,7 +87,8 @@ def pprof(profile: Profile) -> bytes:
     def text(value: str) -> int:
         return texts.setdefault(value, len(texts))
 
-    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))  # pprof shows the last kind
+    # pprof shows the last kind of value by default
+    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))
     fields: list[Field] = [(1, [(1, text(kind)), (2, text(unit))]) for kind, unit in kinds]
     for number, (label, own) in enumerate(_parts(profile)):
         once = number == 0  # call counts per rank are unknown, so the first rank gets the total

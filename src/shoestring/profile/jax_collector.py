@@ -2,7 +2,7 @@
 
 The collector does nothing before the program imports jax, and little between windows. The collector stores one row of
 numbers per operation and call site, regardless of the length of the run. The cost of a window grows with the number of
-operations recorded in it, so the collector chooses the length of windows by this number. It starts the next window once
+operations recorded in it, so the collector chooses the length of windows by this number. The next window starts once
 the total cost so far is within the budget.
 """
 
@@ -80,7 +80,7 @@ class JaxCollector(threading.Thread):
 
     def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
         super().__init__(name="shoestring-profile-jax", daemon=True)
-        self.gap = 1 / min(share, 1.0) - 1  # seconds of pause per second of a window
+        self.gap = 1 / min(share, 1.0) - 1  # seconds of pause per second of window
         self.budget = BUDGET if budget is None else budget
         self.ending, self.hurry = threading.Event(), threading.Event()
         self.sites, self.programs = CallSites(), Programs()
@@ -96,7 +96,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context that stores an exception in `failure`, so that neither the program nor the whole profile fails."""
+        """Context that catches exceptions and stores the first in `failure`, so that only the JAX recording fails."""
         try:
             yield
         except Exception as error:
@@ -326,8 +326,7 @@ class _Fold:
         return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
 
     def _path(self, site: int, operation: Operation) -> Frames:
-        """Return the call path through the call site into the jitted function; without a site, the first trace's
-        path."""
+        """Return the call path into the jitted function: through the call site, or as first traced without a site."""
         if site < 0:
             return operation.frames
         inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()
@@ -342,8 +341,8 @@ class _Fold:
     def discount_waiting(self) -> None:
         """Subtract the operations' run time from lines in which Python waited for them, to avoid counting it twice.
 
-        Python waits inside functions of jax that neither trace nor compile. If too many calls are in flight, it also
-        waits in calls of jitted functions.
+        Python waits inside functions of jax that neither trace nor compile. If too many calls are in flight, Python
+        also waits in calls of jitted functions.
         """
         names = list(self.builder.names)
         compiles, waiting = [False], []

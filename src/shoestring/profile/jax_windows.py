@@ -64,7 +64,7 @@ class Window:
 
         A function's runs are in the order of its calls, but the first runs in a window may come from calls before the
         window. The number of such runs is assumed to be the smallest number for which no run begins before its call.
-        These runs get the sites of recent calls in turn.
+        Runs of calls before the window get the sites of recent calls in turn.
 
         Args:
             usual: maps each function to the call sites of its recent calls; this method adds the calls in this window.

@@ -5,10 +5,10 @@ single optimizer step. In a program without an optimizer, one window covers the 
 correlation id of the operator that launched them.
 
 This module works around two bugs of torch (seen in 2.13). First, a span (`record_function`) that begins in one window
-and ends in another writes to freed memory of the first window. No window opens while such a span is open.
-`Optimizer.step` is such a span, because windows open and close at its end. Second, when a window ends, torch reads the
-names of code objects that may have been freed, such as the code of a module after its import. References to code
-objects are therefore held until the window has ended.
+and ends in another writes to freed memory of the first window. No window opens while a span from an earlier window is
+open. `Optimizer.step` is such a span, because windows open and close at its end. Second, when a window ends, torch
+reads the names of code objects that may have been freed, such as the code of a module after its import. References to
+code objects are therefore held until the window has ended.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class TorchWindows:
         self.hooks.enter_context(self.parts.seen())
 
     def stepped(self, steps: int) -> None:
-        """Open or close a window after the optimizer step number `steps`."""
+        """Open or close a window, after optimizer step number `steps`."""
         if self.profiler is not None:
             if steps >= FIRST_STEPS:
                 self.close(1 if steps <= FIRST_STEPS else steps - self.covered, steps)

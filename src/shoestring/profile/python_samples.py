@@ -102,7 +102,7 @@ class Samples:
         Args:
             nanoseconds: the time to divide.
             span: node of the span in which the samples were taken, from whose own time the divided time is subtracted;
-                0 if there is no span. Lines that are already above this node are not added again.
+                0 if there is no span. Lines that are already above the span's node are not added again.
         """
         if not span:
             builder.add(0, own=round(nanoseconds))

@@ -1,7 +1,7 @@
 """Defines profiles and their file format: the compressed columns of the call tree, and facts about the recording.
 
-The file is a numpy .npz without pickled objects. It contains an array for every column, all names as one UTF-8 text,
-and a JSON table.
+The file is a numpy .npz without pickled objects. The file contains an array for every column, all names as one UTF-8
+text, and a JSON table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepTimes:
     seconds: float
     """Total seconds of these steps, measured from the end of the preceding step."""
     longest: float
-    """Seconds of the longest step among these."""
+    """Seconds of the longest of these steps."""
     resident: int = 0
     """Resident bytes of the process after the last of these steps; 0 if unknown."""
 
@@ -142,7 +142,7 @@ class Profile:
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks.own.shape[1] != len(self.tree):
             raise DataError(
-                f"a profile of {len(self.tree)} nodes has times of ranks for {self.ranks.own.shape[1]} nodes"
+                f"a profile has {len(self.tree)} nodes, but times of ranks for {self.ranks.own.shape[1]} nodes"
             )
 
     def save(self, path: Path) -> None:
@@ -175,7 +175,7 @@ class Profile:
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile:
     names, sources = (read_json(arrays[name]) for name in ("names", "sources"))
     if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
-        raise ValueError("its names are not a list of texts")
+        raise ValueError("its names are not a list of strings")
     known = [name for name in COLUMNS if table["version"] > 1 or name not in ("idle", "alone")]  # new in version 2
     none = np.zeros(len(arrays["parent"]), np.int64)
     own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
@@ -187,10 +187,10 @@ def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile
     if "ranks" in table:
         labels = table["ranks"]
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-            raise ValueError("its ranks are not a list of texts")
+            raise ValueError("its ranks are not a list of strings")
         ranks = RankTimes(labels, integers(arrays["ranks"]))
         if float(np.abs(ranks.own.astype(float)).sum()) > LARGEST_SUM:
-            raise ValueError("times of its ranks are too large")
+            raise ValueError("the times of its ranks are too large")
     return Profile(tree, _facts(table["facts"]), sources, ranks)
 
 

@@ -113,13 +113,13 @@ class CallTree:
         sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, *FRACTIONS)}
         flat = all(getattr(self, name).ndim == 1 for name in sizes)
         if size == 0 or not flat or set(sizes.values()) != {size}:
-            raise DataError(f"a profile has columns of different or zero length, in nodes: {sizes}")
+            raise DataError(f"columns of a profile are empty or have different lengths, in nodes: {sizes}")
         before = np.arange(size)
         fits = self.parent[0] == -1 and bool((self.parent[1:] >= 0).all() and (self.parent[1:] < before[1:]).all())
         within = all(bool(((index >= 0) & (index < len(self.names))).all()) for index in (self.name, self.inputs))
         linked = bool((self.link >= -1).all() and (self.link < size).all())
         if not (fits and within and linked):
-            raise DataError("nodes of a profile name parents, links or names that are not there")
+            raise DataError("nodes of a profile refer to parents, links or names that do not exist")
 
     def check_values(self) -> None:
         """Raise an error for values that no recording produces, but that a damaged file may contain.

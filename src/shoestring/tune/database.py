@@ -34,12 +34,12 @@ _HOST = re.compile(r"[\w.-]*|[0-9a-fA-F:.]+")
 _PUBLIC = frozenset({"sslmode", "connect_timeout", "application_name", "host", "port", "user", "dbname", "mode", "uri"})
 """Query parameters of a URL whose values are not secret."""
 _SQLITE_OUTAGES = frozenset({5, 6, 7, 9, 10, 13, 14, 15, 22})
-"""SQLite's result codes of temporary errors: busy, locked, no memory, interrupted, I/O error, full, cannot open,
-protocol, no large files; https://sqlite.org/rescode.html. Other codes, such as 1 for a missing column, mean permanent
-errors."""
+"""SQLite's result codes of temporary errors (SQLITE_BUSY, LOCKED, NOMEM, INTERRUPT, IOERR, FULL, CANTOPEN, PROTOCOL and
+NOLFS); see https://sqlite.org/rescode.html. Other codes, such as 1 for a missing column, mean permanent errors."""
 _OUTAGE_STATES = ("08", "40", "53", "55P03", "57", "58", "25006", "XX000")
-"""Prefixes of PostgreSQL's SQLSTATEs of temporary errors: connection, rollback, resources, locks, intervention, system,
-a standby that becomes the primary; https://www.postgresql.org/docs/current/errcodes-appendix.html."""
+"""Prefixes of PostgreSQL's SQLSTATEs of temporary errors: lost connections, rollbacks, missing resources, unavailable
+locks, operator intervention, system errors, and a standby that becomes the primary; see
+https://www.postgresql.org/docs/current/errcodes-appendix.html."""
 
 
 class StoreOutageError(ConfigError):

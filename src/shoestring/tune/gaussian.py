@@ -178,8 +178,8 @@ def matern(left: Array, right: Array, scales: Array) -> Array:
 def fit(points: Array, values: Array) -> Process:
     """Fit length scales and noise by maximum a posteriori.
 
-    The priors are log-normal. Their medians are 0.5 sqrt(d) for length scales, because distances in the unit cube grow
-    with sqrt(d), and 1e-4 for the noise.
+    The priors are log-normal. The median for length scales is 0.5 sqrt(d), because distances in the unit cube grow with
+    sqrt(d); the median for the noise is 1e-4.
     """
     width = points.shape[1]
     middle = np.append(np.full(width, np.log(0.5 * np.sqrt(width))), np.log(1e-4))

@@ -1,7 +1,7 @@
 """Population based training (PBT, https://arxiv.org/abs/1711.09846) and PB2 (https://arxiv.org/abs/2002.02518).
 
-All members of a population pause at the same steps to be compared. A member that is among the worst at a step ends. It
-is replaced by a fork, which is a new trial that begins from the checkpoint of one of the best members, with other
+All members of a population pause at the same steps to be compared. A member that is among the worst at a step ends. A
+fork replaces the ended member: a new trial that begins from the checkpoint of one of the best members, with other
 settings. Members do not wait for each other: a member is compared with the members that have already reached the same
 step. The member that is furthest behind is compared first, when most other members have reached its step.
 """

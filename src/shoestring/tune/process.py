@@ -69,8 +69,8 @@ class TrialServer:
 def begin(server: int, called: str, *arguments: Any) -> None:
     """Run a trial in the forked process.
 
-    The kernel kills this process when its server ends, and the server ends together with its worker. Therefore the
-    process of a trial never trains at the same time as another process that resumes the trial.
+    The kernel kills this process when its server ends, and the server ends together with its worker. The process of a
+    trial therefore never trains at the same time as another process that resumes the trial.
     """
     ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
     if os.getppid() != server:  # the server ended before prctl took effect
@@ -194,7 +194,7 @@ class TrialProcess:
         return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in reason)
 
     def diverged(self) -> bool:
-        """Whether the run ended because its loss became NaN or infinite, which is blamed on its settings."""
+        """Whether the run ended because its loss became NaN or infinite; its settings count as the cause."""
         cause = history_file.cause(history_file.read(self.folder))
         return cause is not None and cause.get("error") == NonFiniteError.__name__
 
@@ -224,4 +224,4 @@ def _start_time(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]  # state (zombie, dead) and starttime; proc(5)
+    return "" if fields[0] in "ZX" else fields[19]  # the fields `state` (Z: zombie, X: dead) and `starttime` of proc(5)

@@ -134,7 +134,9 @@ def family(trials: list[TrialLease]) -> list[TrialLease]:
     before: set[int] = set()
     for trial in trials:
         if trial.number in before or not (trial.parent == -1 or trial.parent in before):
-            raise ConfigError(f"trial {trial.number} in the store is damaged: it is there twice or lacks its parent")
+            raise ConfigError(
+                f"trial {trial.number} in the store is damaged: it appears twice, or its parent is missing"
+            )
         before.add(trial.number)
     return trials
 

@@ -41,7 +41,7 @@ class TrialSearch:
     Args:
         schedule: decides when trials pause and which paused trials continue; if None, all trials run to their end.
         total: number of steps of a complete trial; no trial pauses at its last step.
-        clock: returns monotonic seconds of this process; used to find trials whose proposer has died.
+        clock: function that returns monotonic seconds of this process; used to find trials whose proposer has died.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStora
     """Open Optuna's tables and study, and create them if they are missing.
 
     If several workers start at the same time, all of them try to create the tables, and Optuna fails for all but the
-    first. This function therefore retries.
+    first. This function therefore retries to create the tables.
     """
     url = store.engine.url.render_as_string(hide_password=False)
     tries = 10
@@ -263,7 +263,8 @@ def _at(values: dict[int, float], step: int) -> float | None:
 class NumberedSampler(BaseSampler):
     """Makes a new sampler for each trial, seeded by the trial's number.
 
-    Therefore workers that propose at the same time, or that restart, do not repeat each other's proposals.
+    Seeding by number keeps workers that propose at the same time, or that restart, from repeating each other's
+    proposals.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:

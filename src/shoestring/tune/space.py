@@ -87,7 +87,7 @@ def read_space(table: Mapping[str, Any], source: str) -> tuple[Dimension, ...]:
                 raise ConfigError(f"{where} names no key of the space", hint=nearest(other, dimensions))
             missing = [value for value in allowed if position(dimensions[other].choices, value) is None]
             if missing:
-                raise ConfigError(f"{where} can never hold: {missing[0]!r} is none of its choices")
+                raise ConfigError(f"{where} can never hold: {missing[0]!r} is not one of its choices")
             when[other] = tuple(dimensions[other].choices[dimensions[other].index(value)] for value in allowed)
         dimensions[dimension.key] = replace(dimension, when=when)
     return tuple(_ordered(dimensions, source))
@@ -108,7 +108,9 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
         raise ConfigError(f"{where} names no table", hint=f"write `run.{key}` for a key of [run]")
     kinds = [kind for kind in KINDS if isinstance(value, Mapping) and kind in value]
     if not isinstance(value, Mapping) or len(kinds) != 1:
-        raise ConfigError(f"{where} must be one range or list of choices", hint="log, float, int or choice, as a table")
+        raise ConfigError(
+            f"{where} must be one range or list of choices", hint="write a table with the key log, float, int or choice"
+        )
     unknown = [name for name in value if name not in (kinds[0], "when")]
     if unknown:
         raise ConfigError(f"{where}: unknown key `{unknown[0]}`", hint=nearest(unknown[0], [*KINDS, "when"]))
@@ -121,7 +123,7 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
         if not isinstance(listed, list) or not listed:
             raise ConfigError(f"{where}: `choice` must be a list of at least one value, got {listed!r}")
         items = listed
-        for _ in range(4):  # lists may be nested in one another up to this depth
+        for _ in range(4):  # lists may be nested up to this depth
             items = [inner for item in items for inner in (item if isinstance(item, list) else [item])]
         if not all(isinstance(item, str | int | float | bool) for item in items):
             raise ConfigError(f"{where}: choices must be strings, numbers, true or false, or lists of them")

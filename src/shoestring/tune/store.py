@@ -77,7 +77,7 @@ class Store:
             except IntegrityError:
                 if self.document() != json.loads(text):
                     raise ConfigError(
-                        f"the store holds another study `{self.study}`, with other settings",
+                        f"the store already has a study `{self.study}` with other settings",
                         hint="choose another tune.name, or another tune.store",
                     ) from None
 
@@ -92,7 +92,9 @@ class Store:
                 raise ConfigError(_NO_STUDY, hint=_START)
             by_name = {row.name: row for row in connection.execute(STUDIES.select())}
         if self.study not in by_name:
-            raise ConfigError(f"the store holds no study `{self.study}`", hint=f"its studies: {', '.join(by_name)}")
+            raise ConfigError(
+                f"the store holds no study `{self.study}`", hint=f"studies in the store: {', '.join(by_name)}"
+            )
         row = by_name[self.study]
         if row.version != VERSION:
             raise ConfigError(f"the store has version {row.version}, this shoestring reads version {VERSION}")
@@ -147,7 +149,7 @@ class Store:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def add(self, trial: int, number: int, parameters: Mapping[str, Any], budget: int) -> bool:
-        """Add a trial of Optuna in the state `ready`; False if the budget is used up or the trial has been given up."""
+        """Add an Optuna trial in the state `ready`; False if the budget is used up or the trial has been given up."""
         row = {"trial": trial, "number": number, "study": self.study, "parameters": json.dumps(dict(parameters))}
         with self.transaction() as connection:
             locked = sql.select(STUDIES.c.name).where(STUDIES.c.name == self.study).with_for_update()
@@ -163,7 +165,7 @@ class Store:
     def fork(
         self, ended: TrialLease, parent: TrialLease, trial: int, number: int, parameters: Mapping[str, Any]
     ) -> bool:
-        """Replace a paused trial by a fork: end the paused trial, and add a trial of Optuna that begins from the
+        """Replace a paused trial by a fork: end the paused trial, and add an Optuna trial that begins from the
         checkpoint of `parent` at the same rung. False if the paused trial has changed since it was read."""
         same = (LEASES.c.trial == ended.trial, LEASES.c.epoch == ended.epoch, LEASES.c.state == "paused")
         row = {"trial": trial, "number": number, "study": self.study, "parameters": json.dumps(dict(parameters))}
@@ -176,7 +178,7 @@ class Store:
         return True
 
     def abandon(self, trial: int, number: int) -> None:
-        """Give up a trial of Optuna whose proposer died before `add`; does nothing if the trial was added."""
+        """Give up an Optuna trial whose proposer died before `add`; does nothing if the trial was added."""
         row = {"trial": trial, "number": number, "study": self.study, "parameters": "{}"}
         try:
             with self.transaction() as connection:

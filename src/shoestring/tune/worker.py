@@ -132,7 +132,7 @@ class TrialWorker:
             if held.failure is not None:
                 raise held.failure
             if held.lost:
-                log.warning("trial %d: the lease is lost, another worker continues it", lease.number)
+                log.warning("trial %d: the lease is lost, another worker continues the trial", lease.number)
                 return
             self._conclude(lease, trial, held, stopped)
         finally:
@@ -154,7 +154,7 @@ class TrialWorker:
                     return self.start(lease)
                 except RuntimeError as error:  # the server was killed; the next attempt starts a new server
                     reason = str(error)
-                    log.warning("trial %d: %s; starting another", lease.number, reason)
+                    log.warning("trial %d: %s; starting a new server", lease.number, reason)
         except BaseException:
             self._reach(lambda: self.store.give_back(lease))
             raise
@@ -207,7 +207,9 @@ class TrialWorker:
             alike = sum(other.state == "failed" and _cause(other.note) == _cause(note) for other in trials)
             running = sum(other.state == "held" for other in trials)
             if not note.startswith(DIVERGED) and alike - running >= HOPELESS and self._nothing_reported():
-                raise ConfigError(f"{alike} trials failed and none has a result; the last: {note}", hint=_AGAIN)
+                raise ConfigError(
+                    f"{alike} trials failed, and no trial has a result; the last error: {note}", hint=_AGAIN
+                )
         else:
             note = trial.last_words()
             log.warning("trial %d ended with exit code %s and starts again: %s", lease.number, code, note)
@@ -251,7 +253,7 @@ def _unusable(trial: TrialProcess, reports: Mapping[int, float]) -> str:
 
 
 class Renewal(threading.Thread):
-    """A thread that renews a lease every third of its duration, and detects by this host's clock that it may be lost.
+    """Renews a lease every third of its duration, and detects by this host's clock that the lease may be lost.
 
     The deadline is computed from the time before a request is sent, so it is never later than the store's deadline.
     After the deadline, the lease counts as lost even if the store cannot be reached, because another worker may already

@@ -101,7 +101,7 @@ class AdapterRecord:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict != self._state:
             hint = "resume with the model and the settings of [memory.lora] that the run began with"
-            raise CheckpointError("the checkpoint has adapters of other layers, scales or weights", hint=hint)
+            raise CheckpointError("the checkpoint's adapters have other layers, scales or weights", hint=hint)
 
 
 def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequence[str]]) -> None:

@@ -20,7 +20,7 @@ _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 @dataclass
 class AdaptedLayers:
-    """The linear layers of a model, by name: layers with adapters, and layers without."""
+    """The linear layers of a model, by name: layers that get adapters, and layers that do not."""
 
     adapted: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def trained_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def parameters_of(model: nn.Module, modules: Iterable[str]) -> dict[int, list[str]]:
-    """Map the id of each parameter of some modules to all its names; tied parameters have several names."""
+    """Map the id of each parameter in `modules` to all of its names; tied parameters have several names."""
     wanted = {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
     names: dict[int, list[str]] = {identity: [] for identity in wanted}
     for name, parameter in model.named_parameters(remove_duplicate=False):

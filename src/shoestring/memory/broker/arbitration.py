@@ -78,8 +78,7 @@ def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
     """Find the leases that must end so that request `name` of tenant `key` fits after all earlier requests are served.
 
     Returns:
-        The leases; None if the request cannot be granted. For a REQUIRED request that does not fit, all leases that can
-        end.
+        The leases; None if the request cannot be granted. If a REQUIRED request does not fit, all leases that can end.
     """
     room = dict(host.room)
     for want in host.wants():
@@ -101,7 +100,7 @@ def called_back(host: Tenants) -> set[tuple[str, str]]:
     are never called back.
     """
     room, called = dict(host.room), list[Holding]()
-    # Overdrawn bounds come first. Each is represented by a REQUIRED request for 0 bytes that belongs to no tenant.
+    # Overdrawn bounds come first; a REQUIRED request for 0 bytes, which belongs to no tenant, represents each of them.
     overdrawn = [
         Holding(Tenant("", user=-1, bounds=frozenset({bound})), "", Lease(0, Priority.REQUIRED, 0.0))
         for bound, left in room.items()

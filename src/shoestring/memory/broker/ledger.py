@@ -1,9 +1,9 @@
 """The folder with the records of a host's tenants: one file per tenant, locked while the tenant's process lives.
 
-Locks are POSIX record locks: the kernel releases the locks of a killed process, a forked child inherits none, and the
-kernel tells which process holds a lock. Such locks have two pitfalls. A process does not see its own locks, so the
-ledger remembers the records of its own process. Closing any descriptor of a file releases the process's locks on that
-file, so no file is opened twice in one process.
+Locks are POSIX record locks: the kernel releases the locks of a killed process, a forked child inherits no locks, and
+the kernel reports which process holds a lock. POSIX record locks have two pitfalls. A process does not see its own
+locks, so the ledger remembers the records of its own process. Closing any descriptor of a file releases the process's
+locks on that file, so no file is opened twice in one process.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Ledger:
             os.fchmod(descriptor, 0o644)
         if not _lock(descriptor):
             os.close(descriptor)
-            raise OSError(errno.ENOLCK, "its file system has no locks", str(self.folder))
+            raise OSError(errno.ENOLCK, "the file system does not support locks", str(self.folder))
         self._own[key] = descriptor, record
         self.write(key, record)
         return key
@@ -166,7 +166,7 @@ class Ledger:
         descriptor, _ = self._own[key]
         status = os.fstat(descriptor)
         if not status.st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "another program has removed it", str(self.folder / key))
+            raise FileNotFoundError(errno.ENOENT, "another program has removed the file", str(self.folder / key))
         data = record.encoded()
         if len(data) > LONGEST:
             raise OSError(errno.EFBIG, "a tenant holds too many leases", str(self.folder / key))
@@ -240,7 +240,7 @@ class Ledger:
         self._bell = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(self._bell).st_mode):
             self.stop()
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         self.turns = Turns(self.folder, shared=self.shared)
 
     def stop(self) -> None:
@@ -319,7 +319,7 @@ def _make_shared_folder(folder: Path) -> None:
         os.close(opened)
     if mode != _EVERYBODYS:
         message = f"`{folder}` cannot be shared: its mode is {mode:o}, and not {_EVERYBODYS:o}"
-        raise ShoestringError(message, hint="let its owner set the mode, or set `memory.broker.folder`")
+        raise ShoestringError(message, hint="let the folder's owner set the mode, or set `memory.broker.folder`")
 
 
 def _lock(descriptor: int) -> bool:

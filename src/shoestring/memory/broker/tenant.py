@@ -232,7 +232,7 @@ class BrokeredMemory(HostMemory):
             except OSError as error:
                 self._warn(error)
             except Exception:
-                log.exception("memory.broker: a lease that was called back could not be given")
+                log.exception("memory.broker: a lease that was called back could not be given back")
 
     # -- this tenant's record ----------------------------------------------------------------------------------------
 

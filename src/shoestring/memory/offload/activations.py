@@ -1,10 +1,10 @@
 """Offloads activations: tensors that autograd saves in a block are copied to host memory after the block's forward
 pass, and copied back before the block's backward pass.
 
-Whole storages are copied, because saved tensors may be views of the same storage. Such views, for example queries, keys
-and values, are copied once, and keep their strides. A block's activations are copied to the host while the next block's
-forward pass runs, and copied back while the next block's backward pass runs. The device therefore holds the activations
-of two blocks at a time.
+Whole storages are copied, because saved tensors may be views of the same storage. Views of one storage, such as
+queries, keys and values, are copied once, and keep their strides. A block's activations are copied to the host while
+the next block's forward pass runs, and copied back while the next block's backward pass runs. The device therefore
+holds the activations of two blocks at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ActivationBytes:
     """Counts the bytes of offloaded activations: the current number and its maximum."""
 
     def __init__(self) -> None:
-        self.live = self.on_device = 0  # bytes held by autograd; those of them on the device
+        self.live = self.on_device = 0  # bytes held by autograd; the part of these bytes on the device
         self.most_live = self.most_on_device = self.copied = 0
 
     def saved(self, nbytes: int) -> None:

@@ -1,6 +1,6 @@
 """Late steps: the CPU updates the buckets with the smallest gradients while the device computes the next step.
 
-The method is that of ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward
+The method follows ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward
 pass, so these updates take effect one step late. No update is skipped.
 """
 
@@ -150,8 +150,8 @@ class LateSteps:
     def _step(self) -> None:
         """Update the deferred buckets one by one, so that only one bucket at a time has gradients in float32.
 
-        A copy of the optimizer updates aliases of the tensors, with the same memory and state. The tensors themselves
-        cannot be used, because the backward pass sets their gradients at the same time.
+        A copy of the optimizer updates aliases of the tensors, with the same memory and state. The optimizer cannot use
+        the tensors themselves, because the backward pass sets their gradients at the same time.
         """
         alike = copy.copy(self._optimizer)
         for gradients in self._deferred.values():

@@ -41,7 +41,7 @@ class BudgetChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Feature):
-    """Stay below a given memory peak: choose, before training, techniques that lower it at the least cost in time."""
+    """Keep peak memory below a limit: before training, choose techniques that reduce it at the least cost in time."""
 
     gib: float
     """Maximum peak memory of a rank in GiB, as counted by torch's allocator."""
@@ -56,8 +56,8 @@ class Budget(Feature):
     def check(self, attachments: Attachments) -> None:
         self.check_limit()
         raise ConfigError(
-            f"`{self.name}` chooses for run files, before anything is built",
-            hint="`shoestring check run.toml` shows the chosen features: attach these",
+            f"`{self.name}` works only in run files, because it chooses features before a job is built",
+            hint="attach the features that `shoestring check run.toml` shows as chosen",
         )
 
     def check_limit(self) -> None:

@@ -30,9 +30,9 @@ class LoRA(Feature):
     modules_to_train: tuple[str, ...] = ()
     """Patterns of the names of modules whose own weights are trained in addition to the adapters, such as `embed` or
     `lm_head` (`modules_to_save` of PEFT). Training the embeddings helps if the texts differ much from the texts that
-    the model was trained on. Each weight trained in this way needs a gradient and optimizer state of its size, and is
-    not rounded. In a 16-bit model these weights have 16 bits as well, so small updates are lost to rounding; with
-    `[memory.zero]` the optimizer updates fp32 copies of these weights."""
+    the model was trained on. Each weight of these modules needs a gradient and optimizer state of its size, and is not
+    rounded. In a 16-bit model, trained weights have 16 bits as well, so small updates are lost to rounding; with
+    `[memory.zero]`, the optimizer updates fp32 copies of trained weights."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
@@ -54,7 +54,7 @@ class LoRA(Feature):
     transformers."""
     adapter: str = ""
     """Folder of an adapter in PEFT's format to train further; its rank, scale and layers are then used. By default,
-    adapters are new, and do not change the model's output at first."""
+    adapters are new, and do not change the model's output before training."""
     merge: bool = True
     """Write the model with the adapters merged into its weights at the end of the run; false writes the adapters alone,
     which are small."""
@@ -81,7 +81,7 @@ class LoRA(Feature):
         for name in ("layers", "modules_to_train"):
             if self.adapter and getattr(self, name):
                 hint = f"remove `{self.name}.{name}`"
-                raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it has", hint=hint)
+                raise ConfigError(f"the adapter in `{self.adapter}` determines its own layers", hint=hint)
         if self.adapter:
             adapter_folder.read(Path(self.adapter), attachments.module)
         if self.base_type == "nf4":

@@ -53,7 +53,7 @@ class OffloadActivations(Feature):
         if not 0 <= self.blocks < len(blocks):
             raise ConfigError(
                 f"`{self.name}.blocks` must be from 0 to {len(blocks) - 1}, got {self.blocks}",
-                hint=f"the model has {len(blocks)} blocks, and the last one's activations are needed again at once",
+                hint=f"the model has {len(blocks)} blocks, and the last block's activations are needed again at once",
             )
 
     def apply(self, attachments: Attachments, seam: Seam) -> None:

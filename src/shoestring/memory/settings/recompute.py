@@ -20,7 +20,7 @@ _CALL = re.compile(r"\w+(:[1-9]\d*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Feature):
-    """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
+    """Activation checkpointing (Chen et al., 2016): keep a block's input, rerun its forward in the backward pass."""
 
     every_nth: int = 1
     """Interval between recomputed blocks: 1 recomputes every block, which takes the least memory and the most time; 2

@@ -32,7 +32,7 @@ class Zero(Feature):
     """Divide optimizer state and gradients among the ranks, and keep the parameters whole (ZeRO, Rajbhandari 2020)."""
 
     stage: Literal[1, 2] = 2
-    """Stage of ZeRO. Both stages divide the optimizer state. Stage 2 also divides the gradients that accumulate over
+    """Stage of ZeRO. Stages 1 and 2 divide the optimizer state. Stage 2 also divides the gradients that accumulate over
     micro-batches, and exchanges gradients after every micro-batch; stage 1 accumulates whole gradients and exchanges
     them once per step, which takes more memory and less network traffic. With one micro-batch per step, the stages are
     the same."""
@@ -69,7 +69,7 @@ class Zero(Feature):
         world = attachments.world
         if self.hosts == "replicate" and world.ranks_over([HOSTS]) > 1 and world.ranks_over([LOCAL]) == 1:
             raise ConfigError(
-                f'`{self.name}.hosts = "replicate"` divides nothing where a host has one rank',
+                f'`{self.name}.hosts = "replicate"` divides nothing if each host has one rank',
                 hint='use hosts = "shard", or parallel.ddp',
             )
         if attachments.wrapped:

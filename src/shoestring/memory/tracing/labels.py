@@ -150,8 +150,8 @@ def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
 
 STEPPED = "what the optimizer steps"
 """Suffix, in parentheses, that is added to a parameter's name for a tensor that the optimizer updates instead of the
-parameter. Names of optimizer state lack this suffix, so that a comparison of runs with and without such tensors finds
-the state under the same name."""
+parameter. Names of optimizer state lack this suffix, so that optimizer state has the same name in runs with and without
+such tensors."""
 
 
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Tensor]]:

@@ -222,7 +222,7 @@ def _used(number: int) -> int:
 
 
 def _pinned() -> dict[str, int]:
-    """Map the name of pinned memory in a recording to the peak bytes of host memory that torch has pinned."""
+    """Peak bytes of host memory that torch has pinned, as an entry of `MemoryFacts.host`; empty without CUDA."""
     if not torch.cuda.is_available():
         return {}
     with suppress(RuntimeError, AttributeError):

@@ -40,7 +40,7 @@ class BlockName(NamedTuple):
     """Describes the content of a block of memory."""
 
     kind: str
-    """One of `KINDS`."""
+    """Kind of memory, one of `KINDS`."""
     name: str
     """Full name of the parameter or module; if there is none, the source line that allocated the block."""
     operator: str = ""
@@ -110,7 +110,7 @@ class MemoryWindow:
         return sorted(groups, key=lambda held: (-held.nbytes, held.name))
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by kind, without kinds that have none."""
+        """Bytes at the peak by kind; kinds without bytes are left out."""
         sums: dict[str, int] = dict.fromkeys(KINDS, 0)
         for held in self.held():
             sums[held.name.kind] += held.nbytes
@@ -240,7 +240,7 @@ def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryP
     }
     facts = record(MemoryFacts, table["facts"])
     if facts.reserved.keys() - windows.keys():
-        raise ValueError("it has facts about a device without a window")
+        raise ValueError("it contains facts about a device without a window")
     return MemoryProfile(windows, facts)
 
 
@@ -248,7 +248,7 @@ def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWind
     """Build a window from the content of a file; all values are checked, because the file may not be trustworthy."""
     listed = facts.pop("names")
     if not all(isinstance(name, list) and all(isinstance(part, str) for part in name) for name in listed):
-        raise ValueError("a name of a block is not a list of texts")
+        raise ValueError("the name of a block is not a list of strings")
     names = [BlockName(*name) for name in listed]
     if any(column.ndim != 1 for column in columns.values()) or len({len(column) for column in columns.values()}) > 1:
         raise ValueError("its columns have different lengths")

@@ -50,7 +50,7 @@ class Divided:
         self.attachments, self.stage = attachments, settings.stage
         self.mesh = attachments.world.mesh_over(settings.divided_over)
         group = attachments.world.group(settings.divided_over)
-        # The axes along which ranks hold the same shards: hosts, if the state is replicated across them.
+        # The axes along which ranks hold the same shards: hosts, if the state is replicated across hosts.
         between = [axis for axis in settings.over if axis not in settings.divided_over]
         across = Collectives(attachments.world.group(between)) if attachments.world.ranks_over(between) > 1 else None
         collectives = self.collectives = Collectives(group, across)

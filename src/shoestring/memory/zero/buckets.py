@@ -95,7 +95,7 @@ class Bucket:
         return [piece[: shape.numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def matrix(self) -> Tensor:
-        """A matrix (ranks, width) for an all-gather, with this rank's row filled; if possible, a parameter's view."""
+        """A matrix (ranks, width) for an all-gather, with this rank's row filled; may be a view of a parameter."""
         if self.in_place:
             return self.parts[0].parameter.detach().view(self.ranks, self.width)
         matrix = torch.empty(self.ranks, self.width, dtype=self.dtype, device=self.device)

@@ -33,9 +33,9 @@ def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> Non
             whole = _stepped(optimizer, settings, None, mesh)
             sharded = _stepped(optimizer, settings, mesh, mesh)
         except Exception as error:
-            raise ConfigError(f"{message} fails on them: {type(error).__name__}: {error}", hint=hint) from error
+            raise ConfigError(f"{message} fails on shards: {type(error).__name__}: {error}", hint=hint) from error
         if not (whole - sharded).abs().max() < 1e-3:  # compared with updates of about the learning rate, here 1
-            raise ConfigError(f"{message} updates shards unlike whole parameters", hint=hint)
+            raise ConfigError(f"{message} updates shards differently from whole parameters", hint=hint)
 
 
 def steps_apart(optimizer: Optimizer) -> bool:

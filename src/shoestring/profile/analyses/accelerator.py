@@ -19,7 +19,7 @@ ALONE = 0.05
 
 
 def launch_bound(reading: Reading) -> list[Finding]:
-    """Find the line before whose kernels the accelerator is idle longest, if most idle time is before short kernels."""
+    """Find the line whose kernels have the most idle time before them, if most idle time is before short kernels."""
     tree = reading.tree
     kernels = (tree.kind == NodeKind.KERNEL) & (tree.count > 0)
     short = kernels & (tree.device < SHORT * tree.count)

@@ -3,8 +3,8 @@
 (A B) x and A (B x) are equal, but if x is narrow, (A B) x takes many more operations. Torch multiplies in the order in
 which the program is written. The analysis reads the order from the program's source and the sizes from recorded calls.
 
-Of the 17 hotspots planted in test programs, two are found by this analysis only: in one, another order is cheaper; in
-the other, a low-rank change should be multiplied separately instead of being added to its matrix.
+Two of the 17 hotspots planted in test programs are found by this analysis only: a product with a costly order, and a
+low-rank change that is added to its matrix instead of being multiplied separately.
 """
 
 from __future__ import annotations
