@@ -77,7 +77,7 @@ class Halving:
             raise ConfigError("`halving.first` must be at least 1 and `halving.factor` at least 2")
 
     def step(self, rung: int) -> int:
-        """Step at which the trials of rung `rung` pause, from 0."""
+        """Step at which the trials of rung `rung`, counted from 0, pause."""
         return self.first * self.factor**rung
 
 

@@ -92,7 +92,7 @@ def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
 
 
 def called_back(host: Tenants) -> set[tuple[str, str]]:
-    """Find the smallest set of leases that must be given back now, as (key of the tenant, name of the lease).
+    """Find the leases that must be given back now, as few as possible: (key of the tenant, name of the lease).
 
     Requests are served in order of priority, then of time. Leases that are less urgent than the request are called back
     first; among them, the least urgent priority and the youngest lease come first. Next come leases of the request's

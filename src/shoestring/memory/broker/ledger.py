@@ -95,7 +95,7 @@ class Ledger:
 
     folder: Path
     shared: bool
-    """Whether processes of all users have records in the folder."""
+    """Whether the processes of all users share the folder."""
     users: int = 0
     """Number of tenants of this process that use the ledger."""
     turns: Turns | None = None
