@@ -1,4 +1,4 @@
-"""All uses of torch's private interfaces, so that a new version of torch has to be checked in one place only.
+"""Wraps all uses of torch's private interfaces, so that a new version of torch has to be checked in this module only.
 
 Checked with torch 2.11 to 2.13. Private interfaces that only the conformance suite uses are in `testing/_torch.py`.
 """
@@ -75,13 +75,13 @@ def own_name(model: nn.Module, name: str) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of the group's collectives, after which a rank stops waiting for the others."""
+    """Return the timeout of the group's collectives, after which a rank stops waiting for other ranks."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
 
 
 def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
-    """Set the timeout of the mesh's process groups to that of the default group, in place of torch's half an hour."""
+    """Set the timeout of the mesh's process groups to the default group's timeout, instead of torch's half an hour."""
     limit = timeout_of(dist.distributed_c10d._get_default_group())
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -89,17 +89,17 @@ def wait_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Flatten several axes of a mesh into a mesh with one axis, which has the same root mesh. A collective."""
+    """Flatten several axes of a mesh into a one-axis mesh that has the same root mesh. A collective."""
     return mesh[axes[0]] if len(axes) == 1 else wait_as_the_world(mesh[axes]._flatten())
 
 
 def name_groups_from(number: int) -> None:
-    """Number new process groups from `number` on. All ranks must pass the same number, otherwise collectives hang."""
+    """Number later process groups from `number` on. Collectives hang unless all ranks pass the same number."""
     dist.distributed_c10d._world.group_count = number
 
 
 def after_backward(work: Callable[[], None]) -> None:
-    """Call `work` at the end of the current backward pass, after functions that were registered before."""
+    """Call `work` at the end of the current backward pass, after the functions registered earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
@@ -109,9 +109,9 @@ def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
 
 
 def unscale_before_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let loss scalers unscale a fused optimizer's gradients, and check them for overflow, before its step.
+    """Make loss scalers unscale a fused optimizer's gradients and check them for overflow before the optimizer's step.
 
-    A fused optimizer would do this inside its step, so that hooks that run before the step would see scaled gradients.
+    A fused optimizer unscales inside its step by default, so step pre-hooks would see scaled gradients.
 
     Returns:
         A function that undoes the change.
@@ -122,9 +122,10 @@ def unscale_before_steps(optimizer: torch.optim.Optimizer) -> Callable[[], None]
 
 
 def call_closure_first(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Call the closure that a loop gives to `step` before the step hooks registered later, which need its gradients.
+    """Call the closure passed to `step` before the step hooks registered later, because those hooks need its gradients.
 
-    torch calls it inside of the step, after all hooks. `LBFGS` calls it several times, so there it stays inside.
+    torch calls the closure inside the step, after all pre-hooks. `LBFGS` is left unchanged, because its step calls the
+    closure several times.
 
     Returns:
         A function that undoes the change.
@@ -155,7 +156,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
     """Exclude parameters and buffers by name from DDP, which then neither broadcasts nor reduces them.
 
-    Must be called before the model is wrapped in DDP. An empty list of names excludes nothing any more.
+    Must be called before the model is wrapped in DDP. An empty list of names undoes an earlier call.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
     if not names:
@@ -163,7 +164,7 @@ def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def prepare_backward(model: DistributedDataParallel) -> None:
-    """Let DDP average gradients in the next backward pass, in which every parameter gets one."""
+    """Make DDP average gradients in the next backward pass, in which every parameter must receive a gradient."""
     model.reducer.prepare_for_backward([])
 
 
@@ -173,7 +174,7 @@ def has_hook(model: nn.Module) -> bool:
 
 
 def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
-    """Rebuild DDP's buckets with a size of `nbytes`, as unpickling the model does; may only be called between steps.
+    """Rebuild DDP's buckets with at most `nbytes` each, as unpickling the model does; call it only between steps.
 
     Afterwards DDP reduces the gradients of the parameters that are trainable now, and has no communication hook.
     """
@@ -185,7 +186,7 @@ def rebucket(model: DistributedDataParallel, nbytes: int) -> None:
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
     model._comm_hooks.clear()
     if model.static_graph:
-        model._static_graph_delay_allreduce_enqueued = False  # the graph has to be recorded for the new buckets
+        model._static_graph_delay_allreduce_enqueued = False  # record the graph again with the new buckets
         model.reducer._set_static_graph()
         assert model.logger is not None
         model.logger._set_static_graph()
@@ -209,7 +210,7 @@ def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """Look up a backend of torch.compile by name; returns a function (graph, example inputs) -> compiled callable."""
     if not isinstance(backend, str):
         return backend
-    # Imported here, because the import takes seconds, which programs without torch.compile should not wait for.
+    # Imported here because the import takes seconds, and programs that do not use torch.compile should not pay for it.
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(backend)
@@ -224,7 +225,7 @@ def compile_joint(
     """Compile a graph after applying `work` to the joint graph of its forward and backward pass.
 
     Args:
-        backend: "inductor"; any other backend stands for "aot_eager".
+        backend: "inductor"; any other value is treated as "aot_eager".
     """
     if backend == "inductor":
         from torch._inductor import config
@@ -248,7 +249,7 @@ def compile_joint(
 
 
 def own_device(local_rank: int) -> torch.device:
-    """Return the GPU of a local rank, after setting it as the current device; the CPU if there is no GPU."""
+    """Make the GPU of a local rank the current device and return it; return the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -259,8 +260,8 @@ def own_device(local_rank: int) -> torch.device:
 def fake_tensors() -> AbstractContextManager[Any]:
     """Context in which new tensors are fake: operators compute only shapes and data types, and allocate no memory.
 
-    Asking for the address of a fake tensor raises RuntimeError, so that native code cannot write to it. `item()` of a
-    fake tensor returns 1.
+    Reading a fake tensor's data pointer raises RuntimeError, so that native code cannot write through the pointer.
+    `item()` of a fake tensor returns 1.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -276,7 +277,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Context in which new tensors are real ones, even inside the context `fake_tensors`."""
+    """Context in which new tensors are real, even inside the context `fake_tensors`."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -298,7 +299,7 @@ def content_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Context in which this process is rank 0 of `size` ranks, the others of which are fake; collectives do nothing."""
+    """Context in which this process is rank 0 of `size` ranks; the other ranks are fake, and collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

@@ -1,8 +1,8 @@
 """Auxiliary losses that a model returns beside its logits, such as the load-balancing loss of a mixture of experts.
 
 This module adds auxiliary losses to the built-in cross-entropy, with the factors that the model's own loss uses. An
-auxiliary loss without a known factor raises an error rather than being ignored. A user's own loss function has to read
-auxiliary losses from the output itself.
+auxiliary loss without a known factor raises an error rather than being ignored. A custom loss function must read
+auxiliary losses from the output by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _FACTORS = {
     "auxiliary_loss": ("auxiliary_loss_weight",),
     "z_loss": ("router_z_loss_coef",),
 }
-"""Maps the name of an auxiliary loss in the output to the names that its factor may have in the model or its
-configuration; the names are those of transformers."""
+"""Maps the name of an auxiliary loss in the output to the possible names of its factor in the model or its
+configuration, as the library transformers names them."""
 
 
 def with_auxiliary(
@@ -27,12 +27,12 @@ def with_auxiliary(
 ) -> Tensor:
     """Add the auxiliary losses in a model's output to `total`, the summed loss of a micro-batch; returns the sum.
 
-    An auxiliary loss is a mean over tokens. It is multiplied by the number of targets, so that its mean over
-    micro-batches and ranks is weighted by tokens, like the mean of the cross-entropy.
+    An auxiliary loss is a mean over tokens. This function multiplies an auxiliary loss by the number of targets, so
+    that micro-batches and ranks are weighted by their tokens, as in the mean of the cross-entropy.
 
     Args:
         count: number of targets of the micro-batch.
-        error: (message, hint=) -> error to raise if the factor of an auxiliary loss is not known.
+        error: function (message, hint=) -> the error to raise if the factor of an auxiliary loss is unknown.
     """
     if hasattr(output, "logits"):
         for name, value in _fields_of(output).items():

@@ -1,4 +1,4 @@
-"""Collectives for bytes and for tensors of any data type, which are sent as bytes: Gloo supports only some types."""
+"""Collectives for bytes and for tensors of any data type, which are sent as bytes because Gloo supports few types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast tensors in place from the group's first rank. A collective; does nothing if `group` is None."""
+    """Broadcast tensors in place from the group's first rank (a collective); does nothing if `group` is None."""
     if group is None:
         return
     for tensor in tensors:

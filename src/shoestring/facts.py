@@ -13,7 +13,7 @@ _OF_A_HOST = ("folder", "memory_folder")
 
 
 def of_features(features: Sequence[Any], **others: Any) -> dict[str, Any]:
-    """Collect the names and settings of features, and add the facts in `others`."""
+    """Return the names and settings of features, together with the additional facts in `others`."""
     facts: dict[str, Any] = {"features": [feature.name for feature in features], **others}
     for number, feature in enumerate(features):
         name = feature.name if feature.name not in facts else f"{feature.name} ({number})"
@@ -26,11 +26,11 @@ def of_features(features: Sequence[Any], **others: Any) -> dict[str, Any]:
 
 
 def of_optimizer(optimizer: Any, axes: Collection[str]) -> dict[str, Any]:
-    """Collect the class and settings of an optimizer.
+    """Return the class and settings of an optimizer.
 
     Args:
-        axes: names of the mesh axes. With other axes than "hosts" and "local", ranks may hold different parts of the
-            model and so have different parameter groups; then only the optimizer's defaults are collected.
+        axes: names of the mesh axes. If there are axes other than "hosts" and "local", ranks may hold different parts
+            of the model and have different parameter groups, so only the optimizer's defaults are collected.
     """
     whole = {*axes} <= {"hosts", "local"}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -38,12 +38,12 @@ def of_optimizer(optimizer: Any, axes: Collection[str]) -> dict[str, Any]:
 
 
 def encode(facts: Mapping[str, Any]) -> bytes:
-    """Serialise nested facts as JSON with dotted keys; a value of another than a JSON type is replaced by a name."""
+    """Serialise nested facts as JSON with dotted keys; a value that JSON cannot represent is replaced by a name."""
     return json.dumps(dict(_flat(facts)), default=_named).encode()
 
 
 def difference(encoded: Sequence[bytes]) -> str:
-    """Describe where the encoded facts of ranks differ: one key with its values and ranks, and up to three more keys.
+    """Describe how ranks' encoded facts differ: one key with its values and ranks, and up to three further keys.
 
     Returns:
         One line of text; empty if all ranks have the same facts.

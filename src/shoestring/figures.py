@@ -3,8 +3,8 @@
 - Memory of tensors, processes and devices is shown in binary units (KiB, MiB, GiB), as torch and the system show it.
 - Stored or sent data, such as files, checkpoints and messages, is shown in decimal units (kB, MB, GB), as on the labels
   of disks and networks.
-- Times have three digits and the unit that fits: 4.2 ms, 1.53 s. The duration of a run and the time left are shown as a
-  clock: 1:02:03.
+- Times have three digits and the unit that fits: 4.2 ms, 1.53 s. The duration of a run and the time left have the form
+  1:02:03.
 - Fractions are shown in percent, as whole numbers, or with one decimal below 10%.
 
 `report/web/elements.js` has the same functions in JavaScript, for the scripts of reports; one test covers both files.

@@ -1,4 +1,4 @@
-"""Keys of a run file that overrule other keys: which key takes effect, and when giving both is an error.
+"""Decides which of two conflicting keys of a run file takes effect, and when using both is an error.
 
 A key on the command line overrules keys of the run file. Two keys that both stand in the file, or both on the command
 line, are an error if one of them would have no effect, because the user expects an effect from both.
@@ -15,16 +15,17 @@ from shoestring.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Overruling:
-    """A rule that a key leaves other keys of its table without effect.
+    """A rule: if one key takes effect, other keys of the same table have no effect.
 
     Args:
         key: full name of the key: `table.key`, or `area.technique.key`.
         others: names, without the table, of the keys that have no effect if `key` takes effect.
-        counts: value of `key` -> whether it takes effect.
-        yields: whether one of `others` on the command line removes `key` from the run file; if not, giving both is an
-            error.
-        listed: whether a run file may have `key` and also `others` with their default values, as a resolved file does.
-        in_file: whether a run file may have `key` and also `others` with any values, so that either can be used.
+        counts: function (value of `key`) -> whether `key` takes effect with this value.
+        yields: whether passing one of `others` on the command line removes `key` of the run file; if false, using both
+            is an error.
+        listed: whether a run file with `key` may also contain `others` at their default values, as a resolved run file
+            does.
+        in_file: whether a run file with `key` may also contain `others` with any values.
     """
 
     key: str
@@ -44,7 +45,7 @@ class Overruling:
 
 
 LENGTHS = ("steps", "minutes", "epochs")
-"""Keys of [run] that say how long to train; `minutes` and `epochs` have no effect if they are 0."""
+"""Keys of [run] that set the length of training; `minutes` and `epochs` have no effect if they are 0."""
 OVERRULING = (
     Overruling("run.minutes", ("steps",), yields=True, listed=False),
     Overruling("run.epochs", ("steps",), yields=True, listed=False),
@@ -63,7 +64,7 @@ def settle(document: dict[str, Any], flags: Collection[str]) -> None:
     """Remove the keys of the run file that keys on the command line overrule.
 
     Args:
-        document: the run file, in which values on the command line have replaced those of the file.
+        document: the parsed run file, with the values from the command line already written into it.
         flags: full names of the keys on the command line.
 
     Raises:

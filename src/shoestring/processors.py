@@ -1,5 +1,5 @@
-"""Determines how many processors this process may use, on which the numbers of threads and ranks depend, and whether
-other programs use them as well.
+"""Determines how many processors this process may use, and whether other programs compete for them; used to choose the
+number of threads and ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 ROOT = Path("/")
 SHORT_SPIN = 1000
-"""Number of rounds for which a thread waits actively for others before it sleeps, some 20 microseconds, where other
-programs want the processors too."""
+"""Number of spin iterations (some 20 microseconds) after which a waiting OpenMP thread sleeps, used if other programs
+compete for the processors."""
 
 
 def processors(root: Path = ROOT) -> int:
@@ -51,8 +51,8 @@ def _quotas(root: Path) -> Iterator[float]:
 def cgroups(root: Path = ROOT) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the folder and the controllers of each cgroup that this process is in, from its own to the root.
 
-    The controllers are () for version 2, which has one hierarchy for all controllers. A folder may not exist: inside a
-    container, the cgroup's path is that on the host, but the container sees its cgroup as the root.
+    The controllers are () for cgroup version 2, which has one hierarchy for all controllers. The folder may be missing:
+    inside a container, the cgroup's path is its path on the host, but the container sees its own cgroup as the root.
     """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -63,37 +63,38 @@ def cgroups(root: Path = ROOT) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def share_processors(root: Path = ROOT) -> None:
-    """Let threads that wait for each other sleep soon if other programs want the processors too.
+    """Make OpenMP threads that wait for each other sleep sooner if other programs compete for the processors.
 
-    GNU's OpenMP, which torch uses, waits actively for some milliseconds. That is faster by a tenth where nothing else
-    runs. But two programs of as many threads as processors then keep each other from the work that they wait for, and
-    take three times as long as one after the other. Must be called before torch is imported.
+    GNU's OpenMP, which torch uses, busy-waits for some milliseconds. Busy-waiting is faster by a tenth if no other
+    program runs. But two busy-waiting programs, each with as many threads as there are processors, block each other's
+    work, and take three times as long as if run in sequence. Must be called before torch is imported.
     """
     if are_wanted(root):
         os.environ.setdefault("GOMP_SPINCOUNT", str(SHORT_SPIN))
 
 
 def are_wanted(root: Path = ROOT, looks: int = 5) -> bool:
-    """Whether the threads of this process and those of other programs that run now are more than the processors of this
-    machine; the median of some looks within 10 ms. False where it cannot be known."""
+    """Whether this process's threads plus the threads that other programs are running now outnumber the machine's
+    processors. Takes the median of `looks` measurements within 10 ms. False if the number of running threads cannot be
+    read."""
     own = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(own) if own.isdecimal() and own != "0" else processors(root)
     others = []
     with suppress(OSError, ValueError):
         for look in range(looks):
             time.sleep(0.002 * (look > 0))
-            entities = (root / "proc/loadavg").read_text().split()[3]  # those that run, a slash, and all
-            others.append(int(entities.partition("/")[0]) - 1)  # one of them reads the file
+            entities = (root / "proc/loadavg").read_text().split()[3]  # text "running threads/all threads"
+            others.append(int(entities.partition("/")[0]) - 1)  # minus the thread that reads the file
     running = sorted(others)[looks // 2] if len(others) == looks else 0
     return running > 0 and running + threads > (os.cpu_count() or threads)
 
 
 def in_own_thread(work: Callable[[], T]) -> T:
-    """Call `work` in a thread that ends with it, and return its result or raise its exception.
+    """Call `work` in a new thread that ends when `work` returns; return its result or raise its exception.
 
     GNU's OpenMP keeps a pool of threads for each thread that has computed in parallel. While all pools together have
-    more threads than there are processors, none of them waits actively, and decoding takes a fifth longer. A pool ends
-    with the thread that it belongs to.
+    more threads than there are processors, no pool busy-waits, and decoding takes a fifth longer. A pool ends when the
+    thread that it belongs to ends.
     """
     future: Future[T] = Future()
 

@@ -1,4 +1,4 @@
-"""Finds recipes: run files that are installed with shoestring or with other packages, without importing any.
+"""Finds recipes, which are run files installed with shoestring or with other packages, without importing the packages.
 
 Another package offers a recipe by an entry point of the group `shoestring.recipes`, whose value is the dotted name of
 the folder that holds its `run.toml`:
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUP = "shoestring.recipes"
-"""Group of the entry points."""
+"""Entry point group of recipes in other packages."""
 OURS = "shoestring_recipes"
-"""Package with shoestring's own recipes."""
+"""Name of the package that contains shoestring's own recipes."""
 
 
 class Recipe(NamedTuple):
-    """A recipe that is installed."""
+    """An installed recipe."""
 
     file: Path
-    """The run file; the recipe's code and README lie beside it."""
+    """Path of the run file; the recipe's code and README are in the same folder."""
     package: str
-    """Dotted name of the folder."""
+    """Dotted module name of the recipe's folder."""
 
 
 def find() -> dict[str, Recipe]:
-    """Map names to the installed recipes; a name of shoestring's own cannot be taken by another."""
+    """Map names to installed recipes; a recipe of shoestring takes precedence over another recipe of its name."""
     named = [(entry.name, entry.value.partition(":")[0]) for entry in entry_points(group=GROUP)]
     others = {name: Recipe(path, package) for name, package in named for path in _run_files(package)}
     files = [path for folder in _folders(OURS) for path in folder.glob("*/run.toml")]
@@ -40,7 +40,7 @@ def find() -> dict[str, Recipe]:
 
 
 def _run_files(value: str) -> Iterator[Path]:
-    """The run file in the folder that a dotted name means."""
+    """Yield the run file in the folder with a dotted module name, if the file exists."""
     package, *below = value.split(".")
     for folder in _folders(package):
         if (path := folder.joinpath(*below, "run.toml")).is_file():
@@ -48,9 +48,9 @@ def _run_files(value: str) -> Iterator[Path]:
 
 
 def _folders(package: str) -> list[Path]:
-    """The folders of an installed top-level package."""
+    """Return the folders of an installed top-level package, without importing it."""
     try:
         spec = find_spec(package)
-    except (ValueError, ImportError):  # no name of a package, or one that cannot be found
+    except (ValueError, ImportError):  # not a valid package name, or no such package
         return []
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []

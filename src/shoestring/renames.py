@@ -1,7 +1,7 @@
-"""Renamed keys of run files and study files.
+"""Maps former names of keys in run files and study files to their present names.
 
-A former name is accepted for one version, with a warning that gives the new name. All names that users write are looked
-up in this module, be they in files, on the command line, in a study's search space, or in strings such as
+A former name is accepted for one version, with a warning that states the present name. Every key that a user writes is
+looked up in this module: in a file, on the command line, in a study's search space, or in a string such as
 `"quantize(bits=4)"`.
 """
 
@@ -51,14 +51,14 @@ RENAMED: dict[str, str] = {
     "sparse.ast.scale": "sparse.ast.masked_decay_scale",
     "population.share": "population.truncation",
 }
-"""Maps former keys to present keys, both with the names of their tables."""
+"""Maps full former names of keys to their full present names."""
 
 REMOVED = {"comm.oktopk": "write [comm.topk] with the same `density` and `wire`; it has no `slack`"}
 """Maps removed keys and tables, by their full names, to a hint that says what to write instead."""
 
 
 def new_name(key: str) -> str:
-    """Return the present name of a key, with its tables; a former name logs a warning, once for each name.
+    """Return the present full name of a key; log a warning the first time that a former name is looked up.
 
     Raises:
         ConfigError: the key was removed.
@@ -94,7 +94,7 @@ def rename(document: dict[str, Any], source: str = "the run file") -> None:
 
 
 def renamed(name: str, table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a copy of a table with the present names of its keys; a value that is not a table is returned as it is."""
+    """Return a copy of a table with its keys renamed to their present names; return any other value unchanged."""
     if not isinstance(table, Mapping):
         return table
     tables = name.split(".")
@@ -119,7 +119,7 @@ def _table(document: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return table
 
 
-@cache  # a name may be looked up many times, but is warned about once
+@cache  # so that repeated lookups of a name log one warning
 def _warn(key: str, name: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         log.warning("`%s` is called `%s` now; the next version takes only the new name", key, name)

@@ -11,14 +11,14 @@ from shoestring import recipes
 from shoestring.naming import USER, Trust, foreign, names_in, task_files
 
 TABLES = ("run", "model", "data")
-"""Tables of a run file that are not those of features."""
+"""Tables of a run file that do not configure features."""
 _KEYS = ("model", "data", "forward", "collate", "loss", "evaluate", "read_file", "predict", "sinks")
 """Keys of [run] that may contain the name of a callable; the key `packages`, with names of packages, is not among
 them."""
 
 
 def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Map keys of [run] and tables of features to the names in them that a run may import, except shoestring's own.
+    """Map keys of [run] and tables of features to the names of code outside shoestring that a run may import from them.
 
     In the table of a feature, every string that has the form of a callable's name is listed, even if the feature does
     not import it.
@@ -39,8 +39,8 @@ def code_of(document: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def trust_of(path: Path, document: Mapping[str, Any]) -> Trust:
-    """Return the trust in a run file; it covers the code that the file names, and the arguments of that code."""
-    if any(path == recipe.file for recipe in recipes.find().values()):  # whoever installs a package trusts it
+    """Return the `Trust` of a run file, which covers the code that the file names and the arguments of this code."""
+    if any(path == recipe.file for recipe in recipes.find().values()):  # installing a package implies trusting it
         return USER
     code = code_of(document)
     content = {key: entry(document, key) for key in code}

@@ -51,7 +51,7 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
     hints = get_type_hints(settings)
     values = {key: _value(value, hints[key], f"{where}.{key}", source) for key, value in table.items()}
     for key, value in values.items():
-        # Infinity is allowed where it is the neutral value of a bound.
+        # Infinity is allowed for a bound whose neutral value, which means "no bound", is infinity.
         endless = getattr(getattr(settings, "neutral", None), key, None) == value
         if isinstance(value, float) and not math.isfinite(value) and not endless:
             raise ConfigError(f"{source}: `{where}.{key}` must be a finite number, got {value}")
@@ -59,14 +59,14 @@ def structure(table: object, settings: type[T], where: str, source: str) -> T:
 
 
 def defaults(settings: type[DataclassInstance]) -> dict[str, Any]:
-    """Map the names of the fields that have a default to it."""
+    """Map the names of fields to their defaults; fields without a default are left out."""
     return {field.name: field.default for field in fields(settings) if field.default is not MISSING}
 
 
 def _value(value: Any, kind: Any, where: str, source: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return structure(value, kind, where, source)
-    listed = isinstance(value, list | tuple)  # cattrs would also take a string, as a list of its characters
+    listed = isinstance(value, list | tuple)  # cattrs would also accept a string, as a list of characters
     if listed and (settings := _settings_in(kind)):
         return tuple(structure(item, settings, f"{where}[{index}]", source) for index, item in enumerate(value))
     choices = [kind] if get_origin(kind) is not UnionType else get_args(kind)
@@ -119,7 +119,7 @@ def _converter() -> cattrs.Converter:
 
     def keep_if_member(value: Any, kind: Any) -> Any:
         if type(value) not in get_args(kind):
-            raise TypeError("none of the union")
+            raise TypeError("its type is not a member of the union")
         return value
 
     converter.register_structure_hook_func(is_scalar_union, keep_if_member)
@@ -136,7 +136,7 @@ def _strict(kind: type, accepted: tuple[type, ...]) -> Callable[[Any, Any], Any]
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """Map fields to their help texts: the strings below the fields in the class, or in the base class that has them."""
+    """Map fields to their help texts, which are the strings below the fields in the class that defines them."""
     texts: dict[str, str] = {}
     for base in reversed(settings.__mro__):
         if is_dataclass(base):

@@ -149,7 +149,7 @@ def test_the_least_that_would_do_is_said(run_file, capsys):
 
 
 def test_a_script_is_told_what_to_do():
-    with pytest.raises(ConfigError, match="chooses for run files"), ss.Job(tiny(vocab_size=512)) as job:
+    with pytest.raises(ConfigError, match="works only in run files"), ss.Job(tiny(vocab_size=512)) as job:
         ss.compose(job, [Budget(gib=1.0), optim.AdamW()])
 
 

@@ -114,7 +114,7 @@ def test_hosts_that_go_their_own_ways_are_seen(four, name):
 
 def test_one_rank_a_host_has_nothing_to_divide():
     world = World(size=2, local_size=1)
-    with raises(ConfigError, match="divides nothing where a host has one rank"):
+    with raises(ConfigError, match="divides nothing if each host has one rank"):
         Zero(hosts="replicate").check(attachments_of(Job(zero_ranks.wide(), world=world)))
 
 

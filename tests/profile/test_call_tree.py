@@ -262,12 +262,12 @@ def as_bytes(value):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parent": np.array([-1, 7])}, "name parents, links or names that are not there"),
-        ({"name": np.array([0, 9])}, "name parents, links or names that are not there"),
+        ({"parent": np.array([-1, 7])}, "refer to parents, links or names that do not exist"),
+        ({"name": np.array([0, 9])}, "refer to parents, links or names that do not exist"),
         ({"line": np.array([0])}, "columns of"),
         ({"head": as_bytes({"format": "other", "version": 1})}, "not a profile of shoestring"),
         ({"head": as_bytes({"format": "shoestring-profile", "version": 99})}, "newer version"),
-        ({"names": as_bytes({"a": 1})}, "not a list of texts"),
+        ({"names": as_bytes({"a": 1})}, "not a list of strings"),
         ({"head": as_bytes([1])}, "not a profile, or damaged"),
         ({"count": np.array([{"a": 1}, None], dtype=object)}, "not a profile, or damaged"),
     ],

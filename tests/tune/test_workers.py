@@ -141,7 +141,9 @@ def test_a_study_whose_trials_all_fail_is_given_up_early(tmp_path):
     worker = toy_worker.build(url_of(tmp_path), tmp_path, 30, 20.0, 5, 0.0)
     refused = "import sys; sys.exit('error: this never works')"
     worker.start, worker.attempts = lambda lease: process(refused, tmp_path / str(lease.number)), 1
-    with pytest.raises(ConfigError, match="3 trials failed and none has a result; the last: this never works"):
+    with pytest.raises(
+        ConfigError, match="3 trials failed, and no trial has a result; the last error: this never works"
+    ):
         worker.run()
 
 

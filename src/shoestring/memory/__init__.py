@@ -1,4 +1,4 @@
-"""Features that reduce peak memory, and tracing, which shows the tensors that make up the peak."""
+"""Features that reduce peak memory, and memory tracing, which shows the tensors that make up the peak."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class TracedMemory:
-    """The result of `traced`; its profile is set when the `with` block has ended."""
+    """The result of `traced`; the attribute `profile` is set when the `with` block ends."""
 
     profile: MemoryProfile
 
@@ -49,13 +49,13 @@ class TracedMemory:
 
 @contextmanager
 def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
-    """Record and name every allocation of torch in a `with` block, on all threads, even if the block raises.
+    """Record and name every allocation of torch in a `with` block, on all threads; saved even if the block raises.
 
-    Tensors that exist before the block are recorded as well. The size of the recording is bounded: only the step with
-    the highest peak is kept for each device. Recording does not change a bit of losses and weights.
+    Tensors that exist before the block are recorded as well. The size of the recording is bounded, because for each
+    device only the step with the highest peak is stored. Losses and weights stay bit-identical.
 
     Args:
-        path: the file to write, NAME.npz; `shoestring memory view` shows it as a page.
+        path: file to write, NAME.npz; `shoestring memory view` shows the file as a page. If None, no file is written.
 
     Raises:
         CompileError: there is no C++ compiler, or Python's headers are missing.
@@ -75,10 +75,10 @@ def traced(path: Path | str | None = None) -> Iterator[TracedMemory]:
 
 
 def load(path: Path | str) -> MemoryProfile:
-    """Load a recording from a file.
+    """Load a memory recording from a file.
 
     Raises:
-        DataError: there is no such file, or it is damaged.
+        DataError: the file is missing or damaged.
     """
     from shoestring.memory.tracing.recording import FORMAT
 

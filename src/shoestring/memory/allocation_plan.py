@@ -1,13 +1,14 @@
-"""A static allocation plan: a fixed address for every buffer of a step, if all steps make the same allocations.
+"""Computes a static allocation plan: a fixed address for every buffer of a step, if all steps make equal allocations.
 
-The plan is computed from the buffers' lifetimes, as EasyDist does for static graphs. The plan is reported and not
-executed, because torch's statistics and debugging tools do not see memory allocated by a plan. The report compares the
-plan's size with what torch's caching allocator reserves for the same allocations, simulated by the allocator's
-published rules.
+The plan is computed from the lifetimes of the buffers, as in EasyDist for static graphs. The plan is only reported, not
+executed, because torch's statistics and debugging tools cannot see memory that a plan allocates. The report compares
+the plan's size with the memory that torch's caching allocator would reserve for the same allocations, according to a
+simulation of the allocator.
 
-Buffers are placed one by one, large buffers first, each at the lowest address that is free during its lifetime; this
-comes close to the lower bound (Pisarchyk and Lee, 2020). Several orders are tried. Then, for some rounds, the buffers
-with the highest end addresses are moved to the front of the best order.
+Buffers are placed one by one, large buffers first, at the lowest address that is free during the buffer's lifetime. The
+size of such a plan is close to the lower bound (Pisarchyk and Lee, 2020). The planner tries several orders of the
+buffers. Then, for some rounds, the planner moves the buffers with the highest end addresses to the front of the best
+order.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from shoestring.figures import memory
 from shoestring.memory.tracing.recording import MemoryProfile, MemoryWindow
 
 ALIGNMENT = 64
-"""Addresses are multiples of this many bytes, a cache line of a CPU."""
+"""Alignment of addresses in bytes: a cache line of a CPU."""
 
 _CLOSE = 1.001
-"""A plan is good enough if its size is at most this multiple of the peak of live bytes."""
+"""Maximum ratio of a plan's size to the peak of live bytes at which the plan is good enough."""
 _ROUNDS = 12
 """Maximum number of attempts to improve the best order."""
 _FOREVER = np.iinfo(np.int64).max
-"""Event number that stands for the release of a block that is not freed in the window."""
+"""Release event of a block that is not freed in the window."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +43,14 @@ class AllocationPlan:
     nbytes: int
     """Size of the planned memory."""
     least: int
-    """Peak of live bytes: a lower bound of the size of any plan."""
+    """Peak of live bytes, which is a lower bound of the size of any plan."""
 
 
 def plan(window: MemoryWindow, alignment: int = ALIGNMENT) -> AllocationPlan:
     """Plan the addresses of a window's blocks, so that blocks that live at the same time do not overlap.
 
     Args:
-        alignment: addresses are multiples of this many bytes.
+        alignment: alignment of addresses in bytes.
     """
     lives = _Lives.of(window, alignment)
     order = min(lives.orders(), key=lambda candidate: lives.place(candidate)[1])
@@ -69,7 +70,7 @@ def plan(window: MemoryWindow, alignment: int = ALIGNMENT) -> AllocationPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Lives:
-    """Sizes and lifetimes of N blocks, each (N,): bytes, event of the allocation, event of the release."""
+    """Sizes and lifetimes of N blocks, as (N,) arrays: bytes, event of the allocation, event of the release."""
 
     sizes: np.ndarray
     born: np.ndarray
@@ -85,7 +86,7 @@ class _Lives:
         return _highest(self.sizes, self.born, self.died)
 
     def orders(self) -> Iterator[np.ndarray]:
-        """The orders to try: by size, size times lifetime, and lifetime; blocks that live all the time come first."""
+        """Yield the orders to try: by size, by size times lifetime, by lifetime; blocks never freed come first."""
         last = max(int(self.born.max(initial=0)), int(self.died[self.died < _FOREVER].max(initial=0))) + 1
         first = int(self.born.min(initial=0))
         span = np.minimum(self.died, last) - np.maximum(self.born, first)
@@ -94,10 +95,10 @@ class _Lives:
             yield np.lexsort((self.born, -key, ~always))
 
     def place(self, order: np.ndarray) -> tuple[np.ndarray, int]:
-        """Give each block, in this order, the lowest address that is free during the block's lifetime.
+        """Place the blocks, in this order, at the lowest address that is free during the block's lifetime.
 
         Returns:
-            (N,) addresses, and the largest end address of a block.
+            Addresses of the blocks, (N,), and the highest end address.
         """
         addresses = np.zeros(len(order), np.int64)
         born, died, begins, ends = (np.empty(len(order), np.int64) for _ in range(4))
@@ -113,7 +114,7 @@ class _Lives:
 
 
 def _lowest_gap(begins: np.ndarray, ends: np.ndarray, nbytes: int) -> int:
-    """The lowest address at which `nbytes` overlap none of the intervals from `begins` to `ends`."""
+    """The lowest address at which `nbytes` bytes overlap no interval from `begins` to `ends`."""
     order = np.argsort(begins, kind="stable")
     # Intervals may overlap, so the end of all lower intervals is a running maximum.
     below = np.maximum.accumulate(np.concatenate([[0], ends[order]]))
@@ -122,7 +123,7 @@ def _lowest_gap(begins: np.ndarray, ends: np.ndarray, nbytes: int) -> int:
 
 
 def _highest(sizes: np.ndarray, born: np.ndarray, died: np.ndarray) -> int:
-    """The peak of live bytes."""
+    """The largest number of bytes that are live at the same time."""
     events = np.concatenate([died, born])
     change = np.concatenate([-sizes, sizes])
     order = np.argsort(events, kind="stable")  # stable: at the same event, releases come first
@@ -138,7 +139,7 @@ _ROUNDING, _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 512, _MIB, 2 *
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A block of a segment, in use or free, with its neighbours in the segment."""
+    """A block of a segment, in use or free, linked to the adjacent blocks."""
 
     number: int
     nbytes: int
@@ -150,10 +151,10 @@ class _Block:
 
 @dataclass(eq=False)
 class _CachingAllocator:
-    """Simulates torch's caching allocator for CUDA by default: best fit, splits blocks, never frees segments."""
+    """Simulates torch's CUDA caching allocator with default settings: best fit, splits blocks, frees no segments."""
 
     reserved: int = 0
-    """Bytes of all segments."""
+    """Total bytes of all segments."""
     numbers: Iterator[int] = field(default_factory=count)
     blocks: dict[int, _Block] = field(default_factory=dict)
     unused: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
@@ -185,7 +186,7 @@ class _CachingAllocator:
         return block.number
 
     def release(self, number: int) -> None:
-        """Free a block, and merge it with the free blocks beside it."""
+        """Free a block, and merge it with adjacent free blocks."""
         block = self.blocks[number]
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -211,7 +212,7 @@ class _CachingAllocator:
 
 
 def caching_allocator_reserves(window: MemoryWindow) -> int:
-    """Bytes that an initially empty caching allocator of torch reserves on the device for a window's allocations."""
+    """Bytes that torch's caching allocator, initially empty, reserves on the device for a window's allocations."""
     columns, allocator, numbers = window.columns, _CachingAllocator(), dict[int, int]()
     events = [(int(event), 1, block) for block, event in enumerate(columns["born"])]
     events += [(int(event), 0, block) for block, event in enumerate(columns["died"]) if event >= 0]
@@ -224,7 +225,7 @@ def caching_allocator_reserves(window: MemoryWindow) -> int:
 
 
 def described(profile: MemoryProfile) -> Iterator[str]:
-    """A sentence for each device that compares a static plan with what the caching allocator reserves."""
+    """Yield a sentence for each device that compares the plan's size with the caching allocator's reserved memory."""
     for device, window in sorted(profile.windows.items()):
         best = plan(window)
         if not best.least:

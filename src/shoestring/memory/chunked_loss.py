@@ -1,4 +1,4 @@
-"""The head of a language model and the cross-entropy, computed together for a chunk of tokens at a time."""
+"""Computes a language model's head and the cross-entropy together, for one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shoestring.models.loss_in_head import LossInHead
 
 
 class ChunkedTotal(NamedTuple):
-    """The output of a model in place of logits: the sum of the loss over its targets, 0-d."""
+    """Output of a model instead of logits: the sum of the loss over the targets, 0-d."""
 
     total: Tensor
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum of the negative log-likelihoods of the targets.
+    """Computes the sum of the negative log-likelihoods of the targets.
 
-    The forward pass computes the gradients too, chunk by chunk, so that no logits are held for the backward pass, which
-    only scales them (as Liger's kernels do, Hsu et al., 2024).
+    The forward pass also computes the gradients, chunk by chunk, and the backward pass only scales them. No logits have
+    to be held for the backward pass (as in Liger's kernels, Hsu et al., 2024).
     """
 
     @staticmethod
@@ -43,10 +43,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             inputs, labels = hidden[chunk].to(dtype), targets[chunk]
             logits = F.linear(inputs, matrix, offset).to(total.dtype)
             counted, norm = labels != IGNORED, logits.logsumexp(-1)
-            places = torch.where(counted, labels, 0)[:, None]  # any other label that is no class raises, as in torch
+            places = torch.where(counted, labels, 0)[:, None]  # any other invalid label raises an error, as in torch
             total += torch.where(counted, norm - logits.gather(-1, places)[:, 0], 0).sum()
             if any(needs[:3]):
-                # softmax(logits) - one_hot(labels), in the memory of the logits
+                # softmax(logits) - one_hot(labels), computed in place
                 d_logits = logits.sub_(norm[:, None]).exp_()
                 d_logits.scatter_add_(-1, places, d_logits.new_full(places.shape, -1.0))
                 d_logits.masked_fill_(~counted[:, None], 0)
@@ -69,9 +69,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tokens: int) -> Tensor:
-    """The sum over the targets, (…), of -log softmax(W h + b); targets of -100 do not count.
+    """Compute the sum of -log softmax(W h + b) over the targets, (…); targets of -100 do not count.
 
-    Under autocast, matrix products have its data type; the softmax is computed in float32 or wider.
+    Under autocast, matrix products use autocast's data type; the softmax is computed in float32 or wider.
 
     Args:
         hidden: (…, C). weight: (V, C). bias: (V,).
@@ -80,12 +80,12 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     flat, labels = hidden.flatten(0, -2), targets.flatten()
-    if device == "cpu":  # a GPU would have to be waited for to know how many targets count
+    if device == "cpu":  # on a GPU, counting these targets would force a synchronization
         counted = labels != IGNORED
         flat, labels = flat[counted], labels[counted]
         if len(labels) and not is_fake(labels) and (wrong := labels[(labels < 0) | (labels >= len(weight))]).numel():
-            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")  # torch's own words
-    with torch.autocast(device, enabled=False):  # the function casts by itself, and must not be cast again
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")  # the same message as torch's
+    with torch.autocast(device, enabled=False):  # the function casts its inputs itself
         return _ChunkedCrossEntropy.apply(flat, weight, bias, labels, tokens, dtype)
 
 
@@ -93,7 +93,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
 
 
 class ChunkedLossInHead:
-    """The cross-entropy of a job in training, computed inside of the model's head; evaluation keeps the task's own."""
+    """Computes the cross-entropy inside the model's head during training; evaluation still uses the task's loss."""
 
     def __init__(self, attachments: Attachments, tokens: int) -> None:
         self.attachments, self.tokens = attachments, tokens
@@ -103,9 +103,9 @@ class ChunkedLossInHead:
         return ChunkedTotal(chunked_cross_entropy(hidden, weight, bias, targets, self.tokens))
 
     def loss(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The job's loss."""
+        """The job's loss: (sum over targets, number of targets)."""
         result = output if isinstance(output, ChunkedTotal) else getattr(output, "logits", None)
-        if not isinstance(result, ChunkedTotal):  # without gradients, the head returned logits
+        if not isinstance(result, ChunkedTotal):  # in evaluation, the head returned logits
             return cross_entropy(output, batch)
         targets = targets_of(batch)
         self.attachments.trace.facts |= {

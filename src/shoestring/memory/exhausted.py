@@ -1,4 +1,4 @@
-"""Explains an out-of-memory error: what was held, which tensor was largest, and which setting reduces memory."""
+"""Explains an out-of-memory error: what used the memory, which tensor was largest, and which setting reduces memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoestring.core.attachments import Attachments
 from shoestring.memory.tracing.labels import labels, optimizer_state
 
 REST = "activations and all else"
-"""Kind name for bytes in use that belong to no named tensor."""
+"""Kind of the bytes in use that belong to no named tensor."""
 
 _TO_THE_HOST = ("memory.offload", "memory.offloadactivations")
-"""Features that move tensors to host memory, which gains nothing if the device is the CPU."""
+"""Features that move tensors to host memory; useless if the device is the CPU."""
 
-# Ways to reduce each kind, the cheapest first: name of the feature, whether it needs several ranks, advice.
+# Ways to reduce each kind, the cheapest first: (name of the feature, whether the feature needs several ranks, advice).
 _KNOBS = {
     REST: (
         ("", False, "raise `run.accumulate`, or lower `run.batch` or `data.sequence`"),
@@ -50,13 +50,13 @@ class Exhaustion(NamedTuple):
     """The explanation of an out-of-memory error."""
 
     held: str
-    """What the job held and what it tried to allocate, in words."""
+    """Description of the memory that the job used and tried to allocate."""
     hint: str
-    """What to change, for the hint of the error."""
+    """Advice on what to change, for the error's hint."""
 
 
 def explain(attachments: Attachments, error: BaseException) -> Exhaustion:
-    """Explain an out-of-memory error of a job."""
+    """Explain an out-of-memory error that a job raised."""
     named = labels(_named(attachments))
     sums = Counter[str]()
     for label in named:
@@ -69,7 +69,7 @@ def explain(attachments: Attachments, error: BaseException) -> Exhaustion:
         largest = max(named, key=lambda label: label.nbytes)
         size = figures.memory(largest.nbytes)
         held += f"; its largest tensor with a name is the {largest.kind} {largest.name}, {size}"
-    # "Tried" on a GPU, "you tried" on a CPU; the CPU's message has bytes
+    # the message contains "Tried" on a GPU, "you tried" on a CPU; on a CPU, the amount is in bytes
     asked = re.search(r"ried to allocate ([\d.]+) (\w+)", str(error))
     if asked:
         amount = (
@@ -85,7 +85,7 @@ def explain(attachments: Attachments, error: BaseException) -> Exhaustion:
 
 
 def advice(attachments: Attachments, held: Mapping[str, int]) -> str:
-    """Advice for a job that needs too much memory; `held` has the job's bytes by kind."""
+    """Advice for a job that needs too much memory; `held` maps kinds to the job's bytes."""
     sums = {kind: held.get(kind, 0) for kind in _KNOBS if kind != REST}
     sums[REST] = sum(held.values()) - sum(sums.values())
     kind = max(sums, key=lambda name: sums[name])
@@ -93,7 +93,7 @@ def advice(attachments: Attachments, held: Mapping[str, int]) -> str:
 
 
 def _knobs(attachments: Attachments, kind: str) -> str:
-    """Advice on how to reduce one kind, leaving out features that are on already."""
+    """Advice on how to reduce the memory of one kind, leaving out features that the job already uses."""
     from shoestring import memory
 
     on = {feature.name for feature in attachments.features}
@@ -111,14 +111,14 @@ def _knobs(attachments: Attachments, kind: str) -> str:
 
 
 def _named(attachments: Attachments) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of the parameters, gradients and optimizer state of a job."""
+    """Yield (kind, name, tensor) of the parameters, gradients and optimizer state of a job."""
     names = {}
     for name, tensor in attachments.named().items():
         names[id(tensor)] = name
         yield "parameter", name, tensor
         if tensor.grad is not None:
             yield "gradient", name, tensor.grad
-    for name, parameter in attachments.module.named_parameters():  # the optimizer may step other tensors
+    for name, parameter in attachments.module.named_parameters():  # the optimizer may update other tensors instead
         yield "parameter", name, parameter
         if parameter.grad is not None:
             yield "gradient", name, parameter.grad
@@ -127,7 +127,7 @@ def _named(attachments: Attachments) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _taken(attachments: Attachments) -> int:
-    """Bytes in use: allocated by torch on an accelerator, or resident in the process on a CPU."""
+    """Bytes in use: on an accelerator, the bytes that torch has allocated; on a CPU, the process's resident bytes."""
     if attachments.world.device.type != "cpu":
         return torch.cuda.memory_allocated(attachments.world.device)
     with suppress(OSError, StopIteration, ValueError):

@@ -1,8 +1,8 @@
 """Predicts the peak memory of a training step before anything is allocated.
 
 The step runs on fake tensors, whose operators compute shapes but no values. Autograd and Python hold fake tensors as
-long as real ones, so live tensors have the same total size as in a real step. The workspaces of kernels are not
-included.
+long as real tensors, so live tensors have the same total size as in a real step. The prediction excludes the workspaces
+of kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoestring.memory.tracing.labels import optimizer_state, plain
 from shoestring.memory.tracing.recording import BlockName, MemoryWindow
 
 ROUNDING = {"cuda": 512}
-"""Maps a device type to the rounding of its allocator: sizes are rounded up to multiples of this many bytes."""
+"""Maps a device type to the number of bytes to whose multiples the device's allocator rounds sizes up."""
 
 _INDEXED = (
     torch.ops.aten.index.Tensor,
@@ -51,10 +51,10 @@ _INDEXED = (
 
 
 class LiveTensors(TorchDispatchMode):
-    """Tracks each tensor's storage from the operator that returns it until nothing holds it.
+    """Tracks the storages of tensors, from the operator that returns a tensor until nothing references its storage.
 
     Args:
-        rounding: sizes are rounded up to multiples of this many bytes.
+        rounding: number of bytes to whose multiples sizes are rounded up.
     """
 
     def __init__(self, rounding: int = 1) -> None:
@@ -62,17 +62,17 @@ class LiveTensors(TorchDispatchMode):
         self.rounding = rounding
         self.events = 0
         self.blocks: list[list[int]] = []  # (bytes, event of the allocation, event of the release or -1)
-        self.names: list[BlockName] = []  # names of `blocks`
+        self.names: list[BlockName] = []  # names of the blocks, in the order of `blocks`
         self.where: dict[int, int] = {}  # storage -> index of its block
-        self.modules: list[str] = []  # running forward passes, outermost module first
+        self.modules: list[str] = []  # modules whose forward pass is running, the outermost first
         self.paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.backward = False  # whether a backward pass runs
-        self.watching: list[Any] = []  # weak references with callbacks for freed storages
+        self.backward = False  # whether a backward pass is running
+        self.watching: list[Any] = []  # weak references whose callbacks run when a storage is freed
         self.total = self.peak = self.peak_event = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INDEXED:
-            # The number of true elements of a mask is unknown, so all are counted, with an index for each dimension.
+            # The number of true elements of a mask is unknown, so all elements count, with an index for each dimension.
             indices: list[Tensor | None] = []
             for index in args[1]:
                 if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -87,7 +87,7 @@ class LiveTensors(TorchDispatchMode):
         return returned
 
     def add(self, tensor: Tensor, func: Any = None) -> None:
-        """Count a tensor's storage as live, unless it is counted already."""
+        """Count a tensor's storage as live, unless the storage is already counted."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
@@ -118,13 +118,13 @@ class LiveTensors(TorchDispatchMode):
         self.total -= self.blocks[index][0]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage whose size has changed as a new block."""
+        """Count a resized storage as a new block."""
         if (index := self.where.get(storage._cdata)) is not None:
             self._release(storage._cdata, index)
         self._count(storage, None)
 
     def begin(self) -> None:
-        """Forget the peak so far, such as the peak while setting up the job."""
+        """Reset the peak to the current total, to exclude the peak while setting up the job."""
         self.peak, self.peak_event = self.total, self.events
 
     def _name(self, func: Any) -> BlockName:
@@ -136,7 +136,7 @@ class LiveTensors(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Inside this context, track tensors, and name each tensor after the module that runs when it is made."""
+        """Context that tracks tensors, and names each tensor after the module that is running when it is created."""
         for path, module in model.named_modules():
             self.paths[module] = plain(path) or type(module).__name__
 
@@ -155,7 +155,7 @@ class LiveTensors(TorchDispatchMode):
             yield
 
     def window(self, named: Mapping[int, BlockName]) -> MemoryWindow:
-        """The tracked blocks, as a window of a recording.
+        """Convert the tracked blocks to a window of a recording.
 
         Args:
             named: maps indices of blocks to better names.
@@ -170,14 +170,14 @@ class LiveTensors(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted peak of a step on one rank."""
+    """The predicted memory of a step on one rank."""
 
     window: MemoryWindow
-    """The blocks of the step, as in a recording."""
+    """The blocks of the step, in the form of a recording's window."""
     unseen: Sequence[str] = field(default_factory=tuple)
     """Names of features whose memory is not predicted."""
     host: int = 0
-    """Bytes of host memory that features lease; the peak does not include them."""
+    """Bytes of host memory that features lease; `peak` does not include them."""
 
     @property
     def peak(self) -> int:
@@ -193,13 +193,13 @@ def predict_step(
     buckets: bool = False,
     unseen: Sequence[str] = (),
 ) -> Prediction:
-    """Predict the peak of an optimizer step of a job whose tensors are fake.
+    """Predict the memory of an optimizer step of a job whose tensors are fake.
 
     Args:
         batches: micro-batches of fake tensors.
         live: tracks the tensors of the step.
-        buckets: whether gradients have buckets that are held all the time (DDP). With one micro-batch, the gradients
-            themselves lie in these buckets.
+        buckets: whether gradients have buckets that are allocated permanently (DDP). With one micro-batch, the
+            gradients are views of these buckets.
         unseen: names of features whose memory is not predicted.
 
     Raises:
@@ -239,7 +239,7 @@ def predict_step(
                 loss.backward()
                 live.backward = False
             del total, count, loss
-        labelled |= _held_by_name(job, live)  # before the update, because that may free gradients
+        labelled |= _held_by_name(job, live)  # before the update, because the update may free gradients
         _update(optimizer)
     host = sum(nbytes for nbytes, _ in job.world.memory.leases.values())
     inputs = (live.where.get(tensor.untyped_storage()._cdata) for tensor in _tensors(batches))
@@ -248,7 +248,7 @@ def predict_step(
 
 
 def _update(optimizer: Optimizer) -> None:
-    """Step an optimizer; native loops refuse fake tensors, which is ignored, because such loops allocate nothing."""
+    """Step an optimizer. Native loops refuse fake tensors; this error is ignored, as such loops allocate nothing."""
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -257,7 +257,7 @@ def _update(optimizer: Optimizer) -> None:
 
 
 def _held_by_name(job: Job, live: LiveTensors) -> dict[int, BlockName]:
-    """Names of the blocks of parameters, buffers, gradients and optimizer state, by the index of the block."""
+    """Map indices of blocks to the names of the parameters, buffers, gradients and optimizer state in the blocks."""
     attachments = attachments_of(job)
     names_of_blocks: dict[int, BlockName] = {}
     names = {id(tensor): name for name, tensor in attachments.trained.items()}
@@ -284,7 +284,7 @@ def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 class ImaginedWorld(World):
-    """The first of several ranks; the others do not exist, and are assumed to send what the first rank sends."""
+    """The first of several ranks. Other ranks do not exist, and are assumed to send the same data as the first rank."""
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -304,7 +304,7 @@ class ImaginedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class BeforeSteps(Feature):
-    """Wraps a feature and leaves out its STEP seam, because work in a step needs values and not only shapes."""
+    """Wraps a feature and leaves out its STEP seam, because work at this seam needs values, not only shapes."""
 
     inner: Feature
 
@@ -344,13 +344,13 @@ class BeforeSteps(Feature):
 
 
 _NO_MEMORY = ("memory.budget", "memory.tracing", "memory.broker", "graph.compile")
-"""Features that change no tensor of the step, so they are not applied."""
+"""Features that are not applied, because they change no tensor of the step."""
 _PREDICTED = ("memory", "precision", "optim", "parallel", "sparse")
-"""Areas whose features are applied in a prediction."""
+"""Areas of the features that a prediction applies."""
 
 
 def is_predicted(feature: Feature) -> bool:
-    """Whether `predict` applies a feature, so that the predicted peak differs with and without the feature."""
+    """Whether `predict` applies a feature, so that the feature may change the predicted peak."""
     area = feature.name.partition(".")[0]
     return area in _PREDICTED and feature.name not in _NO_MEMORY and bool(BeforeSteps(inner=feature).seams)
 
@@ -367,16 +367,17 @@ def predict(
     forward: Forward = call_model,
     batch: Batch = None,
 ) -> Prediction:
-    """Predict the peak of an optimizer step of a run; it is the same on all ranks.
+    """Predict the memory of an optimizer step of a run, which is the same on all ranks.
 
     Args:
         model: the model, on the meta device.
         features: the resolved features of the run.
         shape: (samples per micro-batch, tokens per sample).
-        accumulate: micro-batches of a step; more than two have the same peak as two.
-        live: tracks the tensors of the step; None uses a plain `LiveTensors`.
+        accumulate: number of micro-batches per step; more than two micro-batches have the same peak as two.
+        live: tracks the tensors of the step; defaults to a plain `LiveTensors`.
         forward: (model, batch) -> output.
-        batch: a micro-batch, of which only shapes and types count, for models that do not read token ids of `shape`.
+        batch: a micro-batch, for models that do not read token ids of shape `shape`; only its shapes and data types are
+            used.
 
     Raises:
         Exception: the error of a feature or operator that cannot work without values.
@@ -396,7 +397,7 @@ def predict(
         world = ImaginedWorld(size=ranks, local_size=ranks) if sharing else World()
         if sharing:
             stack.enter_context(fake_ranks(ranks))
-            world.mesh_over(tuple(world.axes))  # before tensors are fake, because a mesh reads values
+            world.mesh_over(tuple(world.axes))  # before tensors are fake, because creating a mesh reads values
         stack.enter_context(fake_tensors())
         stack.enter_context(modules_stay())
         job = stack.enter_context(compose(Job(_filled(model, device), forward, loss, world=world), applied))
@@ -413,7 +414,7 @@ def _zeros(device: str, tensor: Tensor) -> Tensor:
 
 
 def _filled(model: nn.Module, device: str) -> nn.Module:
-    """Replace the meta tensors of a model by fake tensors on a device; tied parameters stay tied."""
+    """Replace a model's meta tensors by fake tensors on a device; tied parameters stay tied."""
     fake: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model's repeated blocks: of whole blocks, or selective, with some results held."""
+"""Activation checkpointing of a model's repeated blocks: whole blocks, or selective, with some results in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def recompute(attachments: Attachments, settings: Recompute) -> None:
-    """Recompute the blocks selected by the settings, until the job is closed."""
+    """Make the blocks that the settings select recompute their activations, until the job is closed."""
     blocks = repeated(attachments.model)
     treated = blocks[:: settings.every_nth][: settings.blocks or None]
     options = {"context_fn": contexts_holding(settings.saved_operators)} if settings.saved_operators else {}
@@ -42,7 +42,7 @@ def _checkpoint(attachments: Attachments, block: nn.Module, options: dict[str, A
 
 
 def call_name(func: Any, index: int) -> str:
-    """Name of call number `index` of an operator in a block, in the notation of `Recompute.saved_operators`."""
+    """Name of the `index`-th call of an operator in a block, in the notation of `Recompute.saved_operators`."""
     return f"{operator_name(func)}:{index}"
 
 
@@ -58,12 +58,12 @@ def operators() -> frozenset[str]:
 
 
 def contexts_holding(names: tuple[str, ...]) -> Callable[[], tuple[Any, Any]]:
-    """A `context_fn` for `torch.utils.checkpoint` that saves the results of these operators or calls."""
+    """Return a `context_fn` for `torch.utils.checkpoint` that saves the results of these operators or calls."""
     return partial(_contexts, names)
 
 
 def _contexts(names: tuple[str, ...]) -> tuple[Any, Any]:
-    """The contexts for the forward pass and the recomputation of one checkpointed call."""
+    """Return the contexts for the forward pass and for the recomputation of one checkpointed call."""
     counts = {False: Counter[str](), True: Counter[str]()}
 
     def decide(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:

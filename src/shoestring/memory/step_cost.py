@@ -1,4 +1,4 @@
-"""Estimates the time of a step and of a block's operators from a step on fake tensors, and chooses results to hold."""
+"""Estimates the time of a step and of a block's operators on fake tensors, and chooses results to hold in memory."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class DeviceRates(NamedTuple):
     slow: float
     """Throughput of the operators in `_SLOW`, in bytes read and written per second."""
     launch: float
-    """Overhead of an operator call in a step, in seconds: launch, Python and autograd."""
+    """Overhead of an operator call in a step (launch, Python and autograd), in seconds."""
     chosen: float
-    """Overhead of selective checkpointing per operator call, in seconds, in forward pass and recomputation together."""
+    """Overhead of selective checkpointing per operator call (forward pass plus recomputation), in seconds."""
     host: float
     """Throughput of copies between the device and pinned host memory, in bytes per second."""
 
@@ -67,7 +67,7 @@ class BlockCall(NamedTuple):
     name: str
     seconds: float
     nbytes: int
-    """Size of the result in bytes; 0 if the result cannot be held, because it is a view or is written in place."""
+    """Size of the result in bytes; 0 if the result cannot be held, because it is a view or is overwritten."""
 
 
 class CostedTensors(LiveTensors):
@@ -78,7 +78,8 @@ class CostedTensors(LiveTensors):
 
     Attributes:
         calls: calls of operators in the block's forward pass, in order.
-        needed: number of these calls that recomputation has to run, because the backward pass needs their results.
+        needed: number of leading entries of `calls` that recomputation must run, because the backward pass needs their
+            results.
         seconds: estimated time of all operators of the step.
         operators: number of operator calls of the step.
     """
@@ -114,7 +115,7 @@ class CostedTensors(LiveTensors):
             yield
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        """Note which call made a tensor that autograd saves, because recomputation stops after the last such call."""
+        """Note which call created a tensor that autograd saves, as recomputation stops after the last such call."""
         if self.block in self.modules:
             maker = self._makers.get(tensor.untyped_storage()._cdata, -1)
             self.needed = max(self.needed, maker + 1)
@@ -138,7 +139,7 @@ def _storages(tensors: Any) -> dict[int, int]:
 
 
 def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: Any) -> float:
-    """Seconds of an operator by the roofline model: the longer of moving its bytes and doing its arithmetic."""
+    """Estimate an operator's seconds by the roofline model: the longer of the times to move bytes and to compute."""
     packet = func.overloadpacket
     name = packet.__name__
     moved = sum(tensor.nbytes for tensor in tree_leaves((args, kwargs, returned)) if isinstance(tensor, Tensor))
@@ -147,7 +148,7 @@ def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: An
         taken = max(taken, flop_registry[packet](*args, **kwargs, out_val=returned) / rates.flops)
     elif name.startswith("_scaled_dot_product"):
         query, key = args[0].shape, args[1].shape  # (samples, heads, tokens, dim)
-        # 2 FLOP per multiply-add; two products in the forward pass, and five in the backward pass, which recomputes the
+        # 2 FLOP per multiply-add; two products in the forward pass, and five in the backward pass, as it recomputes the
         # scores.
         flops = 4 * query.numel() * key[-2] * (2.5 if "backward" in name else 1)
         taken = max(taken, flops / rates.flops)
@@ -155,12 +156,12 @@ def _seconds(rates: DeviceRates, func: Any, args: Any, kwargs: Any, returned: An
 
 
 AROUND = 5.0
-"""Ratio of an operator's overhead in a step to its overhead in a loop of that operator alone; measured with a GPT on a
+"""Ratio of an operator's overhead in a step to its overhead in a loop of only this operator; measured with a GPT on a
 CPU."""
 
 
 def measure_rates(device: str) -> DeviceRates:
-    """Measure the rates of a device of this machine; takes one to two seconds."""
+    """Measure the rates of one of this machine's devices; takes one to two seconds."""
     x, flat = torch.rand(1024, 1024, device=device), torch.rand(1 << 22, device=device)
     tiny, out = torch.rand(1, device=device), torch.empty_like(flat)
     pinned = torch.rand(flat.shape, pin_memory=flat.is_cuda)
@@ -189,7 +190,7 @@ def _chosen(tiny: Tensor, calls: int = 64) -> float:
 
 
 def _least(work: Callable[[], object], calls: int = 1) -> float:
-    """Shortest time of a call of `work` in 12 runs, in seconds; other load disturbs the shortest run least."""
+    """Time of a call of `work` in seconds, in the shortest of 12 runs, which other load disturbs least."""
     taken = []
     for _ in range(12):
         began = time.perf_counter()
@@ -202,25 +203,25 @@ def _least(work: Callable[[], object], calls: int = 1) -> float:
 
 
 LEAST = 0.02
-"""The result of a call that takes less than this fraction of its block's time is not worth holding."""
+"""Minimum fraction of a block's time that a call must take, so that holding the call's result is worthwhile."""
 
 
 class RecomputeLevel(NamedTuple):
-    """A way to recompute a block: calls whose results are held, the memory they take, and the recomputation time."""
+    """A way to recompute a block: the calls whose results are held, the results' memory, and the recomputation time."""
 
     keep: tuple[str, ...]
     """Names of the calls whose results are held."""
     nbytes: int
-    """Bytes that are held per block, in addition to the block's input."""
+    """Bytes of the held results per block, without the block's input."""
     seconds: float
     """Seconds to recompute the calls whose results are not held."""
 
 
 def levels(calls: Sequence[BlockCall], most: int = 6) -> list[RecomputeLevel]:
-    """About `most` ways to recompute a block, from no held results to all results that are worth holding.
+    """Find about `most` ways to recompute a block, from holding no results to holding all results worth holding.
 
-    Results are added in order of seconds per byte, which is optimal for each total of bytes that this reaches
-    (Dantzig's bound of the knapsack problem). Only levels that differ enough in time are returned.
+    Results are added in order of seconds per byte, which is optimal for each total of bytes that occurs in this order
+    (Dantzig's bound of the knapsack problem). Levels whose times hardly differ are left out.
     """
     whole = sum(call.seconds for call in calls)
     long = (call for call in calls if call.nbytes and call.seconds >= LEAST * whole)

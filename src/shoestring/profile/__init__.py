@@ -1,4 +1,4 @@
-"""A profiler that attributes a program's time to its own lines, through call paths from Python into operators."""
+"""A profiler that attributes a program's time to source lines, by recording call paths from Python to operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CallPaths", "ProfileResult", "load", "profiled"]
 
 
 class ProfileResult:
-    """The result of `profiled`; its `profile` is set when the `with` block has ended."""
+    """The result of `profiled`; the attribute `profile` is set when the `with` block ends."""
 
     profile: Profile
 
@@ -40,18 +40,18 @@ def profiled(
     budget: float | None = None,
     native_frames: bool = False,
 ) -> Iterator[ProfileResult]:
-    """Profile the code in a `with` block; the profile is saved even if that code raises.
+    """Profile the code in a `with` block; the profile is saved even if the code raises an error.
 
-    Without a C++ compiler, torch.profiler records single steps at a higher cost, and a warning is logged.
+    If there is no C++ compiler, torch.profiler records single steps at a higher cost, and a warning is logged.
 
     Args:
-        path: file to write the profile to; None writes none.
-        inside: installed packages whose lines count as the program's own.
-        share: fraction of the time in which operators are recorded, in (0, 1]. Below 1, counts and times are estimates
-            with variances, scaled up from one window in each block of steps (or of seconds, in a program without an
-            optimizer). JAX programs are always recorded in windows.
+        path: file to write the profile to; if None, no file is written.
+        inside: names of installed packages whose lines count as lines of the program.
+        share: fraction of the time in which operators are recorded, in (0, 1]. If the share is below 1, one window is
+            recorded in each block of steps (or of seconds, in a program without an optimizer). Counts and times are
+            then estimates with variances, scaled up from the windows. JAX programs are always recorded in windows.
         budget: processor time that profiling may add, as a fraction of the program's processor time (0.03 is 3%); the
-            share is adjusted to the measured cost of recording.
+            profiler adjusts the share to stay within this budget.
         native_frames: whether to sample the native functions in which operators spend their own time.
 
     Raises:
@@ -71,7 +71,7 @@ def profiled(
     jax.begin()
 
     def finish(by: str = "") -> None:
-        recorded = collector.stop().profile()  # before anything else, so that the rest of this function is not recorded
+        recorded = collector.stop().profile()  # first, so that the rest of this function is not recorded
         jax.finish()
         profile = jax.added_to(recorded)
         ended = [f"The program ended by {by}, which nothing can follow."] if by else []
@@ -96,7 +96,7 @@ def profiled(
         try:
             yield result
         finally:
-            if os.getpid() == process and not left:  # a forked process that ends within the block writes nothing
+            if os.getpid() == process and not left:  # a forked process that leaves the `with` block writes nothing
                 finish()
 
 

@@ -1,4 +1,4 @@
-"""Records a running program: operators by native hooks (`native/callpaths.cpp`), Python's own time by sampling."""
+"""Records a running program: operators by native hooks (`native/callpaths.cpp`), time in Python by sampling."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from shoestring.profile.windows import Spent, Windows
 
 @dataclass
 class Recorded:
-    """The call tree and facts of a finished recording."""
+    """The result of a recording: the call tree and facts about the run."""
 
     tree: CallTree
     facts: Facts
 
     def profile(self) -> Profile:
-        """Convert the recording to a profile, which can be saved."""
+        """Return the recording as a profile, which can be saved."""
         return Profile(self.tree, self.facts)
 
 
@@ -46,13 +46,14 @@ class Collector:
     """
 
     frames: bool = True
-    """Whether lines of Python are recorded in addition to operators."""
+    """Whether to record lines of Python in addition to operators."""
     share: float = 1.0
-    """Fraction of the time in which operators are recorded; their times are scaled up to the whole run."""
+    """Fraction of the time in which operators are recorded; the recorded times are scaled up to the whole run."""
     budget: float | None = None
-    """Fraction of the program's processor time that recording may add (0.03 is 3%); adjusts the share at run time."""
+    """Processor time that recording may add, as a fraction of the program's (0.03 is 3%); the share is adjusted to meet
+    it."""
     native_frames: bool = False
-    """Whether the own time of operators is split among the native functions that they call."""
+    """Whether to divide the own time of operators among the native functions that the operators call."""
     before: list[ThreadData] = field(default_factory=list)
 
     def start(self) -> None:
@@ -102,14 +103,14 @@ class Collector:
         self.sampler.join()
         self.hooks.close()
         tick = library.callpaths_nanoseconds()
-        after = self._read()  # must precede reading the names, because it may add names
+        after = self._read()  # before the names are read, because `_read` may add names
         names = [native_tree.spelled(library, number) for number in range(library.callpaths_names())]
         for data, earlier in zip(after, self.before, strict=False):
-            data.subtract(earlier)  # the native trees keep data of earlier recordings
+            data.subtract(earlier)  # the native trees still contain earlier recordings
         for data, (totals, variances) in zip(after, estimates, strict=False):
             data.replace(totals, variances)
         builder = TreeBuilder()
-        # links may point into the tree of any thread, so all trees are grafted before the first link is resolved
+        # a link may point into another thread's tree, so all trees are grafted before the first link is resolved
         places = [data.graft(builder, names, tick) for data in after]
         for data, own in zip(after, places, strict=True):
             data.link(builder, own, places, names, tick)
@@ -118,8 +119,8 @@ class Collector:
         caller = next((data for data in after if data.ident == self.ident), None)
         overhead = int(caller.cost[0]) * tick / 1e9 if caller else 0.0
         if self.frames:
-            # Python's own time is the wall-clock time outside operators, spans and recording; samples divide it among
-            # lines
+            # Time in Python code is the wall-clock time outside operators, spans and recording; samples divide this
+            # time among lines
             outside = seconds * 1e9 - overhead * 1e9 - (caller.outermost * tick if caller else 0.0)
             own: dict[int, int] = next((own for data, own in zip(after, places, strict=True) if data is caller), {})
             for span, samples in self.sampler.seen.items():

@@ -1,7 +1,7 @@
-"""Compares two profiles and merges several: nodes with equal call paths are matched.
+"""Compares two profiles, or merges several profiles into one, by matching nodes with equal call paths.
 
-The program may have been edited between two profiles, so lines of the older source are mapped to lines of the newer
-source by a diff of the texts. A removed line keeps its number, negated.
+The program may have been edited between two profiles, so a diff of the source texts maps lines of the older source to
+lines of the newer source. A removed line keeps its number, negated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoestring.profile.recording import Facts, Profile, RankTimes
 from shoestring.profile.tree import CallTree, Integers, NodeKind, TreeBuilder
 
 _LONGEST = 4000
-"""Maximum number of lines of a source that is diffed; in longer sources, lines are matched by their numbers."""
+"""Maximum number of lines in a source file that is diffed; in a longer file, lines with equal numbers are matched."""
 
 
 def merged(profiles: Sequence[Profile], labels: Sequence[str] = ()) -> Profile:
-    """Merge the profiles of several ranks or runs into one; the own times of each rank or run are kept.
+    """Merge the profiles of several ranks or runs into one, which still has the own times of each rank or run.
 
     Args:
         labels: a name for each profile; ranks or runs inside an already merged profile keep their names.
@@ -85,11 +85,11 @@ class Comparison:
 
     @property
     def total(self) -> tuple[int, int]:
-        """Total nanoseconds of the older and of the newer profile."""
+        """Sums of the nanoseconds in `before` and in `after`."""
         return int(self.before.sum()), int(self.after.sum())
 
     def by_line(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Nanoseconds (before, after) by file and line, the largest change first; removed lines are negative."""
+        """Map (file, line) to nanoseconds (before, after), the largest change first; removed lines are negative."""
         inside = self.facts[1].inside
         sides = [
             {place: line.total for place, line in by_line(replace(self.tree, own=own), inside).items()}
@@ -100,7 +100,7 @@ class Comparison:
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
-    """Match the nodes of two profiles."""
+    """Match the nodes of two profiles by call path, and return both profiles' times in one tree."""
     builder = TreeBuilder()
     later = np.array(builder.graft(after.tree))
     former = np.array(builder.graft(_moved(before, after)))
@@ -117,7 +117,7 @@ def compare(before: Profile, after: Profile) -> Comparison:
 
 
 def _moved(before: Profile, after: Profile) -> CallTree:
-    """The older profile's tree, with its files and lines mapped to the newer source."""
+    """Return the older profile's tree, with files and lines mapped to the newer source."""
     tree, line, names = before.tree, before.tree.line.copy(), []
     files = {file: _same_file(file, before, after) for file in before.sources}
     lines = {
@@ -135,7 +135,7 @@ def _moved(before: Profile, after: Profile) -> CallTree:
 
 
 def _same_file(file: str, before: Profile, after: Profile) -> str:
-    """A file's path in the newer profile: the same path, the only file with this name, or the program that ran."""
+    """Find a file's path in the newer profile: the same path, the only file of this name, or the main file."""
     if file in after.sources:
         return file
     name = PurePath(file).name
@@ -150,7 +150,7 @@ def _program(profile: Profile) -> str:
 
 
 def _counterparts(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    """Map older line numbers, from 1, to newer ones; a removed line maps to its negated number."""
+    """Map the older text's line numbers (from 1) to the newer text's; a removed line maps to its negated number."""
     if max(len(before), len(after)) > _LONGEST:
         return list(range(len(before) + 1))
     lines = [0, *(-line for line in range(1, len(before) + 1))]

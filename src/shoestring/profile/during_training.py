@@ -1,4 +1,4 @@
-"""Profiles some training steps on every rank, and merges the profiles into one page."""
+"""Profiles selected training steps on every rank, and merges the ranks' profiles into one page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LINES = 10
 
 
 def watch(attachments: Attachments, settings: CallPaths) -> None:
-    """Register a recorder for the steps that the settings select."""
-    with suppress(native.CompileError):  # torch.profiler records instead, with a warning
-        native.load("callpaths")  # compiles before training, so that no step waits
+    """Register a profiler for the training steps that the settings select."""
+    with suppress(native.CompileError):  # then torch.profiler is used, and a warning is logged
+        native.load("callpaths")  # compile now, so that no training step has to wait
     ProfileRecorder(attachments, settings).attach()
 
 

@@ -1,8 +1,8 @@
 """Runs a function before a process ends by a call that skips Python's cleanup, so that recorded data can be saved.
 
-`os._exit`, `os.abort` and the `exec` functions run neither `finally` blocks nor `atexit` handlers. Inside
-`before_leaving`, these functions first call a given function, and so does `os.kill` if a process kills itself. A fatal
-signal from another process is not caught.
+`os._exit`, `os.abort` and the `exec` functions run neither `finally` blocks nor `atexit` handlers. Inside the context
+`before_leaving`, these functions first call a handler, and so does `os.kill` if a process kills itself. A fatal signal
+from another process is not caught.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import wraps
 from typing import Any
 
 _LEAVING = ("_exit", "abort", "execv", "execve")
-"""Functions of `os` that are patched; all other `exec` functions call one of these."""
+"""Functions of `os` that are patched; all other `exec` functions of `os` call one of these functions."""
 
 
 @contextmanager
 def before_leaving(act: Callable[[str], None]) -> Iterator[None]:
-    """Inside this context, call `act` once, with the name of the function that ends this process (not a fork)."""
+    """Context that calls `act` once, with the name of the function that is about to end this process (not a fork)."""
     process, originals = os.getpid(), {name: getattr(os, name) for name in (*_LEAVING, "kill")}
     done: list[str] = []
 

@@ -24,7 +24,7 @@ _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def _parts(profile: Profile) -> Iterator[tuple[str, Integers]]:
-    """Label and own times of each rank; a profile that was not merged has one part, without a label."""
+    """Yield (label, own times) of each rank; for a profile that was not merged, yield one pair with an empty label."""
     if profile.ranks is None:
         yield "", profile.tree.own
     else:
@@ -32,7 +32,7 @@ def _parts(profile: Profile) -> Iterator[tuple[str, Integers]]:
 
 
 def _stacks(tree: CallTree) -> list[tuple[int, ...]]:
-    """The call path of each node: all nodes from its outermost caller to the node itself, without the root."""
+    """Return the call path of each node: all nodes from its outermost caller to the node itself, without the root."""
     stacks: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree)):
         stacks.append((*stacks[tree.parent[node]], node))
@@ -80,17 +80,18 @@ def speedscope(profile: Profile) -> bytes:
 
 
 def pprof(profile: Profile) -> bytes:
-    """Export as a gzipped profile.proto with time, calls and accelerator time, and labels `rank` if merged."""
+    """Export as a gzipped profile.proto with time, calls and accelerator time; merged profiles have a label `rank`."""
     tree, frames, stacks = profile.tree, _Frames(profile.tree), _stacks(profile.tree)
     texts: dict[str, int] = {"": 0}
 
     def text(value: str) -> int:
         return texts.setdefault(value, len(texts))
 
-    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))  # pprof shows the last kind
+    # pprof shows the last kind of value by default
+    kinds = (("calls", "count"), ("accelerator", "nanoseconds"), ("time", "nanoseconds"))
     fields: list[Field] = [(1, [(1, text(kind)), (2, text(unit))]) for kind, unit in kinds]
     for number, (label, own) in enumerate(_parts(profile)):
-        once = number == 0  # call counts are not known per rank, so the first rank gets the total
+        once = number == 0  # call counts per rank are unknown, so the first rank gets the total
         for node in np.flatnonzero((own > 0) | (once & ((tree.count > 0) | (tree.device > 0)))):
             values = [int(tree.count[node]) * once, int(tree.device[node]) * once, max(int(own[node]), 0)]
             places = packed(frames.of_node[above] + 1 for above in reversed(stacks[node]))
@@ -105,7 +106,7 @@ def pprof(profile: Profile) -> bytes:
 
 
 def collapsed(profile: Profile) -> bytes:
-    """Export as collapsed stacks: nanoseconds of each call path; in a merged profile, paths begin with the rank."""
+    """Export as collapsed stacks, with the nanoseconds of each path; in a merged profile, paths begin with the rank."""
     tree, stacks = profile.tree, _stacks(profile.tree)
     labels = [tree.label(node).translate(_LINE) for node in range(len(tree))]
     lines = []
@@ -133,17 +134,17 @@ def hatchet(profile: Profile) -> bytes:
             metrics[name] = int(getattr(tree, name)[node])
         metrics["accelerator"] = tree.device[node] / 1e9
         texts.append(f'{{"frame":{json.dumps(frame)},"metrics":{json.dumps(metrics)},"children":[')
-    for node in range(len(tree) - 1, 0, -1):  # a loop, because paths may exceed the recursion limit
+    for node in range(len(tree) - 1, 0, -1):  # a loop, because recursion over deep call paths may exceed Python's limit
         inside[tree.parent[node]].append(f"{texts[node]}{','.join(reversed(inside[node]))}]}}")
         inside[node] = []
     return f"[{texts[0]}{','.join(reversed(inside[0]))}]}}]".encode()
 
 
 def perfetto(profile: Profile) -> bytes:
-    """Export as a Perfetto trace: the optimizer steps at their times, and the call paths of each rank laid end to end.
+    """Export as a Perfetto trace: optimizer steps at the times they ran, and each rank's call paths in sequence.
 
-    A profile holds sums, not events. All calls of one call path become a single slice with their total duration, and
-    slices are ordered by when their call paths were first recorded.
+    A profile stores sums, not events, so all calls with the same call path become one slice with their total duration.
+    Slices are in the order in which their call paths were first recorded.
     """
     tree, packets, names = profile.tree, [], {}
     children: list[list[int]] = [[] for _ in range(len(tree))]
@@ -165,9 +166,9 @@ def perfetto(profile: Profile) -> bytes:
 def _slices(
     tree: CallTree, children: list[list[int]], inclusive: Integers, track: int, names: dict[str, int]
 ) -> Iterator[list[Field]]:
-    """Packets that begin and end a slice for each node; the callees of a node follow one another inside its slice."""
+    """Yield packets that begin and end a slice for each node; slices of callees follow one another inside the slice."""
     begin, end = 1, 2  # TrackEvent.Type
-    start, open_nodes = 0, [(0, 0, iter(children[0]))]  # (node, when its next child starts, children)
+    start, open_nodes = 0, [(0, 0, iter(children[0]))]  # (node, start time of its next child, remaining children)
     while open_nodes:
         node, start, left = open_nodes[-1]
         child = next((callee for callee in left if inclusive[callee] > 0), None)
@@ -186,7 +187,7 @@ def _slices(
 
 
 def _steps(profile: Profile) -> Iterator[list[Field]]:
-    """Packets of a track with the optimizer steps, and of a track with the process's memory after each step."""
+    """Yield the packets of two tracks: the optimizer steps, and the process's memory after each step."""
     begin, end, counter, track, memory = 1, 2, 4, 1 << 32, 1 << 33
     if not profile.facts.clock:
         return

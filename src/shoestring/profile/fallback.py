@@ -1,4 +1,4 @@
-"""The collector for hosts without a compiler: records windows of torch.profiler with stacks into a call tree."""
+"""The collector for hosts without a compiler: records single steps with torch.profiler and adds them to a call tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def started(share: float, budget: float | None, native_frames: bool) -> Collecto
 
 
 class TorchCollector:
-    """Stands in for `Collector`; recorded steps are slower, because torch.profiler records stacks."""
+    """Replaces `Collector` if there is no compiler; recorded steps are slower, as torch.profiler records stacks."""
 
     def __init__(self, reason: str) -> None:
         log.warning(

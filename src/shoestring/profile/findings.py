@@ -1,4 +1,4 @@
-"""The result of an analysis of a profile: a problem, its line, the evidence for it, and what to change."""
+"""Findings of analyses of a profile: a problem, the line that causes it, the evidence, and what to change."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class Finding:
     advice: str
     """What to change, as a sentence."""
     gain: tuple[float, float] | None = None
-    """Smallest and largest likely fraction of the profiled time that the change saves; None if it cannot be
-    estimated."""
+    """Smallest and largest likely saving, as fractions of the profiled time; None if the saving cannot be estimated."""
     expected: float = 0.0
-    """Expected saving as a fraction of the profiled time, by which findings are ordered; also set where `gain` is
-    None."""
+    """Expected saving as a fraction of the profiled time; findings are ordered by it. Also set for findings whose
+    `gain` is None."""
     limit: bool = False
-    """Whether the saving is an upper limit, because other work of the program decides how much waiting can be
-    overlapped."""
+    """Whether the saving is an upper limit, because it depends on how much waiting other work of the program can
+    overlap."""
     nodes: tuple[int, ...] = ()
     """Nodes of the tree that show the problem; the page marks them in the flame graph."""
 
@@ -40,7 +39,7 @@ class Finding:
 
     @property
     def saving(self) -> str:
-        """What the change saves, in words; empty if `gain` is None."""
+        """Describe `gain` in words; empty if `gain` is None."""
         if self.gain is None:
             return ""
         least, most = (f"{100 * share:.{2 if share < 0.995 else 3}g}%" for share in self.gain)

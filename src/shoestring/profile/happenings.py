@@ -1,4 +1,4 @@
-"""Records events other than operators: optimizer steps, garbage collection, and compilations of torch.compile."""
+"""Records optimizer steps, garbage collections, compilations, and the process's use of memory and processors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONGEST_NAME = 200
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region", "CompiledFunction")
 """Prefixes of the names of operators that run compiled code."""
 LOOK_EVERY = 0.02
-"""Initial seconds between two measurements of the process's memory and processor time."""
+"""Initial interval between measurements of the process's memory and processor time, in seconds."""
 
 
 class StepClock:
-    """Measures the time of each step of the first optimizer that steps; in a long run, one entry covers several steps.
+    """Measures the step times of one optimizer, the first that steps; in a long run, one entry covers several steps.
 
     Args:
         heard: function called at the end of each step.
@@ -43,14 +43,14 @@ class StepClock:
         self.optimizer: weakref.ref[Any] | None = None
 
     def step(self, optimizer: Any, *_: object) -> None:
-        """Hook that torch calls after an optimizer step."""
+        """Record the end of an optimizer step; torch calls this hook after each step."""
         known = self.optimizer and self.optimizer()
         if known is None:
             self.optimizer = weakref.ref(optimizer)
         elif known is not optimizer:
             return
         now = time.perf_counter()
-        if self.last is not None:  # the beginning of the first step is unknown
+        if self.last is not None:  # the start time of the first step is unknown
             self.open.append(now - self.last)
             if len(self.open) >= self.width:
                 self._add(now)
@@ -65,7 +65,7 @@ class StepClock:
             StepTimes(first, len(self.open), round(sum(self.open), 6), round(max(self.open), 6), self.resident)
         )
         self.open = []
-        if len(self.times) >= MOST_STEPS:  # merge neighbouring entries, which bounds the memory
+        if len(self.times) >= MOST_STEPS:  # merge pairs of adjacent entries, to bound the memory
             self.width *= 2
             pairs = zip(self.times[::2], self.times[1::2], strict=True)
             self.times = [
@@ -77,13 +77,14 @@ class StepClock:
 
 
 class Surroundings:
-    """Samples the process: allocated memory, number of threads per operator, processor time of the thread that trains.
+    """Samples the process's allocated memory, its threads per operator, and the processor time of the training thread.
 
-    The sampling thread calls `look`, not a thread of the program: on a busy machine, a thread may be descheduled in a
-    system call, and the profile would attribute that time to a line of the program.
+    The sampling thread calls `look`. If a thread of the program called it, then on a busy machine the thread might be
+    descheduled in a system call, and the profile would attribute this time to a line of the program.
 
-    The C library counts the allocated bytes; if it cannot, memory is unknown. Resident pages are no substitute: the
-    allocator reuses freed memory before it requests pages, so their number does not show what grows.
+    The C library counts the allocated bytes; if it does not support this, memory is unknown. The number of resident
+    pages cannot replace the count: the allocator reuses freed memory before it requests new pages, so this number does
+    not show which allocations grow.
     """
 
     def __init__(self, clock: StepClock, ident: int) -> None:
@@ -95,12 +96,12 @@ class Surroundings:
         self.looked, self.interval = -1.0, LOOK_EVERY
 
     def look(self, seconds: float) -> None:
-        """Take a measurement, if one is due; `seconds` is the time since the start of the recording."""
+        """Take a measurement if the interval has passed; `seconds` is the time since the start of the recording."""
         self.look_at_threads()
         if seconds - self.looked < self.interval:
             return
         resident = 0
-        with suppress(OSError, ValueError, IndexError):  # only Linux has this file
+        with suppress(OSError, ValueError, IndexError):  # /proc/self/statm exists only on Linux
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self.looked, self.clock.resident = seconds, resident
         with suppress(OSError, AttributeError):  # the thread has ended, or its clock cannot be read
@@ -114,12 +115,12 @@ class Surroundings:
             del self.memory[1::2], self.work[1::2]
 
     def look_at_threads(self) -> None:
-        """Update the number of threads per operator; the training thread calls this too, because threads may differ."""
+        """Update the number of threads per operator; the training thread calls this too, as its number may differ."""
         self.threads = max(self.threads, torch.get_num_threads())
 
 
 class Happenings:
-    """Counts events by name, and sums their times."""
+    """Counts events and sums their times, by the name of the event."""
 
     def __init__(self) -> None:
         self.events: dict[str, Events] = {}
@@ -127,7 +128,7 @@ class Happenings:
         self.began_at = time.time()
 
     def add(self, name: str, seconds: float, where: str = "") -> None:
-        """Count an event; when 64 names are in use, events with new names are counted as `others`."""
+        """Count an event; once 63 names are in use, events with new names are counted as `others`."""
         name = name[:LONGEST_NAME]
         if name not in self.events and len(self.events) >= MOST_EVENTS - 1:
             name, where = "others", ""
@@ -135,7 +136,7 @@ class Happenings:
         self.events[name] = Events(old.count + 1, old.seconds + seconds, max(old.longest, seconds), old.where)
 
     def collected(self, phase: str, _: dict[str, int]) -> None:
-        """Hook that Python calls when garbage collection begins or ends."""
+        """Record a garbage collection; Python calls this hook when a collection begins or ends."""
         if phase == "start":
             self.collecting = time.perf_counter()
         elif self.collecting:
@@ -146,7 +147,7 @@ class Happenings:
                 self.add("garbage collection", seconds, where)
 
     def compiled(self) -> None:
-        """Count compilations, recompilations and graph breaks of torch.compile, which remembers 64 compilations."""
+        """Count torch.compile's compilations, recompilations and graph breaks, from its last 64 compilations."""
         if "torch._dynamo" not in sys.modules:
             return
         with suppress(ImportError, AttributeError):  # not torch's public interface
@@ -166,7 +167,7 @@ class Happenings:
 
 @contextmanager
 def watched(happenings: Happenings, clock: StepClock) -> Iterator[None]:
-    """Inside this context, torch and Python report events to `happenings` and steps to `clock`."""
+    """Context in which torch and Python report events to `happenings` and steps to `clock`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     hook = register_optimizer_step_post_hook(clock.step)
@@ -200,7 +201,7 @@ class _Allocations(ctypes.Structure):
 
 
 def _allocation_counter() -> Callable[[], int] | None:
-    """A function that returns the number of allocated bytes; None without `mallinfo2` of glibc 2.33 or newer."""
+    """Return a function that counts allocated bytes; None if there is no `mallinfo2`, which glibc has from 2.33 on."""
     with suppress(OSError, AttributeError, TypeError):
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         mallinfo2.restype = _Allocations
@@ -209,7 +210,7 @@ def _allocation_counter() -> Callable[[], int] | None:
 
 
 def unseen(names: Iterable[str]) -> list[str]:
-    """Sentences about work that the profile cannot show, because operators with these names hide it."""
+    """Return sentences about the work that operators with these names hide from the profile."""
     if not any(name.startswith(COMPILED) for name in names):
         return []
     return [
@@ -219,5 +220,5 @@ def unseen(names: Iterable[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of torch and Python."""
+    """Return the versions of torch and Python."""
     return {"torch": str(torch.__version__), "python": sys.version.split()[0]}

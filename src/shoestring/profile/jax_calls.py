@@ -1,4 +1,4 @@
-"""Records the call sites of jitted JAX functions, and the time spent on tracing and compiling them."""
+"""Records the call sites of jitted JAX functions, and the time that JAX spends on tracing and compiling them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTERNAL = frozenset({"jax", "jaxlib", "shoestring", "python"})
 
 
 def _frames_of(frame: FrameType | None) -> Frames:
-    """The call path of a frame, without the innermost frames if they belong to JAX."""
+    """Return the call path of a frame, without the innermost frames that belong to JAX."""
     path: list[tuple[str, int]] = []
     while frame is not None:
         code = frame.f_code
@@ -48,7 +48,7 @@ class CallSites:
     numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def number(self, frame: FrameType | None) -> int:
-        """The number of a frame's call path; -1 if 4096 call paths have numbers already."""
+        """Return the number of a frame's call path; -1 if the path is new and 4096 call paths have numbers already."""
         key: list[Any] = []
         innermost = frame
         while frame is not None:
@@ -64,10 +64,10 @@ class CallSites:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside this context, put each call of a jitted function in a span with the number of its call site.
+        """Context that puts each call of a jitted function in a profiler span with the number of its call site.
 
-        This replaces `__call__` of the type of jitted functions and disables its vectorcall. If types do not have the
-        memory layout of CPython 3.11 to 3.14, nothing is replaced, and call sites are unknown.
+        Replaces `__call__` of the type of jitted functions and disables the type's vectorcall. If types do not have the
+        memory layout of CPython 3.11 to 3.14, nothing is replaced, and call sites stay unknown.
         """
         import jax
 
@@ -81,7 +81,7 @@ class CallSites:
         annotation, number, inside = jax.profiler.TraceAnnotation, self.number, threading.local()
 
         def __call__(jitted: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if getattr(inside, "call", False):  # an inner call, such as while tracing the outer one
+            if getattr(inside, "call", False):  # a nested call, for example while JAX traces the outer function
                 return original(jitted, *args, **kwargs)
             inside.call = True
             try:
@@ -110,13 +110,13 @@ class Compilations:
     events: dict[str, Events] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Start listening to JAX's monitoring events."""
+        """Start counting JAX's monitoring events."""
         import jax.monitoring
 
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
     def stop(self) -> None:
-        """Stop listening."""
+        """Stop counting JAX's monitoring events."""
         import jax.monitoring
 
         with suppress(AttributeError, ValueError):  # the program may have cleared all listeners
@@ -138,5 +138,5 @@ class Compilations:
             self.events[name] = Events(1, duration_secs, duration_secs, where)
 
     def largest(self, most: int = 32) -> dict[str, Events]:
-        """The `most` events with the longest total time."""
+        """Return the `most` events with the longest total times."""
         return dict(sorted(self.events.items(), key=lambda item: -item[1].seconds)[:most])

@@ -1,8 +1,9 @@
-"""Records JAX programs in short windows of JAX's own profiler, and adds each window to the call tree.
+"""Records JAX programs with JAX's profiler in short windows, and adds the recorded operations to the call tree.
 
-The collector does nothing before the program imports jax, and little between windows. It stores one row of numbers per
-operation and call site, however long the run is. The cost of a window grows with the number of operations in it, so
-this number determines the length of windows, and the total cost so far determines when the next window may begin.
+The collector does nothing before the program imports jax, and little between windows. The collector stores one row of
+numbers per operation and call site, regardless of the length of the run. The cost of a window grows with the number of
+operations recorded in it, so the collector chooses the length of windows by this number. The next window starts once
+the total cost so far is within the budget.
 """
 
 from __future__ import annotations
@@ -27,37 +28,38 @@ from shoestring.profile.tree import NodeKind, TreeBuilder, both_ends
 log = logging.getLogger("shoestring")
 
 SHORTEST, LONGEST = 0.02, 4.0
-"""Length of the first and of the longest window, in seconds. After a window without a complete operation, the next
-window is twice as long."""
+"""Length of the first window and maximum length of later windows, in seconds. After a window without a complete
+operation, the next window is twice as long."""
 
 OPERATIONS = 1000
 """Target number of operations in a window."""
 
 FITS = 20.0
-"""Minimum length of a window, in durations of a typical operation: operations cut off by the ends of a window are
-lost."""
+"""Minimum length of a window, as a multiple of the duration of a typical operation, because operations that a window's
+start or end cuts off are lost."""
 
 PAUSE = 0.1
-"""Minimum pause between windows, as a fraction of the time since the first window: windows get rarer over the run."""
+"""Pause after a window, as a fraction of the time since the first window; windows become rarer as the run
+progresses."""
 
 LONGEST_PAUSE = 10.0
 
 BUDGET = 0.03
-"""Default fraction of the program's processor time that recording may add, without parsing each compiled program
+"""Default fraction of the program's processor time that recording may add; excludes parsing each compiled program
 once."""
 
 EVENT = 2e-6
-"""Assumed processor seconds that the program's threads spend on recording an operation and the events around it."""
+"""Assumed processor seconds that the program's threads spend on recording one operation and its surrounding events."""
 
 _COMPILES = re.compile(r"/jax/_src/(pjit|stages|compiler|compilation_cache)\.py\t|/jax/_src/interpreters/")
 
 Key = tuple[int, Operation, bool]
-"""Number of the call site, the operation, and whether it ran on an accelerator."""
+"""Number of the call site, the operation, and whether the operation ran on an accelerator."""
 
 
 @dataclass
 class Numbers:
-    """Number of runs and times (nanoseconds) of an operation, over all windows."""
+    """Statistics of an operation over all windows: the number of executions, and times in nanoseconds."""
 
     count: int = 0
     own: float = 0.0
@@ -78,7 +80,7 @@ class JaxCollector(threading.Thread):
 
     def __init__(self, share: float = 1.0, budget: float | None = None) -> None:
         super().__init__(name="shoestring-profile-jax", daemon=True)
-        self.gap = 1 / min(share, 1.0) - 1  # seconds of pause per second of a window
+        self.gap = 1 / min(share, 1.0) - 1  # seconds of pause per second of window
         self.budget = BUDGET if budget is None else budget
         self.ending, self.hurry = threading.Event(), threading.Event()
         self.sites, self.programs = CallSites(), Programs()
@@ -94,7 +96,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Store an exception in this context as `failure`, so that neither the program nor the whole profile fails."""
+        """Context that catches exceptions and stores the first in `failure`, so that only the JAX recording fails."""
         try:
             yield
         except Exception as error:
@@ -109,7 +111,7 @@ class JaxCollector(threading.Thread):
         """Wait until jax is initialized, then record windows until `finish`."""
         with self.guarded():
             while True:
-                # wait for the program to initialize jax's backends, because initializing them here might choose others
+                # wait for the program to initialize jax's backends; initializing them here might choose other backends
                 bridge: Any = sys.modules.get("jax._src.xla_bridge")
                 if bridge is not None and "jax.profiler" in sys.modules and bridge.backends_are_initialized():
                     break
@@ -128,14 +130,14 @@ class JaxCollector(threading.Thread):
         while not self.ending.is_set():
             try:
                 seen = self._take_window(length)
-            except jax.errors.JaxRuntimeError:  # the program started jax's profiler itself
+            except jax.errors.JaxRuntimeError:  # the program itself has started jax's profiler
                 seen = False
             pause = 0.01
             if seen:
                 pause = min(PAUSE * (time.perf_counter() - self.first), LONGEST_PAUSE)
                 own = sum(numbers.own for numbers in self.totals.values())
                 # mean duration of operations, weighted by duration, so that a few long operations outweigh many short
-                # ones
+                # operations
                 usual = sum(numbers.squares for numbers in self.totals.values()) / max(own, 1.0) / 1e9
                 fitting = max(OPERATIONS * self.covered / self.operations, FITS * usual)
                 length = min(max(fitting, length / 2, SHORTEST), 2 * length, LONGEST)
@@ -150,9 +152,9 @@ class JaxCollector(threading.Thread):
         """Whether the cost of recording is within the budget.
 
         Args:
-            here: processor seconds of this thread.
-            everywhere: processor seconds of the process. The budget is a fraction of these, or of the elapsed time if
-                that is less, as in a program with many threads.
+            here: processor seconds that this thread has used.
+            everywhere: processor seconds that the process has used. The budget is a fraction of these seconds or of the
+                elapsed time, whichever is less; the elapsed time is less in a program with many threads.
         """
         recording, on_events = here - self.learning, self.operations * EVENT
         self.spent = recording + on_events
@@ -160,7 +162,7 @@ class JaxCollector(threading.Thread):
         return self.spent <= self.budget * min(everywhere - self.spent, passed)
 
     def finish(self) -> None:
-        """Stop recording; an open window ends now and is kept."""
+        """Stop recording; a window that is being recorded ends now, and its operations count."""
         self.ending.set()
         self.hurry.set()
         with self.guarded():
@@ -175,16 +177,16 @@ class JaxCollector(threading.Thread):
             self.compilations.start()
 
     def _take_window(self, seconds: float) -> bool:
-        """Record a window of `seconds` seconds and add its operations; returns False if there were none."""
+        """Record a window of `seconds` seconds and add its operations to the totals; return False if it has none."""
         import jax
-        from jax._src import profiler  # jax's public functions write files, and every event twice
+        from jax._src import profiler  # jax's public functions write to files, and write every event twice
 
         if profiler._profile_state.profile_session is not None:  # the program is using jax's profiler
             self.ending.wait(0.25)
             return False
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        options.enable_hlo_proto = False  # each window would contain every compiled program
+        options.enable_hlo_proto = False  # otherwise each window would contain every compiled program
         with self.sites.recorded(), self._giving_way(profiler._profiler) as new_session:
             session = new_session(options)
             began = time.perf_counter()
@@ -211,7 +213,7 @@ class JaxCollector(threading.Thread):
 
     @contextmanager
     def _giving_way(self, module: Any) -> Iterator[Any]:
-        """Inside this context, the window ends if the program starts jax's profiler, which allows only one session."""
+        """Context that ends the window if the program starts jax's profiler, which allows only one session."""
         original, closed = module.ProfilerSession, threading.Event()
         self.hurry.clear()
         if self.ending.is_set():
@@ -245,7 +247,7 @@ class JaxCollector(threading.Thread):
             self.totals[key].square_of_windows += nanoseconds**2
 
     def added_to(self, profile: Profile) -> Profile:
-        """The profile with JAX's operations added; if recording failed, only earlier operations, and a note."""
+        """Return the profile with JAX's operations added; after a failure, with the operations so far and a note."""
         with self.guarded():
             profile = self._folded(profile)
         if self.failure:
@@ -279,7 +281,7 @@ class JaxCollector(threading.Thread):
 
 @dataclass
 class _Fold:
-    """Adds operations to a tree; their counts and times are scaled from the windows to the whole run."""
+    """Adds operations to a tree, with counts and times scaled up from the windows to the whole run."""
 
     builder: TreeBuilder
     sites: list[Frames]
@@ -289,7 +291,7 @@ class _Fold:
     places: dict[tuple[int, Operation], int] = field(default_factory=dict)
 
     def add(self, key: Key, numbers: Numbers) -> None:
-        """Add an operation at its call site; if it computes a gradient, below a link to its forward operation."""
+        """Add an operation at its call site; a gradient's operation goes below a link to the forward operation."""
         site, operation, device = key
         path = self._path(site, operation)
         node = self._python(path)
@@ -317,14 +319,14 @@ class _Fold:
         )
 
     def _variance(self, numbers: Numbers) -> float:
-        """Variance of the estimate of an operation's total time, from the differences between windows."""
+        """Estimate the variance of an operation's scaled-up total time, from the differences between windows."""
         if self.windows < 2:
             return 0.0
         between = (numbers.square_of_windows - numbers.own**2 / self.windows) / (self.windows - 1)
         return max(between, 0.0) * self.windows * (1 - self.share) / self.share**2
 
     def _path(self, site: int, operation: Operation) -> Frames:
-        """The call path through the call site into the jitted function; that of its first trace without a site."""
+        """Return the call path into the jitted function: through the call site, or as first traced without a site."""
         if site < 0:
             return operation.frames
         inside = operation.frames[operation.inside :] if operation.inside >= 0 else ()
@@ -337,10 +339,10 @@ class _Fold:
         return node
 
     def discount_waiting(self) -> None:
-        """Subtract the run time of operations from lines in which Python waited for them, so that it counts once.
+        """Subtract the operations' run time from lines in which Python waited for them, to avoid counting it twice.
 
-        Python waits in functions of jax that neither trace nor compile and, if too many calls are in flight, in calls
-        of jitted functions.
+        Python waits inside functions of jax that neither trace nor compile. If too many calls are in flight, Python
+        also waits in calls of jitted functions.
         """
         names = list(self.builder.names)
         compiles, waiting = [False], []
@@ -353,7 +355,7 @@ class _Fold:
         self._discount([self._python(path) for path in dict.fromkeys(self.sites)], left)
 
     def _discount(self, nodes: list[int], nanoseconds: float) -> float:
-        """Subtract time from these nodes in proportion to their own times; returns the time in excess of their sum."""
+        """Subtract time from nodes in proportion to their own times; return the time that exceeds their sum."""
         own = {node: self.builder.numbers[node]["own"] for node in nodes if self.builder.numbers[node]["own"] > 0}
         part = min(1.0, nanoseconds / max(sum(own.values()), 1.0))
         for node, before in own.items():

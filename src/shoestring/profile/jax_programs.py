@@ -2,8 +2,8 @@
 
 The text of a module has the tables FileNames, FunctionNames, FileLocations and StackFrames; an instruction names the
 operation it came from and a frame: `metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=15}`.
-The frames are the call path of the first call that traced the function. `Operation.inside` tells where the function
-itself begins: the frames above it hold for that first call only.
+The frames are the call path of the first call, which traced the function. `Operation.inside` is the index of the
+function's own frame; the frames before this index belong to the first call only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JITTED = re.compile(r"\bp?jit\(([^()]*)\)")
 _NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
 """Opcodes of instructions that compute nothing."""
 
-_FARTHEST = 64  # maximum number of instructions searched for the origin of an instruction without a frame
+_FARTHEST = 64  # maximum number of instructions visited in search of the origin of an instruction that has no frame
 
 Frames = tuple[tuple[str, int], ...]
 """A call path, the outermost frame first; a frame is (`file<TAB>function`, line)."""
@@ -35,22 +35,22 @@ Frames = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """The operation of the program that an instruction of a compiled module carries out."""
+    """The operation of the user's program that an instruction of a compiled module carries out."""
 
     name: str
     """Name of the operation in the program, such as `dot_general`; for an instruction that XLA added, its opcode, such
     as `copy`."""
     frames: Frames
-    """Call path from the first caller that traced the operation to the operation; empty if the module has none."""
+    """Call path to the operation in the call that traced it; empty if the module does not contain the path."""
     inside: int
-    """Number of `frames` above the jitted function; -1 if the function is not among the frames."""
+    """Number of frames in `frames` that are outside the jitted function; -1 if the function is not in `frames`."""
     backward: bool
-    """Whether the operation computes a gradient of operations on these lines."""
+    """Whether the operation belongs to the backward pass of the code in `frames`."""
 
 
 @dataclass
 class CompiledProgram:
-    """The operations of a compiled module, by the name of the instruction."""
+    """The operations of a compiled module, by instruction name."""
 
     name: str
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class CompiledProgram:
 
 @dataclass
 class _Raw:
-    """The fields of a line of a module's text that defines an instruction."""
+    """An instruction, as parsed from the line of the module's text that defines it."""
 
     opcode: str
     path: str
@@ -68,7 +68,7 @@ class _Raw:
 
 
 class _Module:
-    """The text of a module; computations and instructions are parsed when they are first requested."""
+    """The text of a module; its computations and instructions are parsed when first requested."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -82,7 +82,8 @@ class _Module:
         self._members: dict[str, list[str]] = {}
         self._raw: dict[str, _Raw] = {}
         self._mentions: dict[str, dict[str, list[str]]] = {}
-        """Maps computation and instruction to the instructions whose lines mention the instruction."""
+        """Maps a computation's name and an instruction's name to the instructions whose lines mention the
+        instruction."""
 
     def members(self, computation: str) -> list[str]:
         """The instructions of a computation, in order."""
@@ -115,7 +116,7 @@ class _Module:
         return self._raw[name]
 
     def users(self, name: str) -> list[tuple[str, int]]:
-        """Instructions of the same computation that use the result of `name`, each with the operand's index."""
+        """Instructions of the same computation that have `name` as an operand, each with the operand's index."""
         computation = self.within.get(name, "")
         if computation not in self._mentions:
             mentions = self._mentions[computation] = {}
@@ -126,11 +127,11 @@ class _Module:
         return [(user, n) for user in users for n, operand in enumerate(self.raw(user).operands) if operand == name]
 
     def origin(self, name: str) -> _Raw:
-        """The nearest instruction with a frame, taken as the origin of `name`; `name` itself if there is none.
+        """Find the origin of `name`: the nearest instruction with a frame, or `name` itself if there is none.
 
-        Instructions that XLA adds have no frame. The search is breadth-first: first through the users of the result,
-        because such an instruction usually prepares it for them, then through the operands. In a fusion, the last inner
-        instruction with a frame is used.
+        Instructions that XLA adds have no frame. The breadth-first search first follows the users of the result,
+        because an added instruction usually prepares its result for its users; then the search follows the operands. In
+        a fusion, the last inner instruction with a frame counts.
         """
         for neighbours in (self._users_of, self._operands_of):
             waiting, seen = [name], {name}
@@ -152,7 +153,7 @@ class _Module:
         return self.members(own.calls) if own.opcode == "fusion" else []
 
     def _users_of(self, name: str) -> list[str]:
-        """Instructions that use a result; for a fusion, the inner instructions that use it, then the fusion itself."""
+        """Instructions that use the result of `name`; for a fusion, its inner users of the result, then the fusion."""
         users = []
         for user, position in self.users(name):
             parameters = [inner for inner in self._fused(user) if f" parameter({position})" in self.lines[inner]]
@@ -167,8 +168,9 @@ def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
     """Parse the operations of a module from its text.
 
     Args:
-        ran: names of instructions that ran. Only computations that contain them are parsed: most computations of a
-            large module are the contents of fusions. If empty, all computations are parsed.
+        ran: names of instructions that ran. Only the computations that contain these instructions are parsed, because
+            most computations of a large module are the bodies of fusions. If `ran` is empty, all computations are
+            parsed.
     """
     name = re.match(r"HloModule ([^\s,]+)", text)
     program = CompiledProgram(name[1] if name else "")
@@ -186,7 +188,7 @@ def parse_program(text: str, ran: Collection[str] = ()) -> CompiledProgram:
 
 
 def _frames(text: str) -> dict[int, Frames]:
-    """The call path of each frame, by the frame's number; number 0 stands for no frame."""
+    """Map a frame's number to its call path; number 0, which means "no frame", has an empty path."""
     tables = {
         head[1]: text[head.end() + 1 : text.find("\n\n", head.end())].split("\n") for head in _TABLE.finditer(text)
     }
@@ -220,7 +222,7 @@ def _operation(own: _Raw, origin: _Raw, stacks: Mapping[int, Frames]) -> Operati
 
 
 def _boundary(frames: Frames, path: str) -> int:
-    """Index in `frames` of the outermost jitted function that an operation's `path` names; -1 if there is none."""
+    """Index in `frames` of the outermost jitted function in an operation's `path`; -1 if it is not in `frames`."""
     for name in _JITTED.findall(path)[:1]:
         for depth, (place, _) in enumerate(frames):
             if place.rpartition("\t")[2].rpartition(".")[2] == name:

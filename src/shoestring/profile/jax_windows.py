@@ -1,4 +1,4 @@
-"""Reads a window of JAX's profiler: the instructions of compiled programs that ran, and the calls that started them."""
+"""Reads a window of JAX's profiler: the instructions that ran, and the calls that started the compiled programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXECUTE = re.compile(r"LoadedExecutable::Execute(?:HelperOnSingleDevice|$)")
 _JITTED = re.compile(r"PjitFunction\((.*)\)$")
 
 _UNWANTED = ("end: ", "Threadpool", "ThunkExecutor", "Wait for", "$")
-"""Prefixes of the names of events that are not read."""
+"""Name prefixes of profiler events that are ignored."""
 
-_RECENT = 64  # number of latest calls of a function whose call sites are remembered
+_RECENT = 64  # number of most recent calls of a function whose call sites are stored
 
 MOST_PROGRAMS = 256
-"""Maximum number of compiled programs whose operations are cached; with more, programs are parsed repeatedly."""
+"""Maximum number of compiled programs whose operations are cached; if more run, some programs are parsed again."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Dispatch:
 
 @dataclass
 class Executed:
-    """An instruction that ran; times are nanoseconds."""
+    """One execution of an instruction; times are in nanoseconds."""
 
     start: float
     duration: float
     own: float
-    """Duration without the durations of instructions that ran inside this one."""
+    """Duration without the durations of instructions that ran inside this instruction."""
     name: str
     module: str
     program: int
@@ -54,20 +54,20 @@ class Executed:
 
 @dataclass
 class Window:
-    """The events of a window."""
+    """The executed instructions and the dispatching calls of one profiler window."""
 
     executed: list[Executed] = field(default_factory=list)
     dispatched: list[Dispatch] = field(default_factory=list)
 
     def sites(self, usual: dict[str, list[int]]) -> dict[tuple[int, int], int]:
-        """Maps (program, number of the run) to the number of the call site; -1 if unknown.
+        """Map (program, number of the run) to the number of the call site; -1 if the site is unknown.
 
-        The runs of a function are in the order of its calls, but the first runs in a window may have been called before
-        the window began. The number of such runs is taken as the smallest number for which no run begins before its
-        call. These runs are assigned the sites of recent calls in turn.
+        A function's runs are in the order of its calls, but the first runs in a window may come from calls before the
+        window. The number of such runs is assumed to be the smallest number for which no run begins before its call.
+        Runs of calls before the window get the sites of recent calls in turn.
 
         Args:
-            usual: call sites of the recent calls of each function; the calls in this window are added.
+            usual: maps each function to the call sites of its recent calls; this method adds the calls in this window.
         """
         first: dict[tuple[int, int], Executed] = {}
         for executed in self.executed:
@@ -84,7 +84,7 @@ class Window:
         for module, module_runs in runs.items():
             called = calls.get(module, [])
             starts = [call.start for call in called]
-            before = [bisect.bisect_right(starts, run.start) for run in module_runs]  # calls before each run
+            before = [bisect.bisect_right(starts, run.start) for run in module_runs]  # number of calls before each run
             earlier = max((n + 1 - count for n, count in enumerate(before) if count < len(called)), default=0)
             recent = usual[module] = [*usual.get(module, ()), *(call.site for call in called)][-_RECENT:]
             for number, run in enumerate(module_runs):
@@ -96,7 +96,7 @@ class Window:
 
 
 def _comparable(name: str) -> str:
-    """A function's name as it appears in module names, where XLA replaces all but letters, digits and underscores."""
+    """Convert a function's name to its form in module names: XLA replaces all but letters and digits by underscores."""
     return re.sub(r"\W", "_", name)
 
 
@@ -114,7 +114,8 @@ def _read_line(events: Iterable[Any], device: bool, window: Window) -> None:
     """Add the events of a thread, or of a stream of an accelerator, to a window."""
     open_calls: list[tuple[float, str, int]] = []  # end, name, call site
     running: list[Executed] = []
-    wanted = [(name, event) for event in events if not (name := event.name).startswith(_UNWANTED)]  # few are
+    # most events are unwanted
+    wanted = [(name, event) for event in events if not (name := event.name).startswith(_UNWANTED)]
     timed = [(event.start_ns, -event.duration_ns, number) for number, (_, event) in enumerate(wanted)]
     for start, negative, number in sorted(timed):
         name, event = wanted[number]
@@ -151,7 +152,7 @@ class Programs:
     known: dict[int, CompiledProgram] = field(default_factory=dict)
 
     def learn(self, executed: Sequence[Executed], executables: Iterable[Any]) -> None:
-        """Parse programs that ran and have not been parsed yet, if their executables are still alive."""
+        """Parse programs that ran and have not been parsed yet, if their executables still exist."""
         wanted: dict[int, tuple[str, set[str]]] = {}
         for instruction in executed:
             program = self.known.get(instruction.program)
@@ -162,7 +163,8 @@ class Programs:
         modules = [module for executable in executables for module in executable.hlo_modules()]
         for number, (name, ran) in wanted.items():
             named = [module for module in modules if module.name == name]
-            if len(named) > 1:  # such as several lambdas; the id needs the serialized module, which costs time
+            # such as several lambdas; then compare ids, which takes time because it serializes the modules
+            if len(named) > 1:
                 own = [module for module in named if _number(module.as_serialized_hlo_module_proto()) == number]
                 named = own or named
             parsed = (parse_program(module.to_string(), ran) for module in reversed(named))
@@ -174,7 +176,7 @@ class Programs:
             del self.known[next(iter(self.known))]
 
     def operation(self, executed: Executed) -> Operation:
-        """The operation of an instruction that ran; for an unknown program, one with the instruction's name."""
+        """Look up the operation of an instruction that ran; for an unknown program, make one from its name."""
         program = self.known.get(executed.program)
         return (program.operations.get(executed.name) if program else None) or _unknown(executed.name)
 
@@ -184,7 +186,7 @@ def _unknown(name: str) -> Operation:
 
 
 def _number(module: bytes) -> int:
-    """The id by which the profiler refers to a program: field 5 of its serialized HloModuleProto."""
+    """The id that the profiler uses for a program: field 5 of the serialized HloModuleProto."""
     for number, value in fields(module):
         if number == 5 and isinstance(value, int):
             return value

@@ -1,13 +1,14 @@
-"""Records windows of torch.profiler with Python stacks, and adds operators and kernels (or only kernels).
+"""Records windows of torch.profiler with Python stacks, and adds kernels and (optionally) operators to a call tree.
 
-torch holds every event of a window in memory and takes long to end a window, so each window but the first is a single
-optimizer step. A program without an optimizer has one window, which covers the whole run. Kernels and copies carry the
+torch holds every event of a window in memory and takes long to end a window, so every window after the first is a
+single optimizer step. In a program without an optimizer, one window covers the whole run. Kernels and copies have the
 correlation id of the operator that launched them.
 
-This avoids two bugs of torch (seen in 2.13). A span (`record_function`) that begins in one window and ends in another
-writes to freed memory of the first, so no window opens while such a span is open; `Optimizer.step`, at the end of which
-windows open and close, is such a span. When a window ends, torch reads the names of code objects that may have been
-freed, such as the code of a module after its import, so references to code objects are held until then.
+This module works around two bugs of torch (seen in 2.13). First, a span (`record_function`) that begins in one window
+and ends in another writes to freed memory of the first window. No window opens while a span from an earlier window is
+open. `Optimizer.step` is such a span, because windows open and close at its end. Second, when a window ends, torch
+reads the names of code objects that may have been freed, such as the code of a module after its import. References to
+code objects are therefore held until the window has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ FIRST_STEPS, EVERY = 2, 20
 """Number of steps in the first window; after that window, one step in `EVERY` is recorded."""
 
 BACKWARD, SPAN = 1, 7
-"""torch's record scopes of backward functions and of spans (`record_function`); all others are of operators."""
+"""torch's record scopes of backward functions and of spans (`record_function`); all other scopes belong to
+operators."""
 
 RAN = ("kernel", "gpu_memcpy", "gpu_memset")
 """Kineto's activity types for kernels, copies and fills on an accelerator."""
@@ -52,7 +54,7 @@ def device_name() -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """A kernel or a copy; times are nanoseconds."""
+    """A kernel, copy or fill that ran on an accelerator; times are in nanoseconds."""
 
     name: str
     device: int
@@ -92,7 +94,7 @@ def dropped(events: Iterable[Any]) -> int:
 
 
 def idle(work: Sequence[Ran]) -> list[int]:
-    """For each kernel or copy, ordered by start, the nanoseconds before it in which its device was idle."""
+    """Nanoseconds in which the device was idle before each kernel or copy; `work` is ordered by start."""
     until, gaps = dict[int, int](), []
     for item in work:
         gaps.append(max(item.start - until.get(item.device, item.start), 0))
@@ -101,8 +103,8 @@ def idle(work: Sequence[Ran]) -> list[int]:
 
 
 def alone(work: Sequence[Ran]) -> list[int]:
-    """For each copy, the nanoseconds in which no kernel ran on its device; 0 for kernels."""
-    busy: dict[int, list[list[int]]] = {}  # disjoint spans in which kernels ran, by device
+    """Nanoseconds of each copy during which no kernel ran on its device; 0 for kernels."""
+    busy: dict[int, list[list[int]]] = {}  # device -> disjoint intervals in which kernels ran
     for item in work:
         if not item.copies:
             spans = busy.setdefault(item.device, [])
@@ -127,7 +129,7 @@ def add_kernels(builder: TreeBuilder, work: Sequence[Ran], nodes: Mapping[int, i
 
     Args:
         nodes: nodes of operators by their correlation ids.
-        weight: number of steps that each step of the window represents.
+        weight: number of steps that one recorded step of the window represents.
     """
     for item, gap, lone in zip(work, idle(work), alone(work), strict=True):
         node = builder.node(nodes.get(item.operator, 0), NodeKind.KERNEL, item.name)
@@ -146,13 +148,13 @@ class _Place:
     node: int
     """Node of the event's parent."""
     above: _Place | None = None
-    """Place of the parent, if the parent is a Python frame."""
+    """`_Place` of the parent, if the parent is a Python frame."""
     frame: tuple[str, int] | None = None
     level: int = 0
     """Number of consecutive Python frames directly above the event."""
 
     def innermost(self) -> list[tuple[str, int]]:
-        """The innermost `INNER` frames of a deep stack, in order from outer to inner."""
+        """The innermost `INNER` frames of a deep stack, the outermost of these frames first."""
         frames: list[tuple[str, int]] = []
         place: _Place | None = self
         while place is not None and place.frame is not None and len(frames) < INNER:
@@ -165,7 +167,7 @@ class EventFold:
     """Adds events of torch.profiler to a tree.
 
     Args:
-        timed: whether operators and lines get the times of the window; if not, only kernels and copies get times.
+        timed: whether to record times of operators and lines; if false, only kernels and copies get times.
     """
 
     def __init__(self, timed: bool = True) -> None:
@@ -174,7 +176,7 @@ class EventFold:
         self.dropped = 0
 
     def add(self, results: Any, weight: float) -> None:
-        """Add the events of a window; each of its steps represents `weight` steps."""
+        """Add the events of a window, in which one recorded step represents `weight` steps."""
         nodes: dict[int, int] = {}
         for root in results.experimental_event_tree():
             self._add(root, weight, nodes)
@@ -205,7 +207,8 @@ class EventFold:
     def _time(self, event: Any, node: int, weight: float) -> None:
         inner = sum(child.duration_time_ns for child in event.children)
         own = round(max(event.duration_time_ns - inner, 0) * weight)
-        variance = own * own * (1 - 1 / weight)  # assumes independent calls, which is not quite true within a step
+        # assumes that calls are independent, which is only roughly true within a step
+        variance = own * own * (1 - 1 / weight)
         if not isinstance(event.extra_fields, profiling._ExtraFields_TorchOp):
             self.builder.add(node, own=own, own_variance=variance)
             return
@@ -222,7 +225,7 @@ class EventFold:
         )
 
     def _node(self, event: Any, above: int) -> int:
-        """The node of an event other than a Python frame; its parent's, unless it is an operator, span or gradient."""
+        """The node of an operator, span or backward function; for other events, the node of their parent."""
         fields = event.extra_fields
         if not isinstance(fields, profiling._ExtraFields_TorchOp):
             return above
@@ -237,7 +240,7 @@ class EventFold:
         return node
 
     def _line(self, place: _Place) -> int:
-        """The node of a Python frame; in a deep stack, the node is below the outermost frames and a gap."""
+        """The node of a Python frame; in a deep stack, a gap node replaces the frames in the middle."""
         if place.level <= OUTER + INNER:
             return self.builder.line(place.node, place.frame)
         outermost: _Place | None = place
@@ -260,7 +263,7 @@ def _frame(event: Any) -> tuple[str, int] | None:
 
 @cache
 def _whole(file: str) -> str:
-    """The absolute path of a file; torch strips the `sys.path` entry from which the file was imported."""
+    """The absolute path of a file; torch strips the `sys.path` entry under which it was imported."""
     if Path(file).is_absolute():
         return file
     folders = (Path(folder or ".").resolve() / file for folder in sys.path)
@@ -281,7 +284,7 @@ class TorchWindows:
         self.hooks.enter_context(self.parts.seen())
 
     def stepped(self, steps: int) -> None:
-        """Open or close a window after the optimizer step number `steps`."""
+        """Open or close a window, after optimizer step number `steps`."""
         if self.profiler is not None:
             if steps >= FIRST_STEPS:
                 self.close(1 if steps <= FIRST_STEPS else steps - self.covered, steps)
@@ -302,7 +305,7 @@ class TorchWindows:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # keep earlier kernels out of the window; its end waits, too
+            torch.cuda.synchronize()  # exclude earlier kernels from the window; ending the window also synchronizes
         self.profiler = torch.profiler.profile(activities=activities, with_stack=True)
         self.executed.holding = self.parts.window = True
         began = time.perf_counter()
@@ -311,7 +314,7 @@ class TorchWindows:
         self.overhead += self.opened - began
 
     def close(self, weight: float, steps: int) -> None:
-        """Close a window; each of its steps represents `weight` steps."""
+        """Close the window, in which one recorded step represents `weight` steps."""
         if self.profiler is None:
             return
         began = time.perf_counter()
@@ -373,7 +376,7 @@ class _Executed:
 
 @cache
 def _executed() -> _Executed:
-    """The only `_Executed` of this process; there is only one because an audit hook cannot be removed."""
+    """The process's only `_Executed`; a second one is never made, because an audit hook cannot be removed."""
     executed = _Executed()
     sys.addaudithook(executed.hook)
     return executed

@@ -1,4 +1,4 @@
-"""The lines of a profiled program: which code is the program's own, the time of each line, and the source text."""
+"""Determines which code is the program's own, the time of each source line, and the source texts to store."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STARTS = re.compile(r"^<frozen runpy>|/runpy\.py\t|/bin/shoestring\t")
 _COMPILED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z0-9]{51}\.py$")
 """Matches files that torch.compile writes, in its default folder or in a configured folder."""
 _OWN_PACKAGE = f"{Path(__file__).parents[1]}/"
-_WATCHING = tuple(  # this package's code on the call path of the program that it records
+_WATCHING = tuple(  # shoestring's code that is on the call path of the profiled program
     f"{_OWN_PACKAGE}{name}"
     for name in ("profile/", "core/trace.py", "cli.py", "__main__.py", "commands/", "verbs/profile.py")
 )
 _FRAMEWORKS = frozenset({"python", "torch", "jax", "jaxlib", "numpy", "flax"})
 
 IMPORTS = "<imports>"
-"""Pseudo file that receives the time of all imports of packages; this time counts towards no line and no share."""
+"""Pseudo file that gets the time of all imports of packages; shares of the time exclude it."""
 
 LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
 """Maximum number of characters of one source file, and of all source files, that a profile contains."""
@@ -35,16 +35,16 @@ LARGEST_SOURCE, MOST_SOURCES = 200_000, 400_000
 
 @dataclass
 class LineTime:
-    """Nanoseconds attributed to a line: the own times of the nodes whose nearest line it is (see `nearest_lines`)."""
+    """Nanoseconds attributed to a line: the sum of the own times of the nodes nearest to it (see `nearest_lines`)."""
 
     forward: int = 0
     backward: int = 0
-    """Time of backward operators and functions for what the line called."""
+    """Time of the backward pass of the operators that the line called."""
     python: int = 0
-    """Time of Python outside operators."""
+    """Time in Python code outside operators."""
     operators: dict[str, int] = field(default_factory=dict)
     variance: float = 0.0
-    """Variance of the total: Python's own time is always sampled, and with a share below 1 all times are estimates."""
+    """Variance of `total`: time in Python is always sampled, and with a share below 1 all times are estimates."""
 
     @property
     def uncertainty(self) -> float:
@@ -57,7 +57,7 @@ class LineTime:
 
 
 def without_imports(tree: CallTree) -> int:
-    """Nanoseconds of the whole program without imports of packages; all shares of the time are fractions of this."""
+    """Nanoseconds of the program without imports of packages; all shares of the time are relative to this total."""
     return int(tree.inclusive[0]) - import_time(tree)
 
 
@@ -67,15 +67,15 @@ def import_time(tree: CallTree) -> int:
 
 
 def imports(tree: CallTree) -> NDArray[np.bool_]:
-    """Mask of the nodes of imports of packages."""
+    """Mask of the nodes that stand for imports of packages."""
     names = np.array([name.startswith(f"{IMPORTS}\t") for name in tree.names])
     return (tree.kind == NodeKind.PYTHON) & names[tree.name]
 
 
 def package_of(file: str) -> str:
-    """The installed package of a file; "" for the program itself, and `python` for code that is never shown.
+    """The installed package that contains a file; "" for the program itself, and `python` for code that is never shown.
 
-    Code that is never shown is the standard library, and code of this package that marks and records other code.
+    Code that is never shown is the standard library and shoestring's own code for profiling and launching.
     """
     if match := _INSTALLED.search(file):
         return match[1]
@@ -87,7 +87,7 @@ def package_of(file: str) -> str:
 
 
 def short(file: str) -> str:
-    """A path relative to the working directory or to the folder of installed packages, else unchanged."""
+    """Make a path relative to the working directory or to the folder of installed packages, if it is inside."""
     path = Path(file)
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
@@ -101,13 +101,13 @@ def own_lines(tree: CallTree, inside: Sequence[str] = ()) -> NDArray[np.bool_]:
     """Mask of the nodes that are lines of the program's own code.
 
     Args:
-        inside: installed packages whose code counts as the program's own.
+        inside: names of installed packages whose code counts as the program's own.
     """
     return _lines_where(tree, {"", *inside})
 
 
 def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] = frozenset()) -> NDArray[np.bool_]:
-    """Mask of the nodes that are lines of these packages (None: all packages), except packages in `but` and imports."""
+    """Mask of the nodes that are lines of `packages` (None: of all packages), without imports and packages in `but`."""
     files = [name.partition("\t")[0] for name in tree.names]
     origins = [(file, package_of(file)) for file in files]
     wanted = np.array(
@@ -117,10 +117,10 @@ def _lines_where(tree: CallTree, packages: set[str] | None, but: frozenset[str] 
 
 
 def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
-    """Map each node to the node of the source line that its time is attributed to; -1 for imports and without a line.
+    """Map each node to the node of the source line that gets its time; -1 for imports, and if there is no such line.
 
-    This is the nearest line above of the program's own code; if there is none, the nearest line of a package that is no
-    framework; if there is none, the nearest line of any package.
+    A node's time goes to the nearest line of the program's own code at or above the node; if there is none, to the
+    nearest line of a package that is not a framework; if there is none either, to the nearest line of any package.
     """
     nearest = tree.nearest(own_lines(tree, inside))
     for others in (_lines_where(tree, None, _FRAMEWORKS), _lines_where(tree, None) & ~_starting(tree)):
@@ -131,7 +131,7 @@ def nearest_lines(tree: CallTree, inside: Sequence[str] = ()) -> Integers:
 
 
 def _starting(tree: CallTree) -> NDArray[np.bool_]:
-    """Mask of the nodes of code that starts the program or records it."""
+    """Mask of the nodes of code that launches or profiles the program."""
     return np.array([bool(_STARTS.search(name)) or name.startswith(_WATCHING) for name in tree.names])[tree.name]
 
 
@@ -145,7 +145,7 @@ def in_backward(tree: CallTree) -> NDArray[np.bool_]:
 
 
 def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int], LineTime]:
-    """Own times of all nodes, summed by the (file, line) that they are attributed to."""
+    """Map (file, line) to the sum of the own times of the nodes attributed to the line."""
     tree = without_native(tree)
     nearest, behind = nearest_lines(tree, inside), in_backward(tree)
     lines: dict[tuple[str, int], LineTime] = {}
@@ -166,7 +166,7 @@ def by_line(tree: CallTree, inside: Sequence[str] = ()) -> dict[tuple[str, int],
 
 
 def sources_of(tree: CallTree, inside: Sequence[str] = ()) -> dict[str, str]:
-    """The texts of the program's own files, the files with most time first, within the limits of size."""
+    """Source texts by file, in order of the files' time, until `MOST_SOURCES` is reached; longer files are left out."""
     times: dict[str, int] = {}
     for (file, _), line in by_line(tree, inside).items():
         times[file] = times.get(file, 0) + line.total

@@ -1,7 +1,7 @@
-"""Splits operators' own time among native functions, using stack samples triggered by processor-time timers (SIGPROF).
+"""Divides operators' own time among native functions, using stack samples that processor-time timers trigger (SIGPROF).
 
-`native/native_frames.h` takes the samples. This file counts them, and divides an operator's measured time in proportion
-to the counts.
+`native/native_frames.h` takes the samples. This module counts the samples and divides an operator's measured time in
+proportion to the counts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shoestring.profile.tree import NodeKind, TreeBuilder
 EVERY = 0.01
 """Interval between two samples, in processor seconds of a thread."""
 FRAMES = 64
-"""Maximum number of frames in a sample; of a deeper stack, only the innermost frames are recorded."""
+"""Maximum number of frames in a sample; if a stack is deeper, only its innermost frames are recorded."""
 MOST = 1 << 16
-"""Maximum number of distinct stacks that are counted; samples of further stacks count for their operator only."""
+"""Maximum number of distinct stacks; samples of further stacks are counted without a stack, for their operator."""
 _PARAMETERS = re.compile(r"\((?!anonymous namespace)[^()]*\)")
 _TEMPLATE = re.compile(r"<[^<>]*>")
 
 Stack = tuple[str, ...]
-"""A native call stack: functions as `library<TAB>name`, the outermost first."""
+"""A native call stack: functions as `library<TAB>name`, the outermost function first."""
 
 
 class NativeFrames:
-    """Counts the native stacks below operators.
+    """Counts samples of the native call stacks inside operators.
 
     Raises:
-        ConfigError: the system has no such timers, or another profiler uses SIGPROF.
+        ConfigError: the system has no processor-time timers, or another profiler uses SIGPROF.
     """
 
     def __init__(self, library: Any) -> None:
@@ -49,12 +49,12 @@ class NativeFrames:
             raise ConfigError(f"native frames cannot be recorded: {why[refused]}")
 
     def drain(self) -> None:
-        """Count the samples that were taken since the last call."""
+        """Read and count the samples taken since the last call."""
         while size := self.library.callpaths_native_sample(self._about.ctypes.data, self._addresses.ctypes.data):
             thread, node, whole = self._about.tolist()
             functions = [self._function(address) for address in self._addresses[: size - 1].tolist()]
             if any(function == "" for function in functions):
-                continue  # a sample of the recorder itself, which is not the operator's time
+                continue  # a sample of the recorder itself, whose time does not belong to the operator
             # If unwinding the stack did not reach the operator, only the innermost function can be trusted.
             stack = tuple(functions[::-1] if whole else functions[:1])
             if len(self.counts) >= MOST and (thread, node, stack) not in self.counts:
@@ -62,7 +62,7 @@ class NativeFrames:
             self.counts[thread, node, stack] += 1
 
     def _function(self, address: int) -> str:
-        """The function at an address as `library<TAB>name`; empty for functions of the recorder itself."""
+        """Name the function at an address as `library<TAB>name`; return "" for functions of the recorder itself."""
         if address not in self.known:
             room = ctypes.create_string_buffer(4096)
             size = self.library.callpaths_native_name(address, room, len(room))
@@ -77,7 +77,7 @@ class NativeFrames:
         """Divide operators' own time among the functions in their samples.
 
         Args:
-            places: for each thread, a map from its nodes to the nodes of the tree.
+            places: one map per thread, from the nodes of the thread's tree to the nodes of the merged tree.
         """
         self.drain()
         stacks: dict[int, Counter[Stack]] = {}
@@ -100,7 +100,7 @@ class NativeFrames:
 
 
 def plain(name: str) -> str:
-    """A C++ name without template arguments and parameters."""
+    """Strip template arguments and parameters from a C++ name."""
     for pattern in (_TEMPLATE, _PARAMETERS):
         while (shorter := pattern.sub("", name)) != name:
             name = shorter

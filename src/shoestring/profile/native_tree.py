@@ -1,4 +1,4 @@
-"""Reads the trees that the native collector (`native/callpaths.cpp`) has recorded, one per thread."""
+"""Reads the call trees, one per thread, that the native collector (`native/callpaths.cpp`) has recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoestring.profile.tree import NodeKind, TreeBuilder
 
 @cache
 def library() -> Any:
-    """The native collector's library; it is loaded once per process.
+    """Load the native collector's library, once per process.
 
     Raises:
         CompileError: there is no compiler, or Python's headers are missing.
@@ -40,7 +40,7 @@ def library() -> Any:
 
 @dataclass
 class ThreadData:
-    """A thread's tree in the layout of the native collector."""
+    """The call tree of one thread, in the layout of the native collector; N is the number of nodes."""
 
     places: np.ndarray
     """(N, 6): parent, name, line, kind, arguments, variants."""
@@ -50,9 +50,10 @@ class ThreadData:
     """(N, 3): sum of squared times of all calls; mean bytes and floating-point operations of a call."""
     ident: int
     cost: np.ndarray
-    """(3): ticks spent on recording; calls that were not recorded because the tree was full; all calls."""
+    """(3): ticks spent on recording; number of calls not recorded because the tree was full; number of all calls."""
     variances: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
-    """(N, 2): variances of a node's count and own time if these are estimates; otherwise (0, 2)."""
+    """(N, 2): variances of each node's count and own time if these are estimates; otherwise an array of shape (0,
+    2)."""
 
     @property
     def outermost(self) -> int:
@@ -60,7 +61,7 @@ class ThreadData:
         return int((self.numbers[:, 1] - self.numbers[:, 2]).sum())
 
     def subtract(self, earlier: ThreadData) -> None:
-        """Subtract sums that were recorded earlier; `least` and `most` do not change, as each start resets them."""
+        """Subtract the sums of an earlier reading; `least` and `most` stay, as starting a recording resets them."""
         size = len(earlier.numbers)
         self.numbers[:size, _SUMMED] -= earlier.numbers[:, _SUMMED]
         self.means[:size, 0] -= earlier.means[:, 0]
@@ -75,7 +76,7 @@ class ThreadData:
         self.variances[:size] = variances
 
     def graft(self, builder: TreeBuilder, names: Sequence[str], tick: float) -> dict[int, int]:
-        """Add all called nodes that are not below a link; returns a map from these nodes to the nodes of the tree."""
+        """Add the called nodes that are not below a link; return a map from these nodes to the builder's nodes."""
         return self._graft(builder, names, tick, {0: 0}, range(1, len(self.places)))
 
     def link(
@@ -86,7 +87,7 @@ class ThreadData:
         names: Sequence[str],
         tick: float,
     ) -> None:
-        """Add links and the nodes below them; all nodes that links may point to must already be in the tree."""
+        """Add links and the nodes below links; the builder must already have all nodes that links may point to."""
         for node in range(1, len(self.places)):
             parent, thread, target, kind = (int(value) for value in self.places[node, :4])
             if kind == NodeKind.LINK and parent in own:
@@ -126,7 +127,7 @@ class ThreadData:
 
 
 INSIDE = 2**32 - 1
-"""Return value of `callpaths_inside` if the thread is running an operator."""
+"""Return value of `callpaths_inside` for a thread that is running an operator."""
 _SUMMED = [0, 1, 2, 5]
 """Columns of `ThreadData.numbers` that are sums over calls."""
 
@@ -141,7 +142,7 @@ def _with_calls(parent: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def read(library: Any, thread: int) -> ThreadData:
-    """Read the present tree of a thread."""
+    """Read the current tree of a thread from the native collector."""
     size = library.callpaths_size(thread)
     places, numbers = np.zeros((size, 6), np.uint32), np.zeros((size, 6), np.uint64)
     means = np.zeros((size, 3))
@@ -158,7 +159,7 @@ def cost(library: Any, thread: int) -> np.ndarray:
 
 
 def spelled(library: Any, number: int) -> str:
-    """The text of a name, given its number in the trees."""
+    """Look up the text of a name by its number in the native trees."""
     size = library.callpaths_name(number, None, 0)
     room = ctypes.create_string_buffer(size + 1)
     library.callpaths_name(number, room, size)

@@ -1,7 +1,7 @@
-"""Reads and writes the part of protobuf's wire format that profiles need: varints, doubles, texts, nested messages.
+"""Reads and writes the part of protobuf's wire format that profiles need: varints, doubles, strings, nested messages.
 
-A field is a (number, value) pair. An int is written as a varint, a float as a double, text and bytes with their length,
-and a sequence as a nested message of the fields in it.
+A field is a (number, value) pair. An int is written as a varint, a float as a double, str and bytes with a length
+prefix, and a sequence of fields as a nested message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIZES = {_DOUBLE: 8, 5: 4}  # bytes of the wire types with a fixed size
 
 
 def varint(value: int) -> bytes:
-    """Encode an integer in groups of seven bits, the lowest first; a negative one as 64-bit two's complement."""
+    """Encode an integer in groups of seven bits, the lowest first; a negative integer as 64-bit two's complement."""
     value &= (1 << 64) - 1
     groups = bytearray()
     while value > 127:
@@ -29,7 +29,7 @@ def varint(value: int) -> bytes:
 
 
 def packed(values: Iterable[int]) -> bytes:
-    """The content of a packed repeated field of integers."""
+    """Encode the content of a packed repeated field of integers."""
     return b"".join(map(varint, values))
 
 
@@ -49,7 +49,7 @@ def message(fields: Sequence[Field]) -> bytes:
 
 
 def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Iterate over the fields of a message: varints as integers, all other types as bytes."""
+    """Yield the (number, value) pairs of a message's fields: varints as integers, all other types as bytes."""
     at = 0
     while at < len(content):
         tag, at = _read_varint(content, at)
@@ -64,7 +64,7 @@ def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint; returns the integer and the offset after it."""
+    """Decode the varint at offset `at`; return the integer and the offset after the varint."""
     value, shift = 0, 0
     while content[at] > 127:
         value |= (content[at] & 127) << shift

@@ -1,8 +1,8 @@
-"""Attributes Python's own time, outside operators, to lines, by sampling the frames of threads that run no operator.
+"""Attributes time in Python outside operators to lines, by sampling the frames of threads that run no operator.
 
-The main thread is interrupted to sample itself (`native/asked.cpp`). A sampler in another thread would mostly find the
-main thread where it releases the interpreter's lock, at lines that call operators. Other threads cannot be interrupted,
-so the sampling thread samples them.
+The main thread is interrupted to sample itself (`native/asked.cpp`). A sampling thread would mostly see the main thread
+at the points where the main thread releases the interpreter lock, which are lines that call operators. Other threads
+cannot be interrupted, so the sampling thread samples them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shoestring.profile.tree import GAP, NodeKind, TreeBuilder, both_ends
 log = logging.getLogger("shoestring")
 
 SHORTEST, LONGEST, GROWTH = 0.02, 0.05, 1.01
-"""Seconds between samples: the first interval, the longest interval, and the ratio of each interval to the one before.
-Sampling only decides how Python's own time is divided among lines; the total is measured exactly."""
+"""Interval between samples in seconds: the first interval, the longest interval, and the growth factor from one
+interval to the next. Sampling only divides the time in Python among lines; the total is measured exactly."""
 
 RARE = 0.01
-"""Samples of a library's line with less than this fraction of all samples count for its caller, so that trees stay
-small in long runs."""
+"""Minimum fraction of all samples for a line of a library. A line with fewer samples is left out, and its samples count
+for its caller, so that trees stay small in long runs."""
 
 
 _BOOTSTRAP = "<frozen importlib."
-# `co_name` is set as well, because code objects are compared by it, but not by file or qualified name.
+# `co_name` is set as well, because comparing code objects compares `co_name`, but neither file nor qualified name.
 _LEFT_OUT = compile("", "", "exec").replace(co_name=GAP, co_qualname=GAP), 0
 _IMPORTING = compile("", IMPORTS, "exec").replace(co_qualname="importing packages"), 0
 
@@ -43,7 +43,7 @@ Path = list[tuple[CodeType, int]]
 
 @cache
 def asking() -> Any:
-    """The native library that interrupts the main thread for samples; None if it cannot be compiled."""
+    """Load the native library that interrupts the main thread for samples; None if the library cannot be compiled."""
     try:
         library = native.load("asked")
     except native.CompileError as error:
@@ -55,7 +55,7 @@ def asking() -> Any:
 
 
 def path_of(frame: FrameType | None) -> Path:
-    """A frame and its callers, the innermost first."""
+    """List (code, line) of a frame and its callers, the innermost first."""
     path: Path = []
     while frame is not None:
         path.append((frame.f_code, frame.f_lineno or 0))
@@ -64,8 +64,8 @@ def path_of(frame: FrameType | None) -> Path:
 
 
 def imports_package(path: Path) -> bool:
-    """Whether an installed package is being imported. Imports of the program's own modules do not count, because they
-    may do the program's work."""
+    """Whether an installed package is being imported. Imports of the program's own modules do not count, because such
+    an import may run the program's actual work."""
     importing = False
     for code, _ in reversed(path):
         if code.co_filename.startswith(_BOOTSTRAP):
@@ -78,14 +78,14 @@ def imports_package(path: Path) -> bool:
 
 
 class Samples:
-    """Samples of call paths as a tree, in which a line is a child of the line that called it; node 0 is the root."""
+    """A tree of sampled call paths: the parent of a line is the line that called it, and node 0 is the root."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, CodeType, int], int] = {}
         self.counts = [0]
 
     def add(self, frame: FrameType | None, times: int = 1) -> None:
-        """Count a sample of this frame and its callers, `times` times."""
+        """Count a sample of a frame and its callers; the sample has the weight `times`."""
         path = path_of(frame)
         if imports_package(path):
             path = [_IMPORTING]
@@ -101,8 +101,8 @@ class Samples:
 
         Args:
             nanoseconds: the time to divide.
-            span: node of the tree inside which the samples were taken, and of whose own time this is a part; 0 for
-                none. Lines that are already above this node are not added again.
+            span: node of the span in which the samples were taken, from whose own time the divided time is subtracted;
+                0 if there is no span. Lines that are already above the span's node are not added again.
         """
         if not span:
             builder.add(0, own=round(nanoseconds))
@@ -128,7 +128,7 @@ class Samples:
             builder.add(span, own=-own)
 
     def _without_rare(self) -> list[int]:
-        """Sample counts by node; counts of rare lines of libraries are moved to their callers."""
+        """Sample counts by node, with the counts of rare lines of libraries moved to their callers."""
         counts = list(self.counts)
         imports = sum(counts[node] for (_, *line), node in self.known.items() if (*line,) == _IMPORTING)
         for (parent, code, _), node in reversed(self.known.items()):
@@ -139,7 +139,7 @@ class Samples:
 
 
 def _lines_above(builder: TreeBuilder, node: int) -> list[tuple[str, int] | None]:
-    """The lines above a node as (file and function, line), the outermost first; None for a gap."""
+    """The lines above a node as (`file<TAB>function`, line), the outermost line first; None stands for a gap."""
     names = list(builder.names)
     lines: list[tuple[str, int] | None] = []
     while node > 0:
@@ -155,10 +155,10 @@ class PythonSampler(threading.Thread):
     """Samples the Python frames of threads that are not running an operator.
 
     Args:
-        threads: Python's identifiers of the threads to sample.
+        threads: Python's thread identifiers of the threads to sample.
         inside: C function that maps a thread identifier to the thread's innermost span (0 for none), or to `INSIDE` if
             the thread is running an operator or is unknown.
-        tick: called before each sample.
+        tick: function called before each sample.
     """
 
     def __init__(self, threads: Sequence[int], inside: Any, tick: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class PythonSampler(threading.Thread):
         self.seconds = 0.0  # processor time of this thread
         self.ending = threading.Event()
         self.asking: Any = None
-        self.looking = self.look  # keeps the bound method alive, because the library holds no reference
+        self.looking = self.look  # keeps a reference to the bound method, because the library holds none
 
     def start(self) -> None:
         main = threading.main_thread().ident
@@ -180,7 +180,7 @@ class PythonSampler(threading.Thread):
         super().start()
 
     def look(self, times: int) -> None:
-        """Sample the calling thread unless it runs an operator; the sample counts `times` times."""
+        """Sample the calling thread unless it is running an operator; the sample has the weight `times`."""
         self._see(threading.get_ident(), sys._getframe(1), times)
 
     def run(self) -> None:
@@ -188,7 +188,7 @@ class PythonSampler(threading.Thread):
             self.interval = min(LONGEST, self.interval * GROWTH)
             self.tick()
             frames = sys._current_frames() if self.watched else {}
-            if self.ending.is_set():  # the program is already waiting for this thread to end
+            if self.ending.is_set():  # the program is waiting for this thread to end
                 return
             for ident in self.watched:
                 if (frame := frames.get(ident)) is not None:
@@ -200,7 +200,7 @@ class PythonSampler(threading.Thread):
             self.seen.setdefault(span, Samples()).add(frame, times)
 
     def end(self) -> None:
-        """Stop sampling; the thread itself ends soon after."""
+        """Stop sampling; the sampling thread ends soon after."""
         self.ending.set()
         if self.asking is not None:
             self.asking.asked_end()

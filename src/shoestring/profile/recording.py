@@ -1,7 +1,7 @@
-"""A profile and its file: the compressed columns of its call tree, and facts about the recording.
+"""Defines profiles and their file format: the compressed columns of the call tree, and facts about the recording.
 
-The format is numpy's .npz without pickled objects: an array for every column, all names as one UTF-8 text, and a JSON
-table.
+The file is a numpy .npz without pickled objects. The file contains an array for every column, all names as one UTF-8
+text, and a JSON table.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shoestring.storage.whole import write_atomic
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one optimizer step or several consecutive ones."""
+    """Times of one optimizer step or of several consecutive steps."""
 
     first: int
     """Number of the first step, from 0."""
     steps: int
     seconds: float
-    """Seconds of all these steps together, measured from the end of the preceding step."""
+    """Total seconds of these steps, measured from the end of the preceding step."""
     longest: float
-    """Seconds of the longest step among these."""
+    """Seconds of the longest of these steps."""
     resident: int = 0
     """Resident bytes of the process after the last of these steps; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class WorkAt:
-    """Progress of the thread that runs the optimizer steps, at one moment."""
+    """Steps done and processor time used by the thread that runs the optimizer steps, at one moment."""
 
     steps: int
     processor: float
-    """Processor seconds of the thread since its start."""
+    """Processor seconds that the thread has used since it started."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class MemoryAt:
     seconds: float
     """Seconds since the start of the recording."""
     allocated: int
-    """Allocated bytes, including those on an accelerator."""
+    """Allocated bytes, including bytes on an accelerator."""
 
 
 @dataclass(frozen=True)
 class Events:
-    """All events with one name."""
+    """Number and times of all events with one name."""
 
     count: int
     seconds: float
@@ -69,13 +69,13 @@ class Events:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the recording of a profile, apart from the call tree."""
+    """Facts about a recorded program and its recording, apart from the call tree."""
 
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Wall-clock seconds from start to stop."""
+    """Wall-clock seconds from the start to the end of the recording."""
     overhead: float = 0.0
-    """Seconds, as a part of `seconds`, that recording itself took; they are not in the tree."""
+    """Seconds that recording itself took; they are included in `seconds`, but not in the tree."""
     lost: int = 0
     """Number of operators that were not recorded because the tree was full."""
     steps: int = 0
@@ -83,39 +83,39 @@ class Facts:
     clock: list[StepTimes] = field(default_factory=list)
     """Times of all steps in order, in at most 64 entries; in a long run, one entry covers several steps."""
     work: list[WorkAt] = field(default_factory=list)
-    """Progress over time of the thread that runs the optimizer steps, at most 32 entries."""
+    """Progress over time of the thread that runs the optimizer steps; at most 32 entries."""
     memory: list[MemoryAt] = field(default_factory=list)
-    """Allocated memory over time, at most 32 entries; empty if unknown."""
+    """Allocated memory over time; at most 32 entries, and none if unknown."""
     waits: dict[str, Events] = field(default_factory=dict)
-    """Events that delayed the program, by name, at most 64 names. Names are `garbage collection`, and for torch.compile
-    `compile: FUNCTION`, `recompile: REASON` or `graph break: REASON`."""
+    """Events that delayed the program, by name; at most 64 names. The names are `garbage collection` and, for
+    torch.compile, `compile: FUNCTION`, `recompile: REASON` and `graph break: REASON`."""
     unseen: list[str] = field(default_factory=list)
     """Sentences about work that the profile does not contain."""
     share: float = 1.0
-    """Fraction of the time in which operators were recorded; their times are scaled up to the whole run."""
+    """Fraction of the time in which operators were recorded; the recorded times are scaled up to the whole run."""
     inside: list[str] = field(default_factory=list)
     """Installed packages whose lines count as the program's own."""
     versions: dict[str, str] = field(default_factory=dict)
     collector: str = "native"
     """The recorder of operators: `native`, or `torch.profiler` if the native recorder could not be compiled."""
     processor: float = 0.0
-    """Processor seconds of all threads of the process, including those of recording; 0 if unknown."""
+    """Processor seconds of all threads of the process, including the threads that record; 0 if unknown."""
     beside: float = 0.0
-    """Processor seconds, as a part of `processor`, that recording took on its own threads or for JAX."""
+    """Processor seconds that recording took on its own threads or for JAX; they are included in `processor`."""
     cores: int = 0
     """Number of processor cores that the process could use; 0 if unknown."""
     threads: int = 0
-    """Largest observed number of threads of a torch operator; 0 if unknown."""
+    """Largest observed number of threads that a torch operator uses; 0 if unknown."""
     device: str = ""
 
 
 _SERIES = ("clock", "work", "memory")
-"""Names of the facts that are series of measurements."""
+"""Names of the fields of `Facts` that are series of measurements."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Own times of the nodes in each of several merged profiles."""
+    """Own times of each node in each of the merged profiles."""
 
     labels: list[str]
     """Names of the R merged profiles, such as `rank 0`."""
@@ -142,7 +142,7 @@ class Profile:
     def __post_init__(self) -> None:
         if self.ranks is not None and self.ranks.own.shape[1] != len(self.tree):
             raise DataError(
-                f"a profile of {len(self.tree)} nodes has times of ranks for {self.ranks.own.shape[1]} nodes"
+                f"a profile has {len(self.tree)} nodes, but times of ranks for {self.ranks.own.shape[1]} nodes"
             )
 
     def save(self, path: Path) -> None:
@@ -154,14 +154,14 @@ class Profile:
         write_atomic(path, self.content())
 
     def content(self) -> bytes:
-        """The content of the file to which `save` writes this profile."""
+        """Encode the profile as the content of the file that `save` writes."""
         arrays: dict[str, Any] = {
             name: column if column.dtype == np.float64 else _narrow(column)
             for name, column in columns(self.tree).items()
         }
         facts: dict[str, Any] = dict(asdict(self.facts))
         for name in _SERIES:
-            entries = facts[name]  # stored by column, which does not repeat the keys
+            entries = facts[name]  # store columns, so that keys are not repeated
             facts[name] = {key: [entry[key] for entry in entries] for key in (entries[0] if entries else ())}
         table: dict[str, Any] = {"facts": facts}
         if self.ranks is not None:
@@ -175,7 +175,7 @@ class Profile:
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile:
     names, sources = (read_json(arrays[name]) for name in ("names", "sources"))
     if not isinstance(names, list) or not all(isinstance(text, str) for text in (*names, *sources.values())):
-        raise ValueError("its names are not a list of texts")
+        raise ValueError("its names are not a list of strings")
     known = [name for name in COLUMNS if table["version"] > 1 or name not in ("idle", "alone")]  # new in version 2
     none = np.zeros(len(arrays["parent"]), np.int64)
     own: dict[str, Any] = {name: none for name in COLUMNS if name not in known}
@@ -187,17 +187,17 @@ def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Profile
     if "ranks" in table:
         labels = table["ranks"]
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-            raise ValueError("its ranks are not a list of texts")
+            raise ValueError("its ranks are not a list of strings")
         ranks = RankTimes(labels, integers(arrays["ranks"]))
         if float(np.abs(ranks.own.astype(float)).sum()) > LARGEST_SUM:
-            raise ValueError("times of its ranks are too large")
+            raise ValueError("the times of its ranks are too large")
     return Profile(tree, _facts(table["facts"]), sources, ranks)
 
 
 def _facts(table: dict[str, Any]) -> Facts:
     for name in _SERIES:
         series = table.get(name, [])
-        if isinstance(series, dict):  # since version 3; a list of tables before
+        if isinstance(series, dict):  # since version 3; earlier versions have a list of tables
             series = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
         table[name] = series
     facts = record(Facts, table)

@@ -1,4 +1,4 @@
-"""Settings for profiling a run; importing them does not import torch."""
+"""Settings for profiling a run; importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CallPaths(RecordsSteps):
-    """Profile some steps of training: where their time goes, line by line, as a file and a page in the run's folder."""
+    """Profile some training steps line by line, and write a file and a page that show where their time goes."""
 
     start: int = 10
-    """Number of steps before the first profiled step; the first steps of a run are slower than later ones."""
+    """Number of steps before the first profiled step; the first steps of a run are slower than later steps."""
     steps: int = 50
     """Number of steps to profile; 0 profiles all steps until training ends. More steps give more accurate means and
     cost time, but no memory."""
@@ -79,4 +79,4 @@ class CallPaths(RecordsSteps):
         return [Table(title="Lines that take the time", head=head, rows=rows, note=note)] if rows else []
 
 
-CallPaths.neutral = CallPaths(after=1, steps=3)  # any settings leave the training unchanged
+CallPaths.neutral = CallPaths(after=1, steps=3)  # with any settings, profiling leaves the training unchanged

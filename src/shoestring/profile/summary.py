@@ -1,4 +1,4 @@
-"""A profile as text for a terminal: findings, the program's lines by time, operators and native functions."""
+"""Formats a profile as text for a terminal: findings, the program's lines by time, operators and native functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shoestring.profile.recording import Facts, Profile
 from shoestring.profile.tree import CallTree, NodeKind, without_native
 
 _CODE = 48
-"""Maximum number of characters of a line's code that are shown."""
+"""Maximum number of characters shown of a source line."""
 
 _NOTABLE = 0.005
 """Events and costs below this share of the time are not shown."""
 
 
 def summary(profile: Profile, most: int = 15) -> Iterator[str]:
-    """Yield the lines of the text, with at most `most` lines of the program and a third as many operators."""
+    """Yield lines of text that show at most `most` source lines, and a third as many operators and native functions."""
     tree, total = profile.tree, max(without_imports(profile.tree), 1)
     yield from _headline(profile)
     yield from _findings(find(profile))
@@ -92,7 +92,7 @@ def _headline(profile: Profile) -> Iterator[str]:
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """Sentences about work that is not in the call tree."""
+    """Yield sentences about work that is missing from the call tree."""
     if facts.lost:
         yield f"{facts.lost:,} calls found no room in the tree; they are in no line."
     yield from facts.unseen
@@ -107,7 +107,7 @@ def command(facts: Facts) -> str:
 
 
 def waits(facts: Facts) -> list[tuple[str, float]]:
-    """(line of text, share of the time) for each kind of event that delayed the program, the longest first."""
+    """List (line of text, share of the time) for each kind of event that delayed the program, the longest first."""
     lines = []
     for name, events in sorted(facts.waits.items(), key=lambda item: -item[1].seconds):
         file, _, number = events.where.rpartition(":")
@@ -118,7 +118,7 @@ def waits(facts: Facts) -> list[tuple[str, float]]:
 
 
 def root(tree: CallTree) -> np.ndarray:
-    """Mask of the root node, whose own time belongs to no line and no operator."""
+    """Mask that selects the root node, whose own time belongs to no line and no operator."""
     return tree.kind == NodeKind.ROOT
 
 
@@ -164,7 +164,7 @@ def by_native_function(tree: CallTree) -> dict[str, int]:
 
 
 def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
-    """The comparison of two profiles as text: their times, and the lines whose time changed most."""
+    """Format a comparison of two profiles as text: their total times, and the lines whose time changed most."""
     before, after = comparison.total
     unit = "a step" if comparison.by_step else "in all"
     factor = f"{before / after:.2f}x as fast" if after > 0 else ""
@@ -188,7 +188,7 @@ def changes(comparison: Comparison, most: int = 15) -> Iterator[str]:
 
 
 def code(sources: Mapping[str, str], file: str, line: int) -> str:
-    """The source text of a line, cut to `_CODE` characters; empty if unknown."""
+    """The text of a source line, cut to `_CODE` characters; empty if unknown."""
     lines = sources.get(file, "").splitlines()
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return text if len(text) <= _CODE else f"{text[: _CODE - 1]}…"

@@ -1,8 +1,8 @@
-"""The calling-context tree of a profile: call paths from Python's lines into operators, with their counts and times.
+"""The calling-context tree of a profile: call paths from lines of Python to operators, with counts and times.
 
 Times are nanoseconds. A node's own time is its inclusive time minus the inclusive times of its children; all own times
-of a tree add up to the inclusive time of its root. Backward functions are below the code that ran them; `link` is the
-node of the operator whose gradient they compute.
+of a tree add up to the inclusive time of its root. Backward functions are below the code that ran them; `link` points
+to the operator whose gradient they compute.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ class NodeKind(IntEnum):
     BACKWARD = 3
     """A function of the backward pass."""
     SPAN = 4
-    """A named part of the program: a `record_function` of torch, or a span of shoestring."""
+    """A named part of the program: torch's `record_function`, or a span of shoestring."""
     LINK = 5
     """Parent of the backward functions of one operator of the forward pass."""
     OVERFLOWN = 6
-    """Stands for call paths left out of a full tree, or frames left out of a deep stack."""
+    """Replaces call paths that did not fit into a full tree, or frames left out of a deep stack."""
     KERNEL = 7
-    """A kernel or copy on an accelerator, launched by the operator above; its time is in `device` and in no other
-    column."""
+    """A kernel or copy on an accelerator, launched by the operator above it; the column `device` contains its time."""
     NATIVE = 8
     """A native function called by an operator or another native function; its own time is estimated from samples."""
 
@@ -52,22 +51,23 @@ FRACTIONS = ("squares", "count_variance", "own_variance")
 
 
 OUTER, INNER = 96, 96
-"""Numbers of outermost and innermost Python frames of a deep stack that are recorded, as in `native/callpaths.cpp`."""
+"""How many outermost and innermost Python frames of a deep stack are recorded; the same as in
+`native/callpaths.cpp`."""
 GAP = "… frames left out …"
-"""Name of the node, of kind OVERFLOWN, between the outermost and innermost frames of a deep stack."""
+"""Name of the OVERFLOWN node between the outermost and the innermost frames of a deep stack."""
 MOST_NODES, DEEPEST = 1 << 20, 1 << 12
 """Maximum number of nodes and maximum depth of a tree in a file."""
 LARGEST_SUM = float(1 << 62)
-"""Maximum sum of a column of a tree in a file, so that totals fit into 64-bit integers."""
+"""Maximum sum of a column in a file, so that totals fit into 64-bit integers."""
 
 
 ENGINE = "autograd::engine::evaluate_function: "
-"""Prefix that torch gives the name of a backward function when its engine evaluates it."""
+"""Prefix that torch's autograd engine adds to the name of a backward function that it evaluates."""
 
 
 @dataclass(frozen=True)
 class CallTree:
-    """Columns with an entry for each of N nodes; a node comes after its parent, and the first node is the root."""
+    """A tree of N nodes as columns of N entries; the first node is the root, and every node comes after its parent."""
 
     names: list[str]
     """Names of nodes: `file<TAB>qualified name` for Python functions, `library<TAB>name` for native functions."""
@@ -91,7 +91,7 @@ class CallTree:
     device: Integers
     """Nanoseconds of a KERNEL node on the accelerator; 0 for other nodes."""
     idle: Integers
-    """For a KERNEL node, nanoseconds in which the accelerator was idle just before it."""
+    """For a KERNEL node, nanoseconds in which the accelerator was idle directly before the kernel."""
     alone: Integers
     """For a KERNEL node that copies, nanoseconds in which no kernel ran at the same time."""
     graphed: Integers
@@ -99,13 +99,13 @@ class CallTree:
     inputs: Integers
     """Index into `names`: the arguments of a call, such as `float32[8,64], float32[64,64]`; 0 if unknown."""
     variants: Integers
-    """Lower bound of the number of different arguments, by shape, type or layout; 0 if unknown."""
+    """Lower bound of the number of distinct arguments that calls passed (by shape, type and layout); 0 if unknown."""
     squares: NDArray[np.float64]
-    """Sum of squared inclusive times of calls."""
+    """Sum over calls of the squared inclusive time."""
     count_variance: NDArray[np.float64]
-    """Variance of the estimate `count`; 0 if every call was recorded."""
+    """Variance of the estimate in `count`; 0 if every call was recorded."""
     own_variance: NDArray[np.float64]
-    """Variance of the estimate `own`: Python's own time is always sampled, and operators are sampled if the share is
+    """Variance of the estimate in `own`: time in Python is always sampled, and operators are sampled if the share is
     below 1."""
 
     def __post_init__(self) -> None:
@@ -113,16 +113,16 @@ class CallTree:
         sizes = {name: len(getattr(self, name)) for name in (*COLUMNS, *FRACTIONS)}
         flat = all(getattr(self, name).ndim == 1 for name in sizes)
         if size == 0 or not flat or set(sizes.values()) != {size}:
-            raise DataError(f"a profile has columns of different or zero length, in nodes: {sizes}")
+            raise DataError(f"columns of a profile are empty or have different lengths, in nodes: {sizes}")
         before = np.arange(size)
         fits = self.parent[0] == -1 and bool((self.parent[1:] >= 0).all() and (self.parent[1:] < before[1:]).all())
         within = all(bool(((index >= 0) & (index < len(self.names))).all()) for index in (self.name, self.inputs))
         linked = bool((self.link >= -1).all() and (self.link < size).all())
         if not (fits and within and linked):
-            raise DataError("nodes of a profile name parents, links or names that are not there")
+            raise DataError("nodes of a profile refer to parents, links or names that do not exist")
 
     def check_values(self) -> None:
-        """Refuse values that a damaged file may contain but that no recording produces.
+        """Raise an error for values that no recording produces, but that a damaged file may contain.
 
         Raises:
             DataError: a kind, number or link is invalid, or the tree is too large or too deep.
@@ -143,7 +143,7 @@ class CallTree:
 
     @cached_property
     def inclusive(self) -> Integers:
-        """Nanoseconds of each node together with all nodes below it."""
+        """Total nanoseconds of each node and all nodes below it."""
         return totals(self.parent, self.own)
 
     @cached_property
@@ -175,10 +175,10 @@ class CallTree:
         return self.names[self.name[node]].partition("\t")[0], int(self.line[node])
 
     def nearest(self, wanted: NDArray[np.bool_]) -> Integers:
-        """For each node, the nearest node in the mask `wanted`, at or above it; -1 if there is none.
+        """Map each node to the nearest node, at or above it, that the mask `wanted` selects; -1 if there is none.
 
-        At a link, the search continues from the operator of the forward pass, so backward functions get that operator's
-        lines.
+        At a link, the search continues from the operator of the forward pass, so a backward function is mapped to the
+        line that called its operator.
         """
         nearest = np.full(len(self), -1, np.int64)
         for node in range(len(self)):
@@ -192,7 +192,7 @@ class CallTree:
 
 
 def totals(parent: Integers, own: Integers) -> Integers:
-    """Inclusive times, computed from own times."""
+    """Compute inclusive times from own times."""
     inclusive = own.copy()
     for node in range(len(parent) - 1, 0, -1):
         inclusive[parent[node]] += inclusive[node]
@@ -204,12 +204,12 @@ _FRESH: Mapping[str, float] = {"least": 2**62} | dict.fromkeys((*_SUMS, *FRACTIO
 
 
 def both_ends(path: Sequence[T]) -> list[T | None]:
-    """A stack of frames; in a deep stack, None replaces the middle."""
+    """Shorten a deep stack of frames: None replaces the frames in the middle."""
     return list(path) if len(path) <= OUTER + INNER else [*path[:OUTER], None, *path[-INNER:]]
 
 
 class TreeBuilder:
-    """Builds a tree, in which equal call paths share a node."""
+    """Builds a call tree in which equal call paths share a node."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {"": 0}
@@ -218,11 +218,11 @@ class TreeBuilder:
         self.numbers: list[dict[str, float]] = [dict(_FRESH)]
 
     def text(self, name: str) -> int:
-        """The index of a name, which is added if it is new."""
+        """Return the index of a name, after adding the name if it is new."""
         return self.names.setdefault(name, len(self.names))
 
     def node(self, parent: int, kind: int, name: str, line: int = 0, link: int = -1) -> int:
-        """The node with these properties below `parent`, created if it is new."""
+        """Return the node with these properties below `parent`, after adding the node if it is new."""
         key = (parent, kind, self.text(name), line, link)
         if key not in self.nodes:
             self.nodes[key] = len(self.rows)
@@ -231,7 +231,7 @@ class TreeBuilder:
         return self.nodes[key]
 
     def line(self, parent: int, frame: tuple[str, int] | None) -> int:
-        """The node of a frame (`file<TAB>qualified name`, line) below `parent`; None stands for a gap."""
+        """Return the node of a frame (`file<TAB>qualified name`, line), or of a gap (None), below `parent`."""
         if frame is None:
             return self.node(parent, NodeKind.OVERFLOWN, GAP)
         return self.node(parent, NodeKind.PYTHON, *frame)
@@ -246,17 +246,17 @@ class TreeBuilder:
         variants: int = 0,
         **sums: float,
     ) -> None:
-        """Add calls to a node; `sums` has values of columns that are sums over calls, such as `count` and `own`."""
+        """Add calls to a node; `sums` are values to add to columns that sum over calls, such as `count` and `own`."""
         numbers = self.numbers[node]
         for name, value in sums.items():
             numbers[name] += value
         numbers["least"] = min(numbers["least"], least)
         numbers["most"] = max(numbers["most"], most)
-        if variants > numbers["variants"]:  # not added up, because trees may share variants
+        if variants > numbers["variants"]:  # not summed, because trees may have variants in common
             numbers["variants"], numbers["inputs"] = variants, self.text(inputs)
 
     def graft(self, tree: CallTree, onto: int = 0) -> list[int]:
-        """Add a tree below the node `onto`; returns the new number of each of its nodes."""
+        """Add the nodes of a tree below the node `onto`; return their new numbers, in the order of the added tree."""
         places = [onto]
         for node in range(len(tree)):
             if node:
@@ -281,7 +281,7 @@ class TreeBuilder:
         return places
 
     def build(self) -> CallTree:
-        """The finished tree.
+        """Return the finished tree.
 
         Raises:
             DataError: a sum exceeds 64 bits.
@@ -307,7 +307,7 @@ class TreeBuilder:
 
 
 def without_native(tree: CallTree) -> CallTree:
-    """The tree without nodes of native functions; their time is added to the operators above them."""
+    """Remove the nodes of native functions from a tree, and add their time to the operators above them."""
     native = tree.kind == NodeKind.NATIVE
     if not native.any():
         return tree
@@ -331,5 +331,5 @@ def merged(trees: Iterable[CallTree]) -> CallTree:
 
 
 def columns(tree: CallTree) -> Mapping[str, Any]:
-    """The columns of a tree by name."""
+    """Map the names of columns to the columns of a tree."""
     return {name: getattr(tree, name) for name in (*COLUMNS, *FRACTIONS)}

@@ -1,9 +1,9 @@
-"""Samples a program in time: records one window in each block, scales it up, and adjusts the share to a budget.
+"""Samples a program in time: records one window in each block, scales the times up, and adjusts the share to a budget.
 
-Before the first optimizer step, blocks are measured in seconds; after it, in steps, so that a window holds whole steps
-with forward and backward pass. A window begins at a random position in its block, so that every operator is equally
-likely to be recorded: stratified sampling with one sample per stratum. The variance within a block is estimated from
-the difference between the windows of neighbouring blocks.
+The length of a block is in seconds before the first optimizer step; afterwards it is in steps, so that a window
+contains whole steps with forward and backward pass. A window begins at a random position in its block, so that every
+operator is equally likely to be recorded; this is stratified sampling with one sample per stratum. The variance within
+a block is estimated from the difference between the windows of adjacent blocks.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ import numpy as np
 from shoestring.core.errors import ConfigError
 
 WINDOW = 0.05
-"""Seconds of a window before the first optimizer step."""
+"""Length of windows before the first optimizer step, in seconds."""
 
 FIRST_STEPS = 2
-"""Number of steps at the start that are all recorded."""
+"""Number of first steps, all of which are recorded."""
 
 BLOCK = 0.05, 0.5
-"""Smallest and largest value, in seconds, for the minimum length of a block. Between them, it is a tenth of the time so
-far, because reading the counters at the end of a block takes about a millisecond."""
+"""Bounds, in seconds, of the minimum length of a block. Within the bounds, the minimum length is a tenth of the elapsed
+time. Blocks must not be too short, because reading the counters at the end of a block takes about a millisecond."""
 
 UNSEEN = 2.5
-"""Prior estimate of the ratio of recording's whole cost to the cost that it measures itself; the rest is torch's work
-to call the recorder, and cache misses. The prior gets less weight with every comparison of steps with and without
-recording."""
+"""Prior estimate of the ratio of the whole cost of recording to the cost that the recorder measures itself. The
+recorder cannot measure torch's work to call it, nor cache misses. The prior gets less weight with every comparison of
+steps with and without recording."""
 DOUBT = 1.0
 """Relative standard error of `UNSEEN`."""
 COMPARED = 101
-"""Number of newest comparisons of steps with and without recording that are used."""
+"""Number of most recent comparisons (of steps with and without recording) that are used."""
 
 SHARES = 0.005, 0.9
-"""Minimum and maximum share under a budget; the maximum leaves some unrecorded steps for comparison."""
+"""Minimum and maximum share if a budget is set; the maximum leaves some unrecorded steps for comparison."""
 
 
 class Spent(NamedTuple):
-    """Seconds spent since some fixed moment."""
+    """Seconds spent since a fixed starting point."""
 
     recording: float
-    """Time that recording took by its own measurement."""
+    """Time that recording took, as measured by the recorder itself."""
     processor: float
     """Processor time of the program and of profiling."""
     beside: float
-    """Processor time of those parts of profiling that continue while recording is paused."""
+    """Processor time of the parts of profiling that continue while recording is paused."""
 
     def since(self, earlier: Spent) -> Spent:
         return Spent(*(now - then for now, then in zip(self, earlier, strict=True)))
@@ -68,7 +68,7 @@ class Counters(Protocol):
 
 @dataclass
 class Stratum:
-    """The current block and its window, in steps or seconds."""
+    """A block and its window; positions are in steps or seconds."""
 
     begin: float
     end: float
@@ -80,20 +80,20 @@ class Stratum:
 
 @dataclass
 class ThreadEstimate:
-    """Estimates for one thread: rows are nodes; columns are count, inclusive, within, graphed, squares."""
+    """Estimates for one thread; rows are nodes, and columns are count, inclusive, within, graphed, squares."""
 
     totals: np.ndarray = field(default_factory=lambda: np.zeros((0, 5)))
     variances: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """(N, 2): variances of count and own time."""
     rates: np.ndarray | None = None
-    """Values of the last window, per unit (step or second); None before the first window of this unit."""
+    """Values per unit (step or second) in the last window; None before the first window in the current unit."""
     seen: np.ndarray = field(default_factory=lambda: np.zeros((0, 5)))
     """Counters at the end of the last window."""
     pending: float = 0.0
-    """Sum of length × unrecorded length over blocks whose variance is unknown until the next window."""
+    """Sum of (length × unrecorded length) over the blocks whose variance only the next window can show."""
 
     def add(self, counters: np.ndarray, recorded: float, length: float) -> None:
-        """Add a window of `recorded` units that represents a block of `length` units."""
+        """Add the counters at the end of a window of `recorded` units, which represents a block of `length` units."""
         size = len(counters)
         for name in ("totals", "variances", "seen", "rates"):
             old = getattr(self, name)
@@ -112,13 +112,13 @@ class ThreadEstimate:
         self.rates = rates
 
     def extend(self, length: float) -> None:
-        """Add a block without a window; its values per unit are assumed to be those of the last window."""
+        """Add a block without a window, assuming the same values per unit as in the last window."""
         if self.rates is not None:
             self.totals += self.rates * length
             self.pending += length * length
 
     def settled(self) -> np.ndarray:
-        """The variances; after a single window, the standard error is taken to be as large as the estimate."""
+        """Return the variances; after a single window, the standard error is assumed to be as large as the estimate."""
         if self.pending and self.rates is not None:
             own = np.stack([self.rates[:, 0], self.rates[:, 1] - self.rates[:, 2]], axis=1)
             self.variances = self.variances + self.pending * own**2
@@ -126,7 +126,7 @@ class ThreadEstimate:
         return self.variances
 
     def change_unit(self) -> None:
-        """Switch the unit from seconds to steps."""
+        """Switch the unit of lengths from seconds to steps."""
         self.settled()
         self.rates = None
 
@@ -135,16 +135,16 @@ class ThreadEstimate:
 class Price:
     """Estimates the overhead of recording, as a fraction of the processor time of the recorded work.
 
-    The prior is the self-measured cost times `UNSEEN`. Each block with recorded and unrecorded steps adds a comparison
-    of recorded with unrecorded steps; the less the newest comparisons vary, the more weight their median gets.
+    The prior is `UNSEEN` times the cost that the recorder measures itself. Every block with recorded and unrecorded
+    steps adds a comparison of the two; the less the most recent comparisons vary, the more weight their median gets.
     """
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     measured: float = 0.0
-    """Overhead that recording measures itself, as a fraction, smoothed over windows."""
+    """Overhead measured by the recorder itself, as a fraction, smoothed over windows."""
 
     def measure(self, window: Spent) -> None:
-        """Add the time that the profiler itself took in a window that has ended."""
+        """Add the time that the recorder itself measured in a finished window."""
         if window.processor > window.recording:
             loss = window.recording / (window.processor - window.recording)
             self.measured += (loss - self.measured) / (4 if self.measured else 1)
@@ -156,7 +156,7 @@ class Price:
 
     @property
     def loss(self) -> float:
-        """The estimated overhead: prior and median, weighted by their precision."""
+        """The estimated overhead: the mean of prior and median, weighted by their precision."""
         expected = UNSEEN * self.measured
         if len(self.ratios) < 3 or not expected:
             return expected
@@ -170,12 +170,12 @@ class Price:
 
 
 class Windows:
-    """Opens and closes windows of recording as steps and seconds pass.
+    """Opens and closes windows of recording as the program's steps and time advance.
 
     Args:
-        read: returns the counters of all threads.
-        pause: stops recording (True) or continues it (False).
-        cost: returns the time spent so far.
+        read: function that returns the counters of all threads.
+        pause: function that pauses recording (True) or resumes it (False).
+        cost: function that returns the time spent so far.
         share: fraction of the time to record, in (0, 1].
         budget: fraction of the program's processor time that recording may add; if not None, it sets the share.
 
@@ -206,21 +206,21 @@ class Windows:
         self.opened_at = self.stepped_at = 0.0
 
     def begin(self) -> None:
-        """Start the first block, all of which is recorded."""
+        """Start the first block, which is recorded entirely."""
         self.threads = [ThreadEstimate(seen=_columns(counters)) for counters in self.read()]
         self.began = self.block_began = self.window_began = self.cost()
         self.window: Spent | None = None
         self.block = Stratum(0.0, WINDOW, 0.0, WINDOW, 0.0)
 
     def tick(self, seconds: float) -> None:
-        """Advance to `seconds` after the start; called at regular times."""
+        """Advance to `seconds` seconds after the start; called at regular intervals."""
         with self.lock:
             self.now = seconds
             if not self.stepping:
                 self._advance(self._of_program())
 
     def step(self, seconds: float) -> None:
-        """Advance past the end of an optimizer step, `seconds` after the start."""
+        """Advance past the end of an optimizer step, which is `seconds` seconds after the start."""
         began = time.perf_counter()
         with self.lock:
             if self.stepping:
@@ -238,14 +238,14 @@ class Windows:
         self.handling += time.perf_counter() - began
 
     def finish(self, seconds: float) -> list[tuple[np.ndarray, np.ndarray]]:
-        """End the last block; returns totals and variances of each thread."""
+        """End the last block; return (totals, variances) of each thread."""
         with self.lock:
             self.now = seconds
             self._end(self.steps if self.stepping else self._of_program())
             return [(thread.totals, thread.settled()) for thread in self.threads]
 
     def _of_program(self) -> float:
-        """Seconds since the start without the cost of recording, which would make recorded time seem longer."""
+        """Seconds since the start, without the cost of recording, which would make recorded work seem slower."""
         return self.now - self.cost().since(self.began).recording * UNSEEN
 
     def _advance(self, position: float) -> None:
@@ -280,7 +280,7 @@ class Windows:
             self.recording = False
 
     def _keep_budget(self, budget: float, length: float) -> None:
-        """Set the share for the next block after one of `length` units."""
+        """Set the share for the next block, after a block of `length` units."""
         whole, window, own = self.cost().since(self.block_began), self.window, self.handling - self.handled
         rest = length - self.block.recorded
         if self.stepping and window is not None and rest > 0:
@@ -288,14 +288,14 @@ class Windows:
             self.price.compare((window.processor - window.beside) / self.block.recorded, outside / rest)
         spent, loss = self.cost().since(self.began), max(self.price.loss, 1e-9)
         beside = (spent.beside + self.handling) / max(spent.processor, 1e-9)
-        recorded = self.recorded / (1 + loss)  # seconds that the recorded work would take without recording
+        recorded = self.recorded / (1 + loss)  # seconds that the recorded work would have taken without recording
         missed = budget - beside - loss * recorded / max(self.now - self.recorded + recorded, 1e-9)
-        # correct for having spent too much or too little so far, by at most half of the budget
+        # correct for cost above or below the budget so far, by at most half of the budget
         wanted = budget - beside + min(max(missed, -budget / 2), budget / 2)
         self.share = min(max(wanted / loss, SHARES[0]), SHARES[1])
 
     def _end(self, position: float) -> None:
-        """End the block, which may have had no window, and add its estimates."""
+        """End the block and add its estimates; the block may have had no window."""
         block = self.block
         if block.opened is not None and position > block.opened:
             self._close(position)
@@ -319,12 +319,12 @@ class Windows:
         seconds = min(max(BLOCK[0], self.now / 10), BLOCK[1])
         unit_seconds = (self.step_seconds or seconds) if self.stepping else WINDOW
         window = length = ceil(seconds / unit_seconds)
-        if self.share < 1:  # at least one recorded and one unrecorded unit, for comparison
+        if self.share < 1:  # at least one recorded and one unrecorded unit, so that they can be compared
             window = max(1, round(self.share * max(length, 1 / self.share, 1 / (1 - self.share))))
             length = max(round(window / self.share), window + 1)
         most = ceil(max(self.now, BLOCK[1]) / unit_seconds)
         if self.budget is not None and length > most:
-            # the first windows exceeded the budget: record nothing for a while, then choose a block again
+            # the first windows exceeded the budget: record nothing for a while, then plan a block again
             self.block = Stratum(position, position + most * unit, inf, inf)
             return
         opens = position + unit * (self.random.randrange(length - window + 1))

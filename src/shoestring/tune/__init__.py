@@ -1,8 +1,8 @@
-"""Hyperparameter search whose trials continue on other machines after a failure. Imports neither torch nor Optuna.
+"""Hyperparameter search whose trials continue on other machines after a failure; imports neither torch nor Optuna.
 
 `settings` defines the tables of a study file, and `space` the dimensions of the search. `store` keeps trials and their
 leases in one database, `worker` runs leased trials, and `process` runs one trial as a process. `search`, `gaussian` and
-`population` choose what runs next.
+`population` choose the next trial and its settings.
 """
 
 from shoestring.tune.settings import Halving, Population, Study

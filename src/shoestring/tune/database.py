@@ -1,8 +1,8 @@
-"""Connects to the database of a study, masks its URL in messages, and distinguishes outages from other errors.
+"""Connects to a study's database, masks the database's URL in messages, and distinguishes outages from other errors.
 
-A user may have put a password anywhere in a URL, so masking does not rely on a pattern. A shown URL is built from the
-parts that SQLAlchemy parses, and only if none of them can be a fragment of a password that was split at the wrong
-character. A driver's message is shown only if it contains no secret of the URL.
+A user may have put a password anywhere in a URL, so masking does not rely on a pattern. Messages show a URL assembled
+from the parts that SQLAlchemy parses, and only if no part can be a fragment of a password that was split at the wrong
+character. A driver's message is shown only if it does not contain a secret from the URL.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from shoestring.core.errors import ConfigError
 
 BUSY = 20.0
-"""Seconds that a request waits while another worker writes to an SQLite file."""
+"""Maximum seconds that a request waits while another worker writes to an SQLite file."""
 HIDDEN = "***"
-"""Shown in place of a URL that may reveal a password."""
+"""Text shown instead of a URL that may reveal a password."""
 
 _FORMS = "sqlite:///PATH, or postgresql+psycopg://USER@HOST/NAME with `pip install shoestring[postgresql]`"
 _ENCODED = "in a URL, `@`, `:` and `/` of a name or password are written %40, %3A and %2F"
@@ -34,20 +34,20 @@ _HOST = re.compile(r"[\w.-]*|[0-9a-fA-F:.]+")
 _PUBLIC = frozenset({"sslmode", "connect_timeout", "application_name", "host", "port", "user", "dbname", "mode", "uri"})
 """Query parameters of a URL whose values are not secret."""
 _SQLITE_OUTAGES = frozenset({5, 6, 7, 9, 10, 13, 14, 15, 22})
-"""SQLite's result codes of temporary errors: busy, locked, no memory, interrupted, I/O error, full, cannot open,
-protocol, no large files; https://sqlite.org/rescode.html. Other codes, such as 1 for a missing column, stand for
-permanent errors."""
+"""SQLite's result codes of temporary errors (SQLITE_BUSY, LOCKED, NOMEM, INTERRUPT, IOERR, FULL, CANTOPEN, PROTOCOL and
+NOLFS); see https://sqlite.org/rescode.html. Other codes, such as 1 for a missing column, mean permanent errors."""
 _OUTAGE_STATES = ("08", "40", "53", "55P03", "57", "58", "25006", "XX000")
-"""Prefixes of PostgreSQL's SQLSTATEs of temporary errors: connection, rollback, resources, locks, intervention, system,
-a standby that becomes the primary; https://www.postgresql.org/docs/current/errcodes-appendix.html."""
+"""Prefixes of PostgreSQL's SQLSTATEs of temporary errors: lost connections, rollbacks, missing resources, unavailable
+locks, operator intervention, system errors, and a standby that becomes the primary; see
+https://www.postgresql.org/docs/current/errcodes-appendix.html."""
 
 
 class StoreOutageError(ConfigError):
-    """The store does not answer or is busy; the same request may succeed later."""
+    """The store does not respond or is busy; the same request may succeed later."""
 
 
 def connect(url: str) -> Engine:
-    """Create an engine without connecting; with SQLite, its transactions take the write lock when they begin.
+    """Create an engine without connecting; SQLite transactions of this engine take the write lock when they begin.
 
     Raises:
         ConfigError: the URL or its driver is unusable.
@@ -64,24 +64,25 @@ def connect(url: str) -> Engine:
         return engine
     raise ConfigError(
         message, hint=_ENCODED if masked(url) == HIDDEN else _FORMS
-    )  # without `from error`, because that error contains the URL
+    )  # no `from error`, because `error` contains the URL
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """Arguments of `create_engine` for this store and for Optuna's; with them, a dead server is noticed in seconds."""
+    """Arguments of `create_engine`, for this store and for Optuna's, that detect a dead server within seconds."""
     if url.startswith("sqlite"):
         return {"connect_args": {"timeout": BUSY}}
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 5}}
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:
-    # the driver must not begin transactions: ours take the write lock first, so that none fails at its first write
+    # keep the driver from beginning transactions: ours take the write lock at once, so that no transaction fails at its
+    # first write
     connection.isolation_level = None
     connection.execute("PRAGMA synchronous=FULL")
 
 
 def write_ahead(engine: Engine) -> None:
-    """Let others read an SQLite file while one process writes; called once, because the file stores this mode."""
+    """Let processes read an SQLite file while another writes; called only once, because the file stores this mode."""
     if engine.dialect.name == "sqlite":
         connection = engine.raw_connection()
         try:
@@ -91,7 +92,7 @@ def write_ahead(engine: Engine) -> None:
 
 
 def sqlite_file(engine: Engine) -> Path | None:
-    """The database's file; None for a server or a database in memory."""
+    """The file of an SQLite database; None for a server or a database in memory."""
     name = engine.url.database or ""
     plain = engine.dialect.name == "sqlite" and name not in ("", ":memory:") and not name.startswith("file:")
     return Path(name) if plain else None
@@ -101,7 +102,7 @@ def sqlite_file(engine: Engine) -> Path | None:
 
 
 def masked(url: str | URL) -> str:
-    """A URL for messages: without password and query, or `***` if it is uncertain which part of it is the password."""
+    """Format a URL for messages: without password and query, or `***` if it is unclear which part is the password."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -116,7 +117,7 @@ def masked(url: str | URL) -> str:
 
 
 def _secrets(url: URL) -> set[str]:
-    """Password and query values that no message may repeat, plain and URL-encoded."""
+    """The password and query values, plain and URL-encoded, that no message may contain."""
     values = [url.password] if url.password else []
     for name, value in url.query.items():
         values += () if name in _PUBLIC else (value,) if isinstance(value, str) else value
@@ -130,12 +131,12 @@ def _secrets(url: URL) -> set[str]:
 
 @contextmanager
 def usable(engine: Engine) -> Iterator[None]:
-    """Turn database errors inside this context, including errors of Optuna's requests, into one-line errors.
+    """Context that turns database errors, including errors of Optuna's requests, into one-line errors.
 
     Raises:
         StoreOutageError: the same request may succeed later.
         ConfigError: the same request would fail again.
-        IntegrityError: a row exists already, or refers to a missing row; the caller handles this error.
+        IntegrityError: a row already exists or refers to a missing row; passed on for the caller to handle.
     """
     try:
         yield
@@ -150,7 +151,7 @@ def usable(engine: Engine) -> Iterator[None]:
 
 
 def explain(engine: Engine, error: BaseException) -> ConfigError | None:
-    """The error to raise for an error of SQLAlchemy or Optuna about the store; None for any other error."""
+    """Make the error to raise for an error of SQLAlchemy or Optuna about the store; None for any other error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, SQLAlchemyError):
         cause = cause.__cause__ or cause.__context__ if type(cause).__module__.startswith("optuna.") else None
@@ -166,7 +167,7 @@ def explain(engine: Engine, error: BaseException) -> ConfigError | None:
 
 
 def _is_outage(error: SQLAlchemyError) -> bool:
-    """Whether an error is temporary, and not caused by the database's content or by the request."""
+    """Whether an error is temporary rather than caused by the database's content or by the request."""
     if isinstance(error, PoolTimeoutError):
         return True
     if not isinstance(error, DBAPIError):

@@ -1,7 +1,7 @@
 """Converts dimensions and their values to Optuna's distributions and back.
 
-Optuna stores the index of a choice, looks choices up by equality, and accepts only strings, numbers and booleans.
-Therefore lists, and choices that are equal but of different types (1, 1.0 and true), are passed to Optuna as text.
+Optuna stores the index of a choice, looks choices up by equality, and accepts only strings, numbers and booleans. Lists
+are therefore passed to Optuna as text, and so are choices that are equal but have different types (1, 1.0 and true).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoestring.tune.space import Dimension, spelled
 
 
 def distribution(dimension: Dimension) -> BaseDistribution:
-    """Optuna's distribution for a dimension."""
+    """Convert a dimension to Optuna's distribution."""
     if dimension.kind == "choice":
         return CategoricalDistribution(_labels(dimension))
     if dimension.kind == "int":
@@ -25,12 +25,12 @@ def distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def suggest(trial: optuna.Trial, dimension: Dimension) -> Any:
-    """Ask the trial's sampler for the value of a dimension."""
+    """Ask the trial's sampler for a value of a dimension."""
     return _from(dimension, trial._suggest(dimension.key, distribution(dimension)))
 
 
 def to_optuna(space: Sequence[Dimension], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values, by key, to Optuna's values."""
+    """Convert a mapping of keys to values into Optuna's values."""
     by_key = {dimension.key: dimension for dimension in space}
     return {
         key: _labels(dimension)[dimension.index(value)] if (dimension := by_key[key]).kind == "choice" else value
@@ -39,7 +39,7 @@ def to_optuna(space: Sequence[Dimension], values: Mapping[str, Any]) -> dict[str
 
 
 def from_optuna(space: Sequence[Dimension], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Optuna's values, by key, back to values of the dimensions."""
+    """Convert a mapping of keys to Optuna's values back into values of the dimensions."""
     return {dimension.key: _from(dimension, values[dimension.key]) for dimension in space if dimension.key in values}
 
 

@@ -1,4 +1,4 @@
-"""Bayesian optimization that takes running trials into account: a Gaussian process with expected improvement.
+"""Bayesian optimization by a Gaussian process with expected improvement, which takes running trials into account.
 
 The kernel is Matern 5/2 with a length scale per dimension, fitted by maximum a posteriori. The outcomes of running
 trials are drawn jointly from the posterior ("fantasies"), and the improvement is averaged over the draws (Snoek et al.,
@@ -26,15 +26,15 @@ from shoestring.tune.space import Dimension
 Array = NDArray[np.float64]
 
 FANTASIES, CANDIDATES, STARTS, ROUNDS = 24, 1024, 8, 6
-_JITTER = 1e-8  # added to the kernel's diagonal, so that the Cholesky decomposition does not fail through rounding
+_JITTER = 1e-8  # added to the kernel's diagonal, so that rounding does not make the Cholesky decomposition fail
 
 
 class GaussianSampler(BaseSampler):
-    """An Optuna sampler that proposes values by a Gaussian process; dimensions with conditions are drawn at random.
+    """An Optuna sampler that proposes values by a Gaussian process; conditional dimensions are sampled at random.
 
     Args:
-        seed: seed of this proposal.
-        sequence: seed of the Sobol sequence from which the first trials are taken.
+        seed: seed of the sampler's random numbers.
+        sequence: seed of the Sobol sequence that provides the values of the first trials.
     """
 
     def __init__(self, space: Sequence[Dimension], *, seed: int, sequence: int = 0) -> None:
@@ -79,12 +79,12 @@ class GaussianSampler(BaseSampler):
 
 
 def width(space: Sequence[Dimension]) -> int:
-    """Number of coordinates that encode the values of a space."""
+    """Number of coordinates of an encoded point of a space."""
     return sum(len(dimension.choices) or 1 for dimension in space)
 
 
 def encode(space: Sequence[Dimension], values: Mapping[str, Any]) -> Array:
-    """Encode values as a point in the unit cube; a choice is one-hot, with one coordinate per option."""
+    """Encode values as a point in the unit cube; a choice is encoded one-hot, with one coordinate per option."""
     point: list[float] = []
     for dimension in space:
         value = values[dimension.key]
@@ -99,7 +99,7 @@ def encode(space: Sequence[Dimension], values: Mapping[str, Any]) -> Array:
 
 
 def decode(space: Sequence[Dimension], point: Array) -> dict[str, Any]:
-    """Decode a point to values: integers are rounded; of a choice, the option with the largest coordinate is taken."""
+    """Decode a point to values: integers are rounded, and a choice becomes the option with the largest coordinate."""
     values: dict[str, Any] = {}
     at = 0
     for dimension in space:
@@ -122,7 +122,7 @@ def decode(space: Sequence[Dimension], point: Array) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process with its data: `points` (n, d), and `values` (n,) with mean about 0 and variance about 1."""
+    """A Gaussian process fitted to data: `points` (n, d), and `values` (n,) with mean about 0 and variance about 1."""
 
     points: Array
     values: Array
@@ -150,7 +150,7 @@ class Process:
         return mean, np.sqrt(np.maximum(1.0 - np.sum(solved**2, axis=0), 1e-12))
 
     def extended(self, points: Array) -> Process:
-        """The process conditioned on its own posterior means at points (m, d), as if these means had been observed."""
+        """Condition the process on its own posterior means at points (m, d), as if these means had been observed."""
         mean = self.marginal(points)[0]
         data = np.concatenate([self.points, points]), np.concatenate([self.values, mean])
         return Process(*data, self.scales, self.noise)
@@ -158,8 +158,8 @@ class Process:
     def improvement(self, points: Array, outcomes: Array) -> Array:
         """Expected improvement at points (m, d), averaged over the fantasies in `outcomes` (n, fantasies).
 
-        A floor on the variance keeps the improvement above 0 everywhere, so its logarithm, which has the same maximum,
-        is not needed.
+        A floor on the variance keeps the improvement above 0 everywhere, so there is no need to maximize its logarithm
+        instead.
         """
         root, cross = self._root, matern(self.points, points, self.scales)
         solved = linalg.solve_triangular(root, cross, lower=True)
@@ -178,7 +178,8 @@ def matern(left: Array, right: Array, scales: Array) -> Array:
 def fit(points: Array, values: Array) -> Process:
     """Fit length scales and noise by maximum a posteriori.
 
-    The priors are log-normal with medians of 0.5 sqrt(d) and 1e-4: distances in the unit cube grow with sqrt(d).
+    The priors are log-normal. The median for length scales is 0.5 sqrt(d), because distances in the unit cube grow with
+    sqrt(d); the median for the noise is 1e-4.
     """
     width = points.shape[1]
     middle = np.append(np.full(width, np.log(0.5 * np.sqrt(width))), np.log(1e-4))
@@ -211,7 +212,7 @@ def fit(points: Array, values: Array) -> Process:
 def propose(
     space: Sequence[Dimension], seen: Array, values: Array, pending: Array, random: np.random.Generator
 ) -> dict[str, Any]:
-    """The values of the space with the largest expected improvement over the smallest outcome.
+    """Find the values in the space with the largest expected improvement over the smallest outcome.
 
     Args:
         seen: encoded points (n, d) with known outcomes.
@@ -236,18 +237,18 @@ def propose(
 def maximize(
     space: Sequence[Dimension], score: Callable[[Array], Array], starts: Array, random: np.random.Generator
 ) -> Array:
-    """The point (d,) in the unit cube with the largest score, among points that encode values of the space.
+    """Search for the point (d,) in the unit cube with the largest score, among points that encode values of the space.
 
     Args:
         score: maps points (m, d) to their scores (m,).
-        starts: points (n, d) whose neighbourhoods are searched in addition to random points.
+        starts: points (n, d) whose neighbourhoods are searched, in addition to random points.
     """
     near = np.repeat(starts, max(1, CANDIDATES // (4 * len(starts))), axis=0)
     points = np.concatenate([
         random.random((CANDIDATES, near.shape[1])), near + 0.05 * random.standard_normal(near.shape)
     ])  # fmt: skip
     spread, winner = 0.1, points[0]
-    for _ in range(ROUNDS):  # first random points, then ever closer neighbours of the best points
+    for _ in range(ROUNDS):  # first around random points and `starts`, then ever closer to the best points
         points = np.array([encode(space, decode(space, point)) for point in points])
         scores = score(points)
         top = points[np.argsort(-scores)[:STARTS]]

@@ -1,9 +1,9 @@
 """Population based training (PBT, https://arxiv.org/abs/1711.09846) and PB2 (https://arxiv.org/abs/2002.02518).
 
-All members of a population pause at the same steps to be compared. A member that is among the worst at a step ends, and
-a fork replaces it: a new trial that begins from the checkpoint of one of the best members, with other settings. Members
-do not wait: a member is compared with the members that have already reached its step. The member that is furthest
-behind moves first, so most other members have reached its step.
+All members of a population pause at the same steps to be compared. A member that is among the worst at a step ends. A
+fork replaces the ended member: a new trial that begins from the checkpoint of one of the best members, with other
+settings. Members do not wait for each other: a member is compared with the members that have already reached the same
+step. The member that is furthest behind is compared first, when most other members have reached its step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shoestring.tune.space import Dimension
 from shoestring.tune.store import TrialLease
 
 Scores = Mapping[int, Mapping[int, float]]
-"""Maps a trial's number to its objective at each comparison that it reached; smaller is better."""
+"""Maps a trial's number and a comparison's number to the trial's objective at this comparison; smaller is better."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A member that ends, and the parent from whose checkpoint at the same comparison the replacing trial begins."""
+    """A member to replace by a fork, and the parent from whose checkpoint at this comparison the fork begins."""
 
     ended: TrialLease
     parent: TrialLease
@@ -35,12 +35,12 @@ class Fork:
 def scores_of(
     trials: Sequence[TrialLease], reports: Mapping[int, Mapping[int, float]], population: Population, sign: int
 ) -> dict[int, dict[int, float]]:
-    """The objective of each trial, by number, at each comparison that the trial itself (not its parent) reached.
+    """Find each trial's objective at every comparison that the trial itself, rather than its parent, has reached.
 
-    A non-finite value counts as infinitely bad.
+    A value that is not finite counts as infinitely bad.
 
     Args:
-        reports: reported values by the trial's id and by step.
+        reports: maps a trial's id and a step to the reported value.
         sign: 1 to minimize the objective, -1 to maximize it.
     """
     scores: dict[int, dict[int, float]] = {}
@@ -57,9 +57,9 @@ def scores_of(
 def next_move(
     trials: Sequence[TrialLease], scores: Scores, population: Population, random: np.random.Generator
 ) -> TrialLease | Fork | None:
-    """The paused member that is furthest behind, if it continues; a `Fork` if another trial replaces it.
+    """Decide about the paused member that is furthest behind: it continues, or a `Fork` replaces it.
 
-    None if no member is paused.
+    Returns None if no member is paused.
     """
     paused = [trial for trial in trials if trial.state == "paused"]
     if not paused:
@@ -73,7 +73,7 @@ def next_move(
         return member
     best = []
     for number in ranked[:count]:
-        # only a trial that paused here has a checkpoint of this comparison: a fast trial may end before it is asked to
+        # only a trial that paused here has a checkpoint of this comparison; a fast trial may end before it is asked to
         # pause
         has_paused = at_rung[number].rung > rung or at_rung[number].state in ("paused", "pruned")
         if has_paused and math.isfinite(scores[number][rung]):
@@ -87,7 +87,7 @@ def next_move(
 def perturb(
     space: Sequence[Dimension], values: Mapping[str, Any], population: Population, random: np.random.Generator
 ) -> dict[str, Any]:
-    """PBT: multiply each number by 0.8 or 1.2, move each choice to a neighbouring option, or draw a new value."""
+    """Change settings as in PBT: multiply by 0.8 or 1.2, move a choice to an adjacent option, or draw a new value."""
     changed: dict[str, Any] = {}
     for dimension in space:
         if not dimension.applies(changed):
@@ -114,11 +114,11 @@ def bandit(
     population: Population,
     random: np.random.Generator,
 ) -> dict[str, Any]:
-    """PB2: the settings with the largest upper confidence bound on the improvement until the next comparison.
+    """Choose settings as in PB2: by the largest upper confidence bound on the improvement until the next comparison.
 
-    The Gaussian process has time as an additional dimension, so old results lose weight at a fitted rate (in the paper,
-    the decay has a fixed form). Running trials are included with their expected outcomes, so that simultaneous forks
-    differ. Choices, and keys with conditions, are changed as in PBT.
+    The Gaussian process has time as an additional dimension, so old results lose weight at a fitted rate; in the paper,
+    the decay has a fixed form instead. Running trials are included with their expected outcomes, so that simultaneous
+    forks differ. Choices and conditional keys are changed as in PBT.
     """
     numbers = [dimension for dimension in space if not dimension.choices and not dimension.when]
     changed = perturb([dimension for dimension in space if dimension not in numbers], values, population, random)
@@ -147,8 +147,8 @@ def bandit(
 def _intervals(
     space: Sequence[Dimension], trials: Sequence[TrialLease], scores: Scores, population: Population
 ) -> tuple[Array, Array]:
-    """Data for the Gaussian process: for each of n intervals between two comparisons, its end time and settings (n, 1 +
-    d), and the decrease of the objective over the interval (n,)."""
+    """Collect the data for the Gaussian process from the n intervals between two comparisons: the end time and settings
+    of each interval (n, 1 + d), and the decrease of the objective over the interval (n,)."""
     points, gains = [], []
     by_number = {trial.number: trial for trial in trials}
     for trial in trials:

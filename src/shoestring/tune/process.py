@@ -1,4 +1,4 @@
-"""Runs a trial as a process: forks the process, reads its metrics, and ends it when the worker that started it ends."""
+"""Runs a trial as a process: forks it, reads the trial's metrics, and ends the process if its worker ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shoestring.storage.guarded import open_regular
 
 LOG = "trial.log"
 _LONGEST = 1 << 20
-"""Maximum bytes of a row of metrics, and maximum bytes read from the end of a log."""
+"""Maximum bytes of a row of metrics, and of the end of a log that is read."""
 _MOST_STEPS = 1 << 62
 SIGKILL_WITH_PARENT = (1, signal.SIGKILL, 0, 0, 0)
-"""Arguments of prctl for SIGKILL when the parent ends: PR_SET_PDEATHSIG is 1."""
+"""Arguments of prctl that make the kernel send SIGKILL when the parent ends; PR_SET_PDEATHSIG is 1."""
 
 
 class TrialServer:
-    """Forks trials from a server process that has imported their modules, so that they start at once; to be closed.
+    """Forks trials from a server process that has already imported their modules, so that trials start quickly.
 
     Args:
         preloaded: names of the modules to import.
@@ -41,17 +41,17 @@ class TrialServer:
         self._server: ForkServer | None = None
 
     def fork(self, function: Callable[..., Any], arguments: Sequence[Any], log: int) -> tuple[ForkServer, int]:
-        """Start a process, in its own session, that calls a module's function; returns the server and the process id.
+        """Fork a process, in its own session, that calls a module-level function; return the server and the process id.
 
         Raises:
-            RuntimeError: the server process has ended; the next call starts another.
+            RuntimeError: the server process has ended; the next call starts a new server.
         """
         if self._server is not None and self._server.ended:
             self._server.close()
             self._server = None
         if self._server is None:
-            # A process that has initialized CUDA cannot fork users of a GPU; with this variable, torch counts devices
-            # by NVML.
+            # A process that has initialized CUDA cannot fork processes that use a GPU. With this variable, torch counts
+            # devices through NVML instead of initializing CUDA.
             self._server = ForkServer(self.preloaded, more={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
         called = f"{function.__module__}:{function.__qualname__}"
         try:
@@ -61,7 +61,7 @@ class TrialServer:
             raise
 
     def close(self) -> None:
-        """End the server."""
+        """End the server process."""
         if self._server is not None:
             self._server.close()
 
@@ -69,8 +69,8 @@ class TrialServer:
 def begin(server: int, called: str, *arguments: Any) -> None:
     """Run a trial in the forked process.
 
-    The kernel kills this process when its server ends, and the server ends with its worker. A trial therefore never
-    trains at the same time as the process that resumes it.
+    The kernel kills this process when its server ends, and the server ends together with its worker. The process of a
+    trial therefore never trains at the same time as another process that resumes the trial.
     """
     ctypes.CDLL(None).prctl(*SIGKILL_WITH_PARENT)
     if os.getppid() != server:  # the server ended before prctl took effect
@@ -81,11 +81,11 @@ def begin(server: int, called: str, *arguments: Any) -> None:
 
 
 class TrialProcess:
-    """One attempt of a trial, which writes metrics.jsonl to `folder`.
+    """The process of one attempt of a trial; it writes metrics.jsonl to `folder`.
 
     Args:
         function: a module-level function that trains and returns the exit code.
-        arguments: the function's arguments, of JSON types.
+        arguments: the function's arguments, which must have JSON types.
         metric: key of the metric that `read` returns.
     """
 
@@ -94,22 +94,22 @@ class TrialProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.metric, self.step = folder, metric, 0
-        self.tokens, self._counted = 0.0, time.time()  # only rows after this time are of this attempt
+        self.tokens, self._counted = 0.0, time.time()  # rows before this time belong to earlier attempts
         self.seen: set[str] = set()
         self._metrics: IO[bytes] | None = None
         with (folder / LOG).open("ab") as log:
             self._server, self.pid = server.fork(function, arguments, log.fileno())
         self._status: int | None = None
         self.orphaned = False
-        """Whether the server was killed, which kills the trial as well."""
+        """Whether the server was killed, which also kills the trial."""
 
     @property
     def place(self) -> str:
-        """Host, process id and start time, from which `end_former` identifies the process."""
+        """Host, process id and start time of the process, by which `end_former` identifies the process."""
         return f"{socket.gethostname()} {self.pid} {_start_time(self.pid)}"
 
     def poll(self) -> int | None:
-        """The exit code, or the negative number of the signal that ended the process; None while it runs."""
+        """The exit code, or the negative number of the signal that ended the process; None while the process runs."""
         if self._status is None:
             with suppress(TimeoutError):
                 self._status = self._wait(0.0)
@@ -123,7 +123,7 @@ class TrialProcess:
             return -signal.SIGKILL
 
     def read(self) -> dict[int, float]:
-        """Values of the metric by step, from rows written since the last call; a half-written row is left for later."""
+        """Read the metric by step from rows written since the last call; leave a half-written row for later."""
         values: dict[int, float] = {}
         self._follow(self.folder / "metrics.jsonl")
         while self._metrics is not None:
@@ -155,7 +155,7 @@ class TrialProcess:
             self.tokens += tokens if math.isfinite(tokens) else 0.0
 
     def _follow(self, path: Path) -> None:
-        """Open the file; reopen it from its beginning if a run has replaced or truncated it."""
+        """Open the metrics file; if a run has replaced or truncated the file, reopen it at its beginning."""
         with suppress(OSError):
             now = path.stat()
             if self._metrics is not None:
@@ -172,7 +172,7 @@ class TrialProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and its children, and wait for it."""
+        """Kill the process and its children, and wait until the process has ended."""
         if self.poll() is None:
             _kill(self.pid)
             self._status = self._wait()
@@ -183,7 +183,7 @@ class TrialProcess:
             self._metrics.close()
 
     def last_words(self) -> str:
-        """Why the process ended: the last line of its log that is neither empty nor a hint."""
+        """Find the reason why the process ended: the last line of its log that is neither empty nor a hint."""
         if self.orphaned:
             return "the process that starts the trials was killed"
         with (self.folder / LOG).open("rb") as log:
@@ -194,13 +194,13 @@ class TrialProcess:
         return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in reason)
 
     def diverged(self) -> bool:
-        """Whether the run ended because its loss became NaN or infinite, which is attributed to its settings."""
+        """Whether the run ended because its loss became NaN or infinite; its settings count as the cause."""
         cause = history_file.cause(history_file.read(self.folder))
         return cause is not None and cause.get("error") == NonFiniteError.__name__
 
 
 def end_former(place: str, timeout: float = 10.0) -> None:
-    """Kill the process of a lost lease if it is on this host: it may be suspended and hold the run's locks."""
+    """Kill a trial's former process if it is on this host, because it may be suspended and hold the run's locks."""
     host, _, rest = place.partition(" ")
     if host != socket.gethostname() or " " not in rest:
         return
@@ -219,9 +219,9 @@ def _kill(pid: int) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks from boot to a process's start, to recognize a later process with the same id; "" if it has ended."""
+    """Clock ticks from boot to a process's start, to detect that its id was reused; "" if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]  # state (zombie, dead) and starttime; proc(5)
+    return "" if fields[0] in "ZX" else fields[19]  # the fields `state` (Z: zombie, X: dead) and `starttime` of proc(5)

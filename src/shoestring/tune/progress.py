@@ -1,4 +1,4 @@
-"""Shows the progress of a study: as a live table on a terminal, otherwise as a line for each trial that ends."""
+"""Shows the progress of a study: on a terminal as a live table, elsewhere as one line per ended trial."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ROWS = 16
 
 
 class StudyProgress:
-    """A context in which the progress of a study is shown; may be used from any thread.
+    """A context that shows the progress of a study; may be used from any thread.
 
     Args:
-        read: reads the study's present state; if this raises an error, the display does not change.
-        steps: number of steps of a trial; infinite if it is unknown.
+        read: function that reads the study's current state; if it raises an error, the display does not change.
+        steps: number of steps of a trial; infinite if unknown.
         every: seconds between two updates.
     """
 
@@ -40,14 +40,14 @@ class StudyProgress:
 
     @property
     def drawn(self) -> bool:
-        """Whether a live table is drawn, so that nothing else should write to the terminal."""
+        """Whether a live table is drawn, in which case nothing else should write to the terminal."""
         return self._live is not None
 
     def look(self) -> None:
         """Update the table, or print the trials that have ended since the last call."""
         try:
             record = self._read()
-        except Exception:  # workers report a store that does not answer
+        except Exception:  # workers report that the store does not respond
             return
         if self._live is not None:
             self._live.update(drawing(record, self._steps))
@@ -76,7 +76,7 @@ class StudyProgress:
 
 
 def headline(record: StudyRecord) -> str:
-    """The state of a study in one line."""
+    """Describe the state of a study in one line."""
     states = [trial.state for trial in record.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no trials yet"
     best = record.ranked[:1]
@@ -85,7 +85,7 @@ def headline(record: StudyRecord) -> str:
 
 
 def ending(record: StudyRecord, trial: TrialLease) -> str:
-    """How a trial ended, in one line."""
+    """Describe in one line how a trial ended."""
     result = "" if trial.value is None else f", {record.study.objective} {figures.plain(trial.value)}"
     best = " (best so far)" if record.ranked and record.ranked[0].number == trial.number else ""
     note = f": {trial.note}" if trial.note else ""
@@ -93,12 +93,12 @@ def ending(record: StudyRecord, trial: TrialLease) -> str:
 
 
 def drawing(record: StudyRecord, steps: float) -> Table:
-    """A table with the headline, the running trials, and the best results."""
+    """Make a table with the headline, the running trials, and the best results."""
     table = Table(title=Text(headline(record)), title_justify="left", expand=True)
     for column in ("Trial", "State", "Step", record.study.objective, "Settings"):
         table.add_column(Text(column), overflow="fold")
     unfinished = [trial for trial in record.trials if trial.state in ("held", "ready", "paused")]
-    unfinished.sort(key=lambda trial: (trial.state != "held", trial.number))  # running ones first
+    unfinished.sort(key=lambda trial: (trial.state != "held", trial.number))  # running trials first
     for trial in [*unfinished, *record.ranked][:_ROWS]:
         reports = record.reports.get(trial.trial, {})
         value = trial.value if trial.value is not None else reports[max(reports)] if reports else None

@@ -1,4 +1,4 @@
-"""Database tables of a study's store, and checks of their rows, which another program may have written."""
+"""Defines the database tables of a study's store, and checks their rows, which another program may have written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REPORTS = sql.Table(
     TABLES,
     sql.Column("trial", sql.Integer, primary_key=True, autoincrement=False),
     sql.Column("step", sql.Integer, primary_key=True, autoincrement=False),
-    sql.Column("value", sql.Float(53)),  # NULL stands for NaN, which SQLite cannot store
+    sql.Column("value", sql.Float(53)),  # NULL means NaN, which SQLite cannot store
 )
 ENDED = ("done", "failed", "pruned")
 STATES = ("ready", "held", "paused", *ENDED)
@@ -58,7 +58,7 @@ MOST_RUNGS = 100_000
 
 @dataclass(frozen=True)
 class TrialLease:
-    """A trial's row, as read from the store; it gives its owner the right to run the trial."""
+    """A trial's row, as read from the store. A held lease gives its owner the right to run the trial."""
 
     trial: int
     number: int
@@ -83,7 +83,7 @@ def read_object(text: Any, what: str) -> dict[str, Any]:
     """Parse the JSON object in a column.
 
     Raises:
-        ConfigError: the column has no JSON object.
+        ConfigError: the column does not contain a JSON object.
     """
     try:
         value = parse_json(text)
@@ -95,10 +95,10 @@ def read_object(text: Any, what: str) -> dict[str, Any]:
 
 
 def read_lease(row: Any) -> TrialLease:
-    """Check a row, and make a trial from it.
+    """Check a row, and convert it to a `TrialLease`.
 
     Raises:
-        ConfigError: a column has a wrong type, or a value that no trial can have.
+        ConfigError: a column has a wrong type or an impossible value.
     """
     what = f"trial {row.number!r:.40}"
     values: dict[str, Any] = {}
@@ -126,7 +126,7 @@ _FIELDS: Mapping[str, tuple[Any, float | None]] = {
 
 
 def family(trials: list[TrialLease]) -> list[TrialLease]:
-    """Check that trials, ordered by number, are unique and fork only from earlier trials; returns the trials.
+    """Check that trials, ordered by number, are unique and fork only from earlier trials; return the trials.
 
     Raises:
         ConfigError: a trial appears twice, or its parent is missing.
@@ -134,13 +134,15 @@ def family(trials: list[TrialLease]) -> list[TrialLease]:
     before: set[int] = set()
     for trial in trials:
         if trial.number in before or not (trial.parent == -1 or trial.parent in before):
-            raise ConfigError(f"trial {trial.number} in the store is damaged: it is there twice or lacks its parent")
+            raise ConfigError(
+                f"trial {trial.number} in the store is damaged: it appears twice, or its parent is missing"
+            )
         before.add(trial.number)
     return trials
 
 
 def read_report(step: Any, value: Any, trial: int) -> tuple[int, float]:
-    """The step and value of a report; NULL becomes NaN.
+    """Check a report, and return its step and value; NULL becomes NaN.
 
     Raises:
         ConfigError: a column has a wrong type.

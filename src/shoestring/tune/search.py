@@ -1,4 +1,4 @@
-"""Proposes trials, by Optuna's samplers, within the budget, with asynchronous successive halving or populations."""
+"""Proposes trials by Optuna's samplers, within a budget, with successive halving or population based training."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from shoestring.tune.store import Store, TrialLease
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 SHOWN = 20
-"""Maximum number of a trial's objective values that are copied to Optuna's tables; each takes a transaction."""
+"""Approximate maximum number of a trial's objective values to copy to Optuna's tables; every copy takes a
+transaction."""
 
 
 class TrialSearch:
     """Proposes a worker's next trial; each worker has its own instance.
 
     Args:
-        schedule: decides when trials pause and which paused trials continue; None lets all trials run to their end.
-        total: number of steps of a trial; no trial pauses at its last step.
-        clock: monotonic clock of this process in seconds, used to find trials whose proposer has died.
+        schedule: decides when trials pause and which paused trials continue; if None, all trials run to their end.
+        total: number of steps of a complete trial; no trial pauses at its last step.
+        clock: function that returns monotonic seconds of this process; used to find trials whose proposer has died.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class TrialSearch:
     # -- called by a worker -------------------------------------------------------------------------------------------
 
     def propose(self, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a new trial, a paused trial that may continue, or a fork; None if there is nothing to run now.
+        """Lease a new trial, a paused trial that may continue, or a fork; None if no trial can run now.
 
-        Halving continues a trial that is among the best of its rung before it starts a new one. A population starts
-        all of its members first, so that they can be compared.
+        With halving, continuing a trial that is among the best of its rung has precedence over starting a new trial. A
+        population starts all of its members first, so that they can be compared.
         """
         trials = self.store.trials()
         members_first = isinstance(self.schedule, Population) and self._room(trials)
@@ -91,7 +92,7 @@ class TrialSearch:
         return int(pause) if pause < self.total else None
 
     def over(self) -> bool:
-        """Whether all trials have ended; ends paused trials that cannot continue any more."""
+        """Whether all trials have ended; first ends paused trials that can no longer continue."""
         trials = self.store.trials()
         if any(trial.state in ("ready", "held") for trial in trials):
             return False
@@ -104,16 +105,16 @@ class TrialSearch:
         return not self.store.unpublished()
 
     def publish(self, number: int | None = None) -> None:
-        """Copy ended trials to Optuna's tables: trial `number`, or (None) all that their workers left unpublished.
+        """Copy trial `number` to Optuna's tables, or (None) all ended trials that their workers left unpublished.
 
-        Publishing is idempotent, and several workers may publish at once. They would wait for each other, so each
-        worker publishes its own trials only.
+        Publishing is idempotent, and several workers may publish at once. Each worker publishes only its own trials,
+        because workers that copy the same trials would wait for each other.
         """
         unpublished = self.store.unpublished(abandoned=number is None)
         for trial in unpublished:
             if number not in (None, trial.number):
                 continue
-            with suppress(UpdateFinishedTrialError):  # another worker was first
+            with suppress(UpdateFinishedTrialError):  # another worker has already done this
                 self._show(trial)
             self.store.mark_published(trial.trial)
 
@@ -142,9 +143,9 @@ class TrialSearch:
         return len(trials) < self.trials and not self._spent(trials)
 
     def _moves(self, trials: Sequence[TrialLease]) -> Sequence[TrialLease | Fork]:
-        """Paused trials that may continue, and forks to make.
+        """List the paused trials that may continue, and the forks to make.
 
-        If the budget ends before any trial has a result, the best paused trial continues, so that the study gets a
+        If the budget is used up before any trial has a result, the best paused trial continues, so that the study has a
         result.
         """
         paused = [trial for trial in trials if trial.state == "paused"]
@@ -171,7 +172,7 @@ class TrialSearch:
         return [move] if move else []
 
     def _fork(self, move: Fork, trials: Sequence[TrialLease]) -> bool:
-        """Add a fork that any worker may take; False if another worker was first."""
+        """Add a fork that any worker may take; False if another worker has already replaced the member."""
         assert isinstance(self.schedule, Population)
         chance = np.random.default_rng([self.settings.seed, len(trials), move.ended.number])
         values = move.parent.parameters
@@ -193,11 +194,11 @@ class TrialSearch:
     def _end_in_optuna(self, trial: int, state: TrialState, value: float | None = None) -> None:
         try:
             self.storage.set_trial_state_values(trial, state, None if value is None else [value])
-        except UpdateFinishedTrialError:  # another worker was first
+        except UpdateFinishedTrialError:  # another worker has already done this
             return
 
     def _abandon_orphans(self, seconds: float) -> None:
-        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers have died."""
+        """Give up trials that have been only in Optuna's tables for longer than a lease: their proposers died."""
         running = self.storage.get_all_trials(self.study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
         known, now = self.store.known(), self.clock()
         orphans = {trial._trial_id: trial.number for trial in running if trial._trial_id not in known}
@@ -212,8 +213,8 @@ class TrialSearch:
 def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStorage, optuna.Study]:
     """Open Optuna's tables and study, and create them if they are missing.
 
-    Workers that start at the same time all try to create the tables; Optuna fails for all but the first worker, so this
-    function retries.
+    If several workers start at the same time, all of them try to create the tables, and Optuna fails for all but the
+    first. This function therefore retries to create the tables.
     """
     url = store.engine.url.render_as_string(hide_password=False)
     tries = 10
@@ -237,10 +238,10 @@ def open_optuna(store: Store, settings: Study) -> tuple[optuna.storages.RDBStora
 def promotable(
     trials: Sequence[TrialLease], values: dict[int, dict[int, float]], halving: Halving, sign: int
 ) -> list[TrialLease]:
-    """Paused trials that are among the best 1/factor of all trials that reached their rung, the highest rung first.
+    """Select paused trials that are among the best 1/factor of all trials that reached their rung; highest rung first.
 
     Args:
-        values: reported values by the trial's id and by step.
+        values: maps a trial's id and a step to the reported value.
         sign: 1 if smaller values are better, -1 if larger values are better.
     """
     promoted: list[TrialLease] = []
@@ -254,7 +255,7 @@ def promotable(
 
 
 def _at(values: dict[int, float], step: int) -> float | None:
-    """The first value at or after a step; None if there is no such value or it is not finite."""
+    """The first value at or after a step; None if there is no such value or the value is not finite."""
     later = [at for at in values if at >= step]
     return values[min(later)] if later and math.isfinite(values[min(later)]) else None
 
@@ -262,7 +263,8 @@ def _at(values: dict[int, float], step: int) -> float | None:
 class NumberedSampler(BaseSampler):
     """Makes a new sampler for each trial, seeded by the trial's number.
 
-    Workers that propose at the same time, or restart, therefore do not repeat each other's proposals.
+    Seeding by number keeps workers that propose at the same time, or that restart, from repeating each other's
+    proposals.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:
@@ -284,7 +286,7 @@ class NumberedSampler(BaseSampler):
 
 
 def sampler(settings: Study, space: Sequence[Dimension], number: int) -> BaseSampler:
-    """Create the study's sampler for trial `number`."""
+    """Create the sampler that the settings select, for trial `number`."""
     seed = settings.seed * 1_000_003 + number
     with _quiet():
         if settings.sampler == "tpe":
@@ -296,7 +298,7 @@ def sampler(settings: Study, space: Sequence[Dimension], number: int) -> BaseSam
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Optuna's warnings about experimental features."""
+    """Context that suppresses Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

@@ -1,4 +1,4 @@
-"""The tables of a study file; importing them imports neither torch nor Optuna."""
+"""The tables of a study file; importing this module imports neither torch nor Optuna."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class Study:
     name: str = "study"
     """Name of the study in its store."""
     objective: str = "held_out_loss"
-    """Metric of metrics.jsonl to optimize; its last value is the result of a trial."""
+    """Metric in metrics.jsonl to optimize; the metric's last value is the result of a trial."""
     direction: Literal["minimize", "maximize"] = "minimize"
     """Direction in which the objective improves."""
     trials: int = 20
-    """Maximum number of trials. 0 sets no limit, and then `hours` or `tokens` must be set."""
+    """Maximum number of trials. 0 sets no limit; `hours` or `tokens` must then be set."""
     hours: float = 0.0
     """Hours of work, summed over all workers, after which no trial starts or continues from a pause; if no trial has a
     result by then, the best trial continues to its end. 0 sets no limit."""
     tokens: float = 0.0
-    """Number of training tokens, summed over all trials, after which no trial starts or continues from a pause, as with
-    `hours`. 0 sets no limit."""
+    """Number of training tokens, summed over all trials, after which no trial starts or continues from a pause; as with
+    `hours`, the best trial continues if no trial has a result. 0 sets no limit."""
     sampler: Literal["random", "tpe", "gp"] = "gp"
     """Method that proposes settings: `random`; `tpe`, Optuna's tree-structured Parzen estimator; or `gp`, a Gaussian
     process with expected improvement, which takes running trials into account."""
     seed: int = 0
     """Seed of the sampler; together with a trial's number, it determines the random numbers of the trial's proposal."""
     lease: float = 60.0
-    """Seconds after which the trial of a worker that does not answer any more is given to another worker. A shorter
-    lease loses less time and needs more requests to the store."""
+    """Seconds after which the trial of a worker that no longer responds passes to another worker. A shorter lease loses
+    less time and needs more requests to the store."""
     grace: float = 30.0
-    """Seconds that a trial has to write its checkpoint after SIGTERM, before it is killed."""
+    """Maximum seconds for a trial to write its checkpoint after SIGTERM; then the trial is killed."""
     attempts: int = 3
     """Number of times that a trial is started again after an unexpected failure, before it is marked as failed."""
     store: str = ""
@@ -69,7 +69,7 @@ class Halving:
     first: int
     """Step at which trials are first compared."""
     factor: int = 3
-    """Ratio of the steps of successive comparisons; the best 1/factor of the trials that reached a comparison
+    """Ratio of the steps of consecutive comparisons; the best 1/factor of the trials that reached a comparison
     continue."""
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Halving:
             raise ConfigError("`halving.first` must be at least 1 and `halving.factor` at least 2")
 
     def step(self, rung: int) -> int:
-        """Step at which the trials of a rung pause."""
+        """Step at which the trials of rung `rung`, counted from 0, pause."""
         return self.first * self.factor**rung
 
 
@@ -92,10 +92,10 @@ class Population:
     """Steps between two comparisons of a member with other members. With a shorter interval, settings change more often
     and on less evidence, and starting processes takes more time."""
     method: Literal["pbt", "pb2"] = "pb2"
-    """Method that chooses the settings of a fork: `pbt` changes its parent's settings at random; `pb2` takes the
+    """Method that chooses the settings of a fork: `pbt` changes the parent's settings at random; `pb2` takes the
     settings that a Gaussian process expects to improve the objective most, which needs fewer members."""
     truncation: float = 0.25
-    """Fraction of the members that is replaced at a comparison, by forks of an equal fraction of the best members."""
+    """Fraction of the members that are replaced at a comparison, by forks of an equal fraction of the best members."""
     resample: float = 0.25
     """Probability that `pbt` draws a new value from a setting's whole range."""
 
@@ -108,9 +108,9 @@ class Population:
             raise ConfigError(f"`population.resample` must be from 0 to 1, got {self.resample}")
 
     def step(self, rung: int) -> int:
-        """Step of comparison number `rung`, from 0."""
+        """Step of comparison number `rung`, counted from 0."""
         return self.every * (rung + 1)
 
     def time(self, rung: int) -> float:
-        """Time of a comparison for the Gaussian process of `pb2`."""
+        """Time coordinate of comparison number `rung` in the Gaussian process of `pb2`."""
         return float(rung + 1)

@@ -1,4 +1,4 @@
-"""The table [space]: the dimensions of a search, over keys of a run file."""
+"""Reads the table [space], which defines the dimensions of a search over keys of a run file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("float", "log", "int", "choice")
 
 
 def position(choices: Sequence[Any], value: object) -> int | None:
-    """Index of a value among choices: preferably of the same type (1, 1.0 and true differ), otherwise just equal."""
+    """Index of an equal choice, preferably with the same type as the value (1, 1.0 and true differ)."""
     written = [spelled(choice) for choice in choices]
     if (text := spelled(value)) in written:
         return written.index(text)
@@ -22,15 +22,15 @@ def position(choices: Sequence[Any], value: object) -> int | None:
 
 
 def spelled(value: object) -> str:
-    """A choice as text, in which 1, 1.0 and true differ."""
+    """Format a choice as text; 1, 1.0 and true have different texts."""
     return json.dumps(value, default=repr)
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key to search over: a range that includes its ends `low` and `high`, or `choices`.
+    """A key of the run file to search over: a range that includes its ends `low` and `high`, or a list of `choices`.
 
-    `when` maps other keys of the space to the values for which this key is set.
+    `when` maps other keys of the space to the values for which this key applies.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Dimension:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The values with which a key is validated: both ends of a range, or all choices."""
+        """The values to validate for this key: both ends of a range, or all choices."""
         return self.choices or ((int(self.low), int(self.high)) if self.kind == "int" else (self.low, self.high))
 
     def applies(self, values: Mapping[str, Any]) -> bool:
@@ -62,7 +62,7 @@ class Dimension:
         return index
 
     def holds(self, value: object) -> bool:
-        """Whether a value fits this dimension: it must be a choice, or a finite number (above 0 on a log scale)."""
+        """Whether a value fits this dimension: it is one of the choices, or finite (and above 0 on a log scale)."""
         if self.kind == "choice":
             return position(self.choices, value) is not None
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -70,10 +70,10 @@ class Dimension:
 
 
 def read_space(table: Mapping[str, Any], source: str) -> tuple[Dimension, ...]:
-    """Read the dimensions of [space], ordered so that each dimension follows the dimensions in its conditions.
+    """Read the dimensions of [space]; a dimension comes after the dimensions that its conditions name.
 
     Raises:
-        ConfigError: the table is empty, or a dimension is neither a range nor a list of choices, is empty, or has an
+        ConfigError: the table is empty; or a dimension is neither a range nor a list of choices, is empty, or has an
             impossible condition.
     """
     if not isinstance(table, Mapping) or not table:
@@ -87,14 +87,14 @@ def read_space(table: Mapping[str, Any], source: str) -> tuple[Dimension, ...]:
                 raise ConfigError(f"{where} names no key of the space", hint=nearest(other, dimensions))
             missing = [value for value in allowed if position(dimensions[other].choices, value) is None]
             if missing:
-                raise ConfigError(f"{where} can never hold: {missing[0]!r} is none of its choices")
+                raise ConfigError(f"{where} can never hold: {missing[0]!r} is not one of its choices")
             when[other] = tuple(dimensions[other].choices[dimensions[other].index(value)] for value in allowed)
         dimensions[dimension.key] = replace(dimension, when=when)
     return tuple(_ordered(dimensions, source))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested tables to dotted keys, as TOML reads `optim.adamw.lr = {…}`, without quotes, as nested tables."""
+    """Flatten nested tables to dotted keys; TOML reads the unquoted key `optim.adamw.lr` as nested tables."""
     pairs: list[tuple[str, Any]] = []
     for key, value in table.items():
         is_table = isinstance(value, Mapping) and value and not set(value) & {*KINDS, "when"}
@@ -108,7 +108,9 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
         raise ConfigError(f"{where} names no table", hint=f"write `run.{key}` for a key of [run]")
     kinds = [kind for kind in KINDS if isinstance(value, Mapping) and kind in value]
     if not isinstance(value, Mapping) or len(kinds) != 1:
-        raise ConfigError(f"{where} must be one range or list of choices", hint="log, float, int or choice, as a table")
+        raise ConfigError(
+            f"{where} must be one range or list of choices", hint="write a table with the key log, float, int or choice"
+        )
     unknown = [name for name in value if name not in (kinds[0], "when")]
     if unknown:
         raise ConfigError(f"{where}: unknown key `{unknown[0]}`", hint=nearest(unknown[0], [*KINDS, "when"]))
@@ -121,7 +123,7 @@ def _dimension(key: str, value: object, where: str) -> Dimension:
         if not isinstance(listed, list) or not listed:
             raise ConfigError(f"{where}: `choice` must be a list of at least one value, got {listed!r}")
         items = listed
-        for _ in range(4):  # lists may be nested in one another up to this depth
+        for _ in range(4):  # lists may be nested up to this depth
             items = [inner for item in items for inner in (item if isinstance(item, list) else [item])]
         if not all(isinstance(item, str | int | float | bool) for item in items):
             raise ConfigError(f"{where}: choices must be strings, numbers, true or false, or lists of them")
@@ -162,7 +164,7 @@ def _ordered(dimensions: dict[str, Dimension], source: str) -> list[Dimension]:
 
 
 def draw(dimensions: tuple[Dimension, ...], suggest: Callable[[Dimension], Any]) -> dict[str, Any]:
-    """Call `suggest` for each dimension whose conditions hold; returns values by key."""
+    """Call `suggest` for each dimension whose conditions hold, and return the values by key."""
     values: dict[str, Any] = {}
     for dimension in dimensions:
         if dimension.applies(values):

@@ -1,10 +1,10 @@
-"""Stores trials and their leases in a database, together with Optuna's tables of the same study.
+"""Stores a study's trials and their leases in the database that also contains Optuna's tables of the study.
 
-The tables defined here are authoritative; any worker copies them to Optuna's tables (`publish`), as often as necessary.
-A lease has an owner, an epoch that increases with each new owner, and an expiry time. Every write of an owner is a
-compare-and-set on the epoch, so a worker that was stalled until its lease was lost cannot write. Times are taken from
-the database's clock, so workers need no common clock; if that clock jumps, leases may expire early, but nothing else
-happens.
+The tables of this package are authoritative; workers copy ended trials to Optuna's tables (`publish`), repeatedly if
+necessary. A lease has an owner, an epoch that increases with each new owner, and an expiry time. Every write of an
+owner is a compare-and-set on the epoch, so a worker that stalled until it lost its lease cannot write. Times are those
+of the database's clock, so workers need no common clock. If the database's clock jumps, leases may expire early, but
+nothing else happens.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ VERSION = 2
 
 
 class Store:
-    """The trials and leases of one study; every method is one transaction. Threads may share a store.
+    """Reads and writes the trials and leases of one study; every method is one transaction. Threads may share a store.
 
     Args:
-        clock: returns seconds as an SQL expression; defaults to the database's clock.
+        clock: function that returns an SQL expression for the time in seconds; defaults to the database's clock.
     """
 
     def __init__(self, engine: Engine, study: str, clock: Callable[[], Any] | None = None) -> None:
         self.engine, self.study = engine, study
         is_sqlite = engine.dialect.name == "sqlite"
-        # both count seconds since 1970; julianday counts days since noon of 24 November 4714 BC
+        # both expressions count seconds since 1970; julianday counts days since noon of 24 November 4714 BC
         seconds = "((julianday('now') - 2440587.5) * 86400.0)" if is_sqlite else "extract(epoch from clock_timestamp())"
         self._now = clock or (lambda: sql.literal_column(seconds, sql.Float))
-        self._text = ""  # the study's document when the store was opened
+        self._text = ""  # the study's document, as of when the store was opened
         self._file: tuple[int, int] | None = None  # device and inode of an SQLite file
 
     # -- the study ----------------------------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ class Store:
         """Create the tables and the study if they are missing.
 
         Args:
-            shared: whether the tables may be added to another program's database.
+            shared: whether the tables may be added to a database with another program's tables.
 
         Raises:
-            ConfigError: the store cannot be written, has another version, has a different study with this name, or has
-                another program's tables.
+            ConfigError: the store cannot be written, has another version, contains a different study with this name, or
+                contains another program's tables.
         """
         text = json.dumps(document, sort_keys=True)
         with usable(self.engine):
@@ -77,22 +77,24 @@ class Store:
             except IntegrityError:
                 if self.document() != json.loads(text):
                     raise ConfigError(
-                        f"the store holds another study `{self.study}`, with other settings",
+                        f"the store already has a study `{self.study}` with other settings",
                         hint="choose another tune.name, or another tune.store",
                     ) from None
 
     def document(self) -> dict[str, Any]:
-        """The document with which the study was created.
+        """Read the document with which the study was created.
 
         Raises:
-            ConfigError: there is no such study, it is damaged, or it was written by another version.
+            ConfigError: the study is missing, damaged, or written by another version.
         """
         with self.transaction(must_exist=True) as connection:
             if not sql.inspect(connection).has_table(STUDIES.name):
                 raise ConfigError(_NO_STUDY, hint=_START)
             by_name = {row.name: row for row in connection.execute(STUDIES.select())}
         if self.study not in by_name:
-            raise ConfigError(f"the store holds no study `{self.study}`", hint=f"its studies: {', '.join(by_name)}")
+            raise ConfigError(
+                f"the store holds no study `{self.study}`", hint=f"studies in the store: {', '.join(by_name)}"
+            )
         row = by_name[self.study]
         if row.version != VERSION:
             raise ConfigError(f"the store has version {row.version}, this shoestring reads version {VERSION}")
@@ -106,14 +108,15 @@ class Store:
 
     @contextmanager
     def transaction(self, *, must_exist: bool = False) -> Iterator[Connection]:
-        """Run a transaction; its database errors become one-line errors.
+        """Context that runs a transaction, and turns database errors into one-line errors.
 
         Args:
-            must_exist: if an SQLite file is missing, raise an error instead of creating the file.
+            must_exist: whether to raise an error if an SQLite file is missing, instead of creating the file.
 
         Raises:
             StoreOutageError: the same request may succeed later.
-            ConfigError: the database refuses the transaction, or its file is not the file that this store has opened.
+            ConfigError: the database refuses the transaction, or its file was deleted or replaced since this store
+                opened it.
         """
         path = sqlite_file(self.engine)
         if path is not None and not path.exists() and (must_exist or self._file is not None):
@@ -124,14 +127,14 @@ class Store:
             yield connection
 
     def _same_file(self, status: os.stat_result | None) -> None:
-        """Raise if the SQLite file was deleted or replaced, because SQLite would keep writing to the old file."""
+        """Raise an error if the SQLite file was deleted or replaced, as SQLite would still write to the old file."""
         now = (status.st_dev, status.st_ino) if status else None
         if now is None or self._file not in (None, now):
             raise self._gone("was deleted" if now is None else "was replaced by another file")
         self._file = now
 
     def _same_study(self, connection: Connection) -> None:
-        """Raise if the study was removed, or replaced by another study with the same name."""
+        """Raise an error if the study was removed or was replaced by another study with the same name."""
         if self._text:
             chosen = sql.select(STUDIES.c.document).where(STUDIES.c.name == self.study)
             if (text := connection.scalar(chosen)) != self._text:
@@ -146,11 +149,11 @@ class Store:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     def add(self, trial: int, number: int, parameters: Mapping[str, Any], budget: int) -> bool:
-        """Add one of Optuna's trials as ready; False if the budget is used up or the trial has been given up."""
+        """Add an Optuna trial in the state `ready`; False if the budget is used up or the trial has been given up."""
         row = {"trial": trial, "number": number, "study": self.study, "parameters": json.dumps(dict(parameters))}
         with self.transaction() as connection:
             locked = sql.select(STUDIES.c.name).where(STUDIES.c.name == self.study).with_for_update()
-            connection.execute(locked)  # so that only one worker takes the budget's last trial
+            connection.execute(locked)  # lock the study, so that only one worker takes the budget's last trial
             count = sql.select(sql.func.count()).select_from(LEASES)
             used = connection.scalar(count.where(LEASES.c.study == self.study, LEASES.c.note != _ABANDONED)) or 0
             known = connection.scalar(sql.select(LEASES.c.trial).where(LEASES.c.trial == trial))
@@ -162,8 +165,8 @@ class Store:
     def fork(
         self, ended: TrialLease, parent: TrialLease, trial: int, number: int, parameters: Mapping[str, Any]
     ) -> bool:
-        """Replace a paused trial by a fork: end it, and add one of Optuna's trials that begins from the checkpoint of
-        `parent` at the same rung. False if the paused trial has changed since it was read."""
+        """Replace a paused trial by a fork: end the paused trial, and add an Optuna trial that begins from the
+        checkpoint of `parent` at the same rung. False if the paused trial has changed since it was read."""
         same = (LEASES.c.trial == ended.trial, LEASES.c.epoch == ended.epoch, LEASES.c.state == "paused")
         row = {"trial": trial, "number": number, "study": self.study, "parameters": json.dumps(dict(parameters))}
         row |= {"parent": parent.number, "rung": ended.rung + 1, "forked": ended.rung + 1, "state": "ready"}
@@ -175,7 +178,7 @@ class Store:
         return True
 
     def abandon(self, trial: int, number: int) -> None:
-        """Give up one of Optuna's trials whose proposer died before `add`; does nothing if it was added."""
+        """Give up an Optuna trial whose proposer died before `add`; does nothing if the trial was added."""
         row = {"trial": trial, "number": number, "study": self.study, "parameters": "{}"}
         try:
             with self.transaction() as connection:
@@ -184,7 +187,7 @@ class Store:
             return
 
     def take(self, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a trial that is ready or whose lease has expired; None if there is none."""
+        """Lease a trial that is ready or whose lease has expired; None if there is no such trial."""
         free = (LEASES.c.state == "ready") | ((LEASES.c.state == "held") & (LEASES.c.expires_at < self._now()))
         chosen = (
             sql.select(LEASES.c.trial, LEASES.c.epoch, LEASES.c.state)
@@ -199,7 +202,7 @@ class Store:
             return self._hold(connection, row, owner, seconds) if row else None
 
     def promote(self, paused: TrialLease, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a paused trial for its next rung; None if another worker was first."""
+        """Lease a paused trial for its next rung; None if another worker has already leased the trial."""
         with self.transaction() as connection:
             self._same_study(connection)
             return self._hold(connection, paused, owner, seconds, {"rung": paused.rung + 1})
@@ -207,7 +210,7 @@ class Store:
     def _hold(
         self, connection: Connection, seen: Any, owner: str, seconds: float, promoted: Mapping[str, int] | None = None
     ) -> TrialLease | None:
-        """Begin the next epoch of a trial; None if the trial has changed since it was read as `seen`."""
+        """Lease a trial with its next epoch; None if the trial has changed since it was read as `seen`."""
         same = (LEASES.c.trial == seen.trial, LEASES.c.epoch == seen.epoch, LEASES.c.state == seen.state)
         values = {"state": "held", "owner": owner, "epoch": seen.epoch + 1, **(promoted or {})}
         change = LEASES.update().where(*same).values(**values, expires_at=self._now() + seconds)
@@ -219,7 +222,7 @@ class Store:
         self, lease: TrialLease, seconds: float, *, step: int = 0, reports: Mapping[int, float] | None = None,
         worked: float = 0.0, tokens: float = 0.0, place: str = "",
     ) -> bool:  # fmt: skip
-        """Extend a lease, and write the progress and reported values of its trial; False if the lease is lost."""
+        """Extend a lease, and write the progress and reported values of the trial; False if the lease is lost."""
         values: dict[str, Any] = {"expires_at": self._now() + seconds, "seconds": LEASES.c.seconds + worked}
         values |= {"tokens": LEASES.c.tokens + tokens} if tokens else {}
         values |= {"step": step} if step else {}
@@ -231,23 +234,23 @@ class Store:
         return True
 
     def give_back(self, lease: TrialLease, *, state: str = "ready", failed: bool = False, note: str = "") -> bool:
-        """End a lease but not its trial, which becomes `ready` (for any worker) or `paused`; False if already lost."""
+        """End a lease but not its trial, which becomes `ready` (for any worker) or `paused`; False if lost."""
         values = {"state": state, "expires_at": 0.0, "attempts": LEASES.c.attempts + int(failed), "note": note}
         with self.transaction() as connection:
             return self._write(connection, lease, values)
 
     def finish(self, lease: TrialLease, state: str, value: float | None = None, note: str = "") -> bool:
-        """Write the result of a trial; False if the lease is lost. A repeated request changes nothing."""
+        """End a trial and write its result; False if the lease is lost. Repeating the request changes nothing."""
         assert state in ENDED
         own = (LEASES.c.trial == lease.trial, LEASES.c.epoch == lease.epoch, LEASES.c.owner == lease.owner)
         with self.transaction() as connection:
             if self._write(connection, lease, {"state": state, "value": value, "note": note}):
                 return True
             ended = sql.select(LEASES.c.state).where(*own, LEASES.c.state.in_(ENDED))
-            return connection.scalar(ended) is not None  # True if a first request succeeded, but its reply was lost
+            return connection.scalar(ended) is not None  # True if an earlier request succeeded but its reply was lost
 
     def prune(self, paused: TrialLease) -> bool:
-        """End a paused trial that will not be promoted."""
+        """End a paused trial that will not continue."""
         same = (LEASES.c.trial == paused.trial, LEASES.c.epoch == paused.epoch, LEASES.c.state == "paused")
         with self.transaction() as connection:
             return connection.execute(LEASES.update().where(*same).values(state="pruned")).rowcount == 1
@@ -274,20 +277,20 @@ class Store:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def trials(self) -> list[TrialLease]:
-        """All trials of the study, ordered by number, without trials that were given up before they began."""
+        """Read all trials of the study, ordered by number, without trials that were given up before they began."""
         of_study = LEASES.select().where(LEASES.c.study == self.study, LEASES.c.note != _ABANDONED)
         with self.transaction() as connection:
             return family([read_lease(row) for row in connection.execute(of_study.order_by(LEASES.c.number))])
 
     def reports(self, trial: int) -> dict[int, float]:
-        """Reported values of a trial's objective, by step."""
+        """Read the reported values of a trial's objective, by step."""
         chosen = sql.select(REPORTS.c.step, REPORTS.c.value).where(REPORTS.c.trial == trial)
         with self.transaction() as connection:
             rows = connection.execute(chosen.order_by(REPORTS.c.step)).all()
         return dict(read_report(row.step, row.value, trial) for row in rows)
 
     def all_reports(self) -> dict[int, dict[int, float]]:
-        """Reported values of all trials of the study, by the trial's id and by step."""
+        """Read the reported values of all trials of the study, by the trial's id and by step."""
         of_study = sql.select(LEASES.c.trial, REPORTS.c.step, REPORTS.c.value).where(LEASES.c.study == self.study)
         joined = of_study.outerjoin_from(LEASES, REPORTS, LEASES.c.trial == REPORTS.c.trial)
         by_trial: dict[int, dict[int, float]] = {}
@@ -299,16 +302,15 @@ class Store:
         return by_trial
 
     def known(self) -> set[int]:
-        """Ids of all trials of the study that have a row."""
+        """Ids of all trials of the study that have a row in the table of leases."""
         with self.transaction() as connection:
             return set(connection.scalars(sql.select(LEASES.c.trial).where(LEASES.c.study == self.study)))
 
     def unpublished(self, *, abandoned: bool = False) -> list[TrialLease]:
-        """Ended trials that may not have been copied to Optuna's tables.
+        """List ended trials that may not have been copied to Optuna's tables.
 
         Args:
-            abandoned: only trials whose leases would have expired by now, because their workers did not publish them in
-                time.
+            abandoned: whether to list only trials whose workers did not publish them before the end of the lease.
         """
         chosen = LEASES.select().where(LEASES.c.study == self.study, LEASES.c.published.is_(False))
         chosen = chosen.where(LEASES.c.state.in_(ENDED))

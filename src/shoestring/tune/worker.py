@@ -1,4 +1,4 @@
-"""A worker: leases trials and runs each as a process; if the worker dies, other workers continue its trial."""
+"""A study's worker: leases trials and runs each trial as a process; if it dies, another worker continues its trial."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ T = TypeVar("T")
 FINAL = 2
 """Exit code of a run that ended with an error that only the user can correct."""
 PREEMPTED = (130, -signal.SIGTERM)
-"""Exit codes of a run that was preempted from outside and not by its worker; Slurm, for example, sends SIGTERM to every
+"""Exit codes of a run that was preempted by another program than its worker; Slurm, for example, sends SIGTERM to every
 process of a job. 130 means that the run has written its checkpoint."""
 HOPELESS = 3
-"""A study without any reported value is given up when this many more trials have failed for the same cause than are
-running, because running trials may still report a value. Diverged trials do not count, because another learning rate
-may do better."""
+"""A study without any reported value is given up when the number of trials that failed for the same cause exceeds the
+number of running trials by this many. Running trials are subtracted because they may still report a value. Diverged
+trials do not count, because another learning rate may do better."""
 DIVERGED = "diverged: "
 _TICK = 0.05
 _QUIET = 1.0
-"""An outage is logged when the pause between two requests has grown beyond this number of seconds."""
+"""Length of the pause between two requests, in seconds, above which an outage is logged."""
 _STARTS = 3
 """Number of attempts to start a trial's process."""
 _AGAIN = "the corrected study needs another tune.name"
@@ -46,7 +46,7 @@ class Proposer(Protocol):
     """Interface of a source of trials."""
 
     def propose(self, owner: str, seconds: float) -> TrialLease | None:
-        """Lease a new trial, or a paused trial that continues; None if there is nothing to run now."""
+        """Lease a new trial, or a paused trial that continues; None if no trial can run now."""
         ...
 
     def pause_at(self, lease: TrialLease) -> int | None:
@@ -54,7 +54,7 @@ class Proposer(Protocol):
         ...
 
     def publish(self, number: int | None = None) -> None:
-        """Copy ended trial `number` to Optuna's tables, or (None) all ended trials that no other worker will copy."""
+        """Copy ended trial `number` to Optuna's tables; if None, all ended trials that no other worker will copy."""
         ...
 
     def over(self) -> bool:
@@ -64,19 +64,19 @@ class Proposer(Protocol):
 
 @dataclass
 class TrialWorker:
-    """Leases and runs trials until the study is over or `stop` is set.
+    """Leases and runs trials, one at a time, until the study is over or `stop` is set.
 
-    Call `run` from a thread that outlives the trials: the kernel kills a trial when the thread that forked its server
-    ends.
+    Call `run` from a thread that outlives the trials, because the kernel kills a trial when the thread that forked its
+    server ends.
 
     Args:
         start: function that starts or continues a leased trial in its folder.
         lease: duration of a lease in seconds.
         grace: seconds that a trial has to write a checkpoint after SIGTERM.
         attempts: number of unexpected failures after which a trial is marked as failed.
-        patience: seconds for which requests to an unreachable store are repeated.
-        paused: called when a trial has paused, before any worker can continue it.
-        tidy: called after each trial and at the end, to remove files of ended trials from this host.
+        patience: seconds for which a request to an unreachable store is repeated.
+        paused: function called when a trial has paused, before any worker can continue the trial.
+        tidy: function called after each trial and at the end, to remove files of ended trials from this host.
     """
 
     store: Store
@@ -92,12 +92,12 @@ class TrialWorker:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
     def run(self) -> None:
-        """Run trials until the study is over or `stop` is set; then the running trial is checkpointed and given back.
+        """Run trials until the study is over or `stop` is set; then checkpoint and give back the running trial.
 
         Raises:
-            ConfigError: a run ended without writing the objective, and no other trial wrote it; several trials failed
-                for one cause before any trial wrote it; or the store is gone or refuses a request.
-            StoreOutageError: the store did not answer for `patience` seconds.
+            ConfigError: a run ended without writing the objective, and no trial has written it; several trials failed
+                for one cause before any trial wrote the objective; or the store is gone or refuses a request.
+            StoreOutageError: the store did not respond for `patience` seconds.
             WorldError: no process for trials can be started on this host.
         """
         while not self.stop.is_set():
@@ -118,7 +118,7 @@ class TrialWorker:
         """Run one leased trial: to its end, to its next pause, or until the lease is lost.
 
         Args:
-            asked: monotonic time just before the lease was requested, at which its duration begins.
+            asked: monotonic time just before the lease was requested, from which the duration of the lease counts.
         """
         end_former(lease.place)
         held = Renewal(self.store, lease, self.lease, asked)
@@ -132,7 +132,7 @@ class TrialWorker:
             if held.failure is not None:
                 raise held.failure
             if held.lost:
-                log.warning("trial %d: the lease is lost, another worker continues it", lease.number)
+                log.warning("trial %d: the lease is lost, another worker continues the trial", lease.number)
                 return
             self._conclude(lease, trial, held, stopped)
         finally:
@@ -140,7 +140,7 @@ class TrialWorker:
             held.end()
 
     def _begin(self, lease: TrialLease) -> TrialProcess | None:
-        """Start a trial's process; None if this worker was asked to stop. Without a process, the lease is given back.
+        """Start a trial's process; None if this worker was asked to stop. If none starts, the lease is given back.
 
         Raises:
             WorldError: no process can be started.
@@ -152,9 +152,9 @@ class TrialWorker:
                     break
                 try:
                     return self.start(lease)
-                except RuntimeError as error:  # the server was killed; the next attempt starts another
+                except RuntimeError as error:  # the server was killed; the next attempt starts a new server
                     reason = str(error)
-                    log.warning("trial %d: %s; starting another", lease.number, reason)
+                    log.warning("trial %d: %s; starting a new server", lease.number, reason)
         except BaseException:
             self._reach(lambda: self.store.give_back(lease))
             raise
@@ -164,7 +164,7 @@ class TrialWorker:
         raise WorldError(f"no process for trials can be started on this host: {reason}")
 
     def _watch(self, trial: TrialProcess, held: Renewal, pause: int | None) -> str:
-        """Wait until the process has ended; returns "preempted" or "paused" if it was asked to stop, else ""."""
+        """Wait until the process has ended; return "preempted" or "paused" if it was asked to stop, else ""."""
         why, until = "", math.inf
         while trial.poll() is None and not held.lost:
             held.add(trial.read(), trial.step, trial.tokens)
@@ -181,7 +181,7 @@ class TrialWorker:
         return why
 
     def _conclude(self, lease: TrialLease, trial: TrialProcess, held: Renewal, stopped: str) -> None:
-        """Write how the trial's process ended: a result, a pause, a failure, or another attempt."""
+        """Write to the store how the trial's process ended: a result, a pause, a failure, or another attempt."""
         code = trial.poll()
         if not self._reach(held.renew):
             return
@@ -207,7 +207,9 @@ class TrialWorker:
             alike = sum(other.state == "failed" and _cause(other.note) == _cause(note) for other in trials)
             running = sum(other.state == "held" for other in trials)
             if not note.startswith(DIVERGED) and alike - running >= HOPELESS and self._nothing_reported():
-                raise ConfigError(f"{alike} trials failed and none has a result; the last: {note}", hint=_AGAIN)
+                raise ConfigError(
+                    f"{alike} trials failed, and no trial has a result; the last error: {note}", hint=_AGAIN
+                )
         else:
             note = trial.last_words()
             log.warning("trial %d ended with exit code %s and starts again: %s", lease.number, code, note)
@@ -217,16 +219,16 @@ class TrialWorker:
         return not any(self._reach(self.store.all_reports).values())
 
     def _reach(self, request: Callable[[], T]) -> T:
-        """Repeat a request until the store answers; every request is idempotent.
+        """Repeat a request until the store responds; every request must be idempotent.
 
         Raises:
-            StoreOutageError: the store did not answer for `patience` seconds.
+            StoreOutageError: the store did not respond for `patience` seconds.
             ConfigError: the store refuses the request, so repeating it is useless.
         """
         until, wait, told = time.monotonic() + self.patience, 0.05, False
         while True:
             try:
-                with usable(self.store.engine):  # including requests over Optuna's connections
+                with usable(self.store.engine):  # also covers requests over Optuna's connections
                     return request()
             except StoreOutageError as error:
                 if time.monotonic() > until:
@@ -239,7 +241,7 @@ class TrialWorker:
 
 
 def _cause(note: str) -> str:
-    """A trial's error message without numbers, which differ between trials."""
+    """A trial's error message, with numbers replaced by 0, because numbers differ between trials."""
     return re.sub(r"[\d.]+", "0", note)
 
 
@@ -251,11 +253,11 @@ def _unusable(trial: TrialProcess, reports: Mapping[int, float]) -> str:
 
 
 class Renewal(threading.Thread):
-    """A thread that renews a lease every third of its duration, and tells by this host's clock if it may be lost.
+    """Renews a lease every third of its duration, and detects by this host's clock that the lease may be lost.
 
     The deadline is computed from the time before a request is sent, so it is never later than the store's deadline.
-    After it, the lease counts as lost even if the store cannot be reached, because another worker may have the trial by
-    then.
+    After the deadline, the lease counts as lost even if the store cannot be reached, because another worker may already
+    have the trial.
     """
 
     def __init__(self, store: Store, lease: TrialLease, seconds: float, asked: float) -> None:
@@ -266,7 +268,7 @@ class Renewal(threading.Thread):
         self._deadline, self._worked, self._refused = asked + seconds, asked, False
         self._written: set[int] = set()
         self.failure: ShoestringError | None = None
-        """The error with which the store refused this trial's writes; None if there was none."""
+        """The error with which the store refused a write for this trial; None if no write was refused."""
         self._ended, self._lock = threading.Event(), threading.Lock()
 
     @property
@@ -274,13 +276,13 @@ class Renewal(threading.Thread):
         return self._refused or self.failure is not None or time.monotonic() > self._deadline
 
     def add(self, values: Mapping[int, float], step: int, tokens: float = 0.0) -> None:
-        """Add values of the objective by step, and set this attempt's tokens; the next renewal writes these."""
+        """Add values of the objective by step, and set this attempt's tokens, for the next renewal to write."""
         self.values = self.values | dict(values)
         self.tokens = tokens
         self.step = max(self.step, step)
 
     def renew(self) -> bool:
-        """Renew the lease now; False if it is lost."""
+        """Renew the lease now; False if the lease is lost."""
         with self._lock:
             asked, values = time.monotonic(), self.values
             new = {step: value for step, value in values.items() if step not in self._written}

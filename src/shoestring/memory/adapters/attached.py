@@ -27,7 +27,7 @@ log = logging.getLogger("shoestring")
 
 
 def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
-    """Freeze the job's model, round its weights as `base_bits` says, and add adapters until the job is closed.
+    """Freeze the job's model, round its weights to `base_bits` bits, and add adapters until the job is closed.
 
     Args:
         copies: whether the optimizer updates float32 copies of 16-bit weights.
@@ -45,7 +45,7 @@ def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
     modes = {name: model.get_submodule(name).training for name in adapters}
     transposed = [name for name, layer in model.named_modules() if is_transposed(layer)]
     if settings.base_bits == 16:
-        for parameter in model.parameters():  # not buffers: rotary angles need precision
+        for parameter in model.parameters():  # buffers stay as they are: rotary angles need precision
             parameter.data = parameter.data.to(torch.bfloat16)
     rounded = _round(model, settings, whole, attachments.world.device)
     model.to(attachments.world.device)
@@ -54,7 +54,8 @@ def attach(attachments: Attachments, settings: LoRA, *, copies: bool) -> None:
         _warn_of_lost_steps(model, settings.name, whole)
     for name, adapter in adapters.items():
         layer = model.get_submodule(name)
-        vars(layer).pop("train", None)  # undo the evaluation mode set by freezing: dropout needs the layer's mode
+        # undo the evaluation mode that freezing set, because dropout depends on the layer's mode
+        vars(layer).pop("train", None)
         layer.training = modes[name]
         attachments.exits.callback(take_off, layer)
         attachments.patch(layer, Adapted(layer, layer.forward, adapter, settings.dropout))
@@ -76,8 +77,8 @@ class AdapterRecord:
 
     Args:
         scales: scales of the adapters, by layer.
-        rows: number of rows of each layer that was rounded.
-        transposed: names of the layers that store their weight transposed.
+        rows: number of rows of each rounded layer, by layer.
+        transposed: names of the layers that store the transpose of their weight.
         fingerprint: hash of the weights that the adapters belong to.
         modules: names of the modules whose own weights are trained.
     """
@@ -100,11 +101,11 @@ class AdapterRecord:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict != self._state:
             hint = "resume with the model and the settings of [memory.lora] that the run began with"
-            raise CheckpointError("the checkpoint has adapters of other layers, scales or weights", hint=hint)
+            raise CheckpointError("the checkpoint's adapters have other layers, scales or weights", hint=hint)
 
 
 def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequence[str]]) -> None:
-    """Warn about weights trained in 16 bits, where a small update is often less than the spacing of numbers."""
+    """Warn about weights trained in 16 bits: an update smaller than the spacing of 16-bit numbers is lost."""
     halves = [names[0] for names in whole.values() if is_half(model.get_parameter(names[0]))]
     if halves:
         dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
@@ -113,9 +114,9 @@ def _warn_of_lost_steps(model: nn.Module, name: str, whole: Mapping[int, Sequenc
 
 
 def _choose_adapters(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRank], list[str]]:
-    """Choose the adapters by layer, new or from a folder, and the modules whose own weights are trained.
+    """Return the adapters by layer, new or from a folder, and the names of the modules whose own weights are trained.
 
-    Weights of such modules in the adapter's folder replace the weights of the model's modules.
+    If the adapter's folder contains weights of such modules, these weights replace the model's.
     """
     if settings.adapter:
         adapter = adapter_folder.read(Path(settings.adapter), model)
@@ -135,12 +136,12 @@ def _choose_adapters(model: nn.Module, settings: LoRA) -> tuple[dict[str, LowRan
 
 
 def _round(model: nn.Module, settings: LoRA, whole: Container[int], device: torch.device) -> dict[str, int]:
-    """Replace linear layers of the blocks by quantised layers on the device; layers that are trained are not replaced.
+    """Replace the frozen linear layers of the blocks by quantised layers on the device.
 
     Layers are replaced one by one, so that at most one layer exists in both forms at a time.
 
     Args:
-        whole: ids of the parameters that are trained.
+        whole: ids of the parameters that are trained; their layers are not replaced.
 
     Returns:
         Number of rows of each replaced layer, by the layer's name.
@@ -158,7 +159,7 @@ def _round(model: nn.Module, settings: LoRA, whole: Container[int], device: torc
 
 
 def _freeze(attachments: Attachments, whole: Container[int]) -> None:
-    """Freeze every parameter except those in `whole`; checkpoints store hashes in place of frozen modules' weights."""
+    """Freeze parameters whose ids are not in `whole`; checkpoints store hashes instead of frozen modules' weights."""
     model = attachments.module
     own = [
         module

@@ -1,4 +1,4 @@
-"""Selects the linear layers of a model that get adapters, and the reasons why others get none."""
+"""Selects the linear layers of a model that get adapters, and gives the reasons why other layers get none."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoestring.models.blocks import is_in_block, is_transposed, read_by_others,
 from shoestring.models.plain_layers import is_product
 
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names by which PEFT 0.21 means the experts of a mixture that holds them in one tensor `gate_up_proj`."""
+"""Layer names that PEFT 0.21 maps to the experts, if a mixture of experts stores them in one tensor `gate_up_proj`."""
 
 
 @dataclass
 class AdaptedLayers:
-    """The linear layers of a model, by name: layers with adapters, and layers without."""
+    """The linear layers of a model, by name: layers that get adapters, and layers that do not."""
 
     adapted: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    """Maps layers that match a pattern but cannot have an adapter to the reason."""
+    """Layers that match a pattern but cannot have an adapter, with the reason."""
     rest: list[str] = field(default_factory=list)
     """Names of the layers that match no pattern."""
 
@@ -35,10 +35,10 @@ class AdaptedLayers:
 
 
 def choose(model: nn.Module, patterns: Sequence[str], trained: Sequence[str] = ()) -> AdaptedLayers:
-    """Select the linear layers whose names match a pattern; without patterns, all linear layers of the blocks.
+    """Select the linear layers whose names match a pattern; if there are no patterns, all linear layers of the blocks.
 
     Args:
-        trained: patterns of the modules whose own weights are trained, which get no adapters.
+        trained: patterns of the modules whose own weights are trained; these modules get no adapters.
     """
     choice = AdaptedLayers()
     whole = parameters_of(model, trained_modules(model, trained))
@@ -79,7 +79,7 @@ def trained_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def parameters_of(model: nn.Module, modules: Iterable[str]) -> dict[int, list[str]]:
-    """Map the id of each parameter of some modules to all its names; tied parameters have several names."""
+    """Map the id of each parameter in `modules` to all of its names; tied parameters have several names."""
     wanted = {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
     names: dict[int, list[str]] = {identity: [] for identity in wanted}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -89,7 +89,7 @@ def parameters_of(model: nn.Module, modules: Iterable[str]) -> dict[int, list[st
 
 
 def _not_adaptable(layer: nn.Module, uses: int) -> str:
-    """The reason why a layer cannot have an adapter; "" if it can."""
+    """The reason why a layer cannot have an adapter; "" if an adapter is possible."""
     if uses > 1:
         return "another layer has the same weight"
     if isinstance(layer, nn.Linear) and not is_product(layer):
@@ -98,16 +98,16 @@ def _not_adaptable(layer: nn.Module, uses: int) -> str:
 
 
 def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match no linear layer's name."""
+    """The patterns that do not match the name of any linear layer."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or is_transposed(layer)]
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
 def layers_to_round(model: nn.Module, bits: int, whole: Container[int]) -> dict[str, quantized.Bits]:
-    """The names of the blocks' linear layers to round, with the number of bits for each; empty unless `bits` is 8 or 4.
+    """Map the names of the blocks' linear layers to round to their numbers of bits; empty unless `bits` is 8 or 4.
 
     Args:
-        whole: ids of the parameters that are trained, which are not rounded.
+        whole: ids of the parameters that are trained; these parameters are not rounded.
     """
     if bits not in (8, 4):
         return {}
@@ -122,7 +122,7 @@ def layers_to_round(model: nn.Module, bits: int, whole: Container[int]) -> dict[
 def sizes(
     model: nn.Module, patterns: Sequence[str], rank: int, *, dora: bool, modules: Sequence[str] = (), bits: int = 0
 ) -> dict[str, float]:
-    """Numbers of adapted layers and of trained, frozen and rounded parameters in a run with LoRA."""
+    """Count the adapted layers and the trained, frozen and rounded parameters of a run with LoRA."""
     adapted = choose(model, patterns, modules).adapted
     trained = sum(rank * sum(layer.get_parameter("weight").shape) for layer in adapted.values())
     if dora:  # DoRA also trains the norm of each row

@@ -19,7 +19,7 @@ from shoestring.models.rounding import dequantize
 
 @torch.no_grad()
 def merged(weights: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Merge adapters into the weights: returns the weights of a plain model that computes the same function.
+    """Merge adapters into the weights, and return the weights of a plain model that computes the same function.
 
     Args:
         weights: the trained weights of the model with its adapters.
@@ -42,11 +42,11 @@ def merged(weights: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str
 
 
 def gather_adapters(attachments: Attachments, feature: str, base: str, dropout: float) -> Callable[[Path], None]:
-    """Gather the adapters of a job from all ranks (a collective), and return a function that writes them to a folder.
+    """Gather a job's adapters from all ranks (a collective), and return a function that writes them to a folder.
 
     Args:
         feature: name of the feature that attached the adapters.
-        base: source of the model without adapters, for the adapter's config; may be empty.
+        base: where the model without adapters comes from, for the adapter's config; may be empty.
     """
     record: Any = attachments.kept[feature].state
     names = [f"{layer}.{name}" for layer in record.scales for name in (A, B, MAGNITUDE)]

@@ -1,1 +1,1 @@
-"""Host memory leased to the processes of a host, which agree through record files: each process locks its own."""
+"""Leases host memory to the processes of a host, which coordinate through files: each process locks its own record."""

@@ -1,7 +1,7 @@
-"""Decides which tenants of a host get memory and which leases are called back, as a pure function of all records.
+"""Decides which tenants of a host get memory and which leases are called back, by a pure function of all records.
 
-Every tenant computes the same decision from the same records, so no messages are needed: a tenant that needs memory
-writes a request into its own record, and from it the other tenants compute what they have to give back.
+Every tenant computes the same decision from the same records, so no messages are needed. A tenant that needs memory
+writes a request into its own record, and the other tenants compute from this request which leases they must give back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoestring.core.leases import Priority
 
 
 class Lease(NamedTuple):
-    """An amount of memory that a tenant holds, or requests in addition to what it holds."""
+    """An amount of memory that a tenant holds, or that it requests in addition to its leases."""
 
     nbytes: int
     priority: Priority
@@ -24,18 +24,18 @@ class Lease(NamedTuple):
 
 @dataclass(frozen=True)
 class Tenant:
-    """A process that shares the host's memory, as the other processes see it."""
+    """A process that leases host memory, as the other processes see it."""
 
     key: str
     user: int = 0
     share: float = 1.0
     """Weight of the tenant among tenants with leases of the same priority."""
     bounds: frozenset[str] = frozenset({"host"})
-    """Keys of the limits on the tenant's memory: "host", and those of its cgroups."""
+    """Keys of the limits on the tenant's memory: "host", and the keys of its cgroups."""
     leases: Mapping[str, Lease] = field(default_factory=dict)
     """Leases that the tenant holds, by name."""
     wants: Mapping[str, Lease] = field(default_factory=dict)
-    """Requests that the tenant waits for, in addition to its leases, by name of the lease."""
+    """Pending requests of the tenant for memory in addition to its leases, by name of the lease."""
 
     def holds(self, priority: Priority) -> int:
         """Bytes of the tenant's leases of one priority."""
@@ -43,7 +43,7 @@ class Tenant:
 
 
 class Holding(NamedTuple):
-    """A lease, or a request for a lease, with its tenant."""
+    """A lease or a request for a lease, together with its tenant."""
 
     tenant: Tenant
     name: str
@@ -56,9 +56,11 @@ class Tenants:
 
     tenants: Sequence[Tenant]
     room: Mapping[str, int]
-    """Bytes that are left to lease within each bound, after its reserve and all leases; negative if it is overdrawn."""
+    """Bytes left to lease within each bound, after subtracting the reserve and all leases; negative if the bound is
+    overdrawn."""
     totals: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each bound, divided equally among users; if missing, leases of any user may be called back."""
+    """Total bytes of each bound, of which every user is entitled to an equal part; if a bound is missing, leases of any
+    user may be called back."""
 
     def inside(self, bound: str) -> list[Tenant]:
         return [tenant for tenant in self.tenants if bound in tenant.bounds]
@@ -73,10 +75,10 @@ class Tenants:
 
 
 def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
-    """The leases that must end so that request `name` of tenant `key` fits after all earlier requests are served.
+    """Find the leases that must end so that request `name` of tenant `key` fits after all earlier requests are served.
 
     Returns:
-        None if the request cannot be granted. For a REQUIRED request that does not fit, all leases that can end.
+        The leases; None if the request cannot be granted. If a REQUIRED request does not fit, all leases that can end.
     """
     room = dict(host.room)
     for want in host.wants():
@@ -90,15 +92,15 @@ def must_end(host: Tenants, key: str, name: str) -> list[Holding] | None:
 
 
 def called_back(host: Tenants) -> set[tuple[str, str]]:
-    """The leases that must be given back now, as few as possible: (key of the tenant, name of the lease).
+    """Find the leases that must be given back now, as few as possible: (key of the tenant, name of the lease).
 
-    Requests are served in order of priority, then of time. Less urgent leases are called back first,
-    the least urgent priority first and the youngest lease first. After them, leases of the same priority are called
-    back from tenants that exceed their shares, if the requesting tenant stays within its share. REQUIRED leases are
-    never called back.
+    Requests are served in order of priority, then of time. Leases that are less urgent than the request are called back
+    first; among them, the least urgent priority and the youngest lease come first. Next come leases of the request's
+    own priority from tenants that exceed their shares, if the requesting tenant stays within its share. REQUIRED leases
+    are never called back.
     """
     room, called = dict(host.room), list[Holding]()
-    # An overdrawn bound is served first, by a REQUIRED request for 0 bytes that belongs to no tenant.
+    # Overdrawn bounds come first; a REQUIRED request for 0 bytes, which belongs to no tenant, represents each of them.
     overdrawn = [
         Holding(Tenant("", user=-1, bounds=frozenset({bound})), "", Lease(0, Priority.REQUIRED, 0.0))
         for bound, left in room.items()
@@ -116,16 +118,16 @@ def called_back(host: Tenants) -> set[tuple[str, str]]:
 
 
 def _nbytes_in(bound: str, holdings: Collection[Holding]) -> int:
-    """Bytes of the holdings of tenants inside a bound."""
+    """Total bytes of the holdings whose tenants are inside a bound."""
     return sum(holding.lease.nbytes for holding in holdings if bound in holding.tenant.bounds)
 
 
 def _victims(
     host: Tenants, room: Mapping[str, int], want: Holding, called: Collection[Holding]
 ) -> list[Holding] | None:
-    """The leases that must end, in addition to those in `called`, so that `want` fits; None if it cannot fit.
+    """Find the leases that must end, in addition to the leases in `called`, so that `want` fits; None if it cannot fit.
 
-    A REQUIRED request is granted in any case: if it cannot fit, all leases that can end are returned.
+    A REQUIRED request is always granted: if it cannot fit, all leases that can end are returned.
     """
     missing = {bound: want.lease.nbytes - room[bound] for bound in want.tenant.bounds & room.keys()}
     missing = {bound: nbytes for bound, nbytes in missing.items() if nbytes > 0}
@@ -139,7 +141,7 @@ def _victims(
     enough = all(_nbytes_in(bound, chosen) >= nbytes for bound, nbytes in missing.items())
     if not enough:
         return chosen if want.lease.priority is Priority.REQUIRED else None
-    for lease in reversed(chosen):  # a large lease chosen later may make smaller ones unnecessary
+    for lease in reversed(chosen):  # a large lease chosen later may make smaller leases unnecessary
         rest = [holding for holding in chosen if holding is not lease]
         if all(_nbytes_in(bound, rest) >= nbytes for bound, nbytes in missing.items()):
             chosen = rest
@@ -147,7 +149,7 @@ def _victims(
 
 
 def _candidates(host: Tenants, room: Mapping[str, int], want: Holding) -> list[Holding]:
-    """The leases that may be called back for `want`, in the order in which they are called back."""
+    """The leases that may be called back for `want`, in the order in which to call them back."""
     priority = want.lease.priority
     less_urgent = [holding for holding in host.leases() if holding.lease.priority > priority]
     less_urgent.sort(key=lambda it: (-it.lease.priority, -it.lease.at, it.tenant.key, it.name))
@@ -165,7 +167,7 @@ def _candidates(host: Tenants, room: Mapping[str, int], want: Holding) -> list[H
 
 
 def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priority: Priority, more: int) -> bool:
-    """Whether a tenant with `more` additional bytes stays within its share of a priority's memory, in all bounds.
+    """Whether a tenant with `more` additional bytes stays within its share of the memory for a priority, in all bounds.
 
     The shares of all tenants that hold or request memory of this priority are in proportion to their weights.
     """
@@ -186,7 +188,7 @@ def _within_share(host: Tenants, room: Mapping[str, int], tenant: Tenant, priori
 def _may_call(
     host: Tenants, want: Holding, lease: Holding, bounds: Collection[str], chosen: Collection[Holding]
 ) -> bool:
-    """Whether a lease may be called back; another user's lease only if that user exceeds an equal part of the bound."""
+    """Whether a lease may be called back; another user's lease only if this user exceeds an equal part of the bound."""
     user = lease.tenant.user
     if want.tenant.user in (user, -1):
         return True

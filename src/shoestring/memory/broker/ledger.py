@@ -1,9 +1,9 @@
-"""The folder with the records of a host's tenants: one file for each tenant, locked while its process lives.
+"""The folder with the records of a host's tenants: one file per tenant, locked while the tenant's process lives.
 
-Locks are POSIX record locks: the kernel releases the locks of a killed process, a forked child inherits none, and the
-kernel tells which process holds a lock. Such locks have two pitfalls. A process does not see its own locks, so the
-ledger remembers the records of its own process. Closing any descriptor of a file releases the process's locks on that
-file, so no file is opened twice in one process.
+Locks are POSIX record locks: the kernel releases the locks of a killed process, a forked child inherits no locks, and
+the kernel reports which process holds a lock. POSIX record locks have two pitfalls. A process does not see its own
+locks, so the ledger remembers the records of its own process. Closing any descriptor of a file releases the process's
+locks on that file, so no file is opened twice in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoestring.storage.guarded import private_folder
 
 _BELL, _TENANT = "bell", "tenant-"
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, process
-_NAP = 0.0005  # seconds between two attempts to get the ledger's lock
+_NAP = 0.0005  # seconds between two attempts to acquire the ledger's lock
 _MOST_TENANTS = 1000
 _EVERYBODYS = 0o1777  # permissions with the sticky bit: users cannot remove each other's files
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -39,15 +39,15 @@ _opening = threading.Lock()
 
 @dataclass(frozen=True)
 class Seen:
-    """A living tenant, as this process sees it."""
+    """A living tenant of the host, as this process sees it."""
 
     key: str
     """File name of the tenant's record."""
     record: TenantRecord | None
-    """The tenant's record; None if the file has other content."""
+    """The tenant's record; None if the file does not contain a valid record."""
     user: int
     process: int
-    """Process ID in this process's PID namespace; 0 if it has none there, as inside a container."""
+    """Process ID in this process's PID namespace; 0 if the tenant has none there, such as in another container."""
     resident: int | None = None
     """Resident bytes of the tenant's process; None if they cannot be read."""
 
@@ -59,7 +59,7 @@ class _Open:
     descriptor: int
     user: int
     data: bytes = b""
-    """Content of the file from which `record` was parsed."""
+    """Content of the file, from which `record` was parsed."""
     record: TenantRecord | None = None
     process: int = 0
     statm: int = -1
@@ -67,7 +67,7 @@ class _Open:
 
     def resident(self, process: int) -> int | None:
         """Resident bytes of the tenant's process; None if they cannot be read."""
-        if process != self.process:  # the process ID changes if this process enters or leaves a PID namespace
+        if process != self.process:  # the process ID may change if this process enters or leaves a PID namespace
             self.process = process
             self._close_statm()
             with suppress(OSError):
@@ -88,20 +88,20 @@ class _Open:
 
 @dataclass(eq=False)
 class Ledger:
-    """All records of one folder, shared by all tenants of this process; open it with `open_ledger`.
+    """All records in one folder. All tenants of this process share one ledger per folder; use `open_ledger` to open it.
 
     All methods but `rung` must be called inside a `locked` context.
     """
 
     folder: Path
     shared: bool
-    """Whether other users have records in the folder."""
+    """Whether the processes of all users share the folder."""
     users: int = 0
     """Number of tenants of this process that use the ledger."""
     turns: Turns | None = None
-    """Order of large copies among processes; None while the ledger is closed."""
+    """Orders large copies among processes; None while the ledger is closed."""
     _bell: int = -1
-    """Descriptor of the file that serves as the ledger's lock and counts the calls of `ring`; -1 if it is not open."""
+    """Descriptor of the file that is the ledger's lock and counts the calls of `ring`; -1 if the file is not open."""
     _own: dict[str, tuple[int, TenantRecord]] = field(default_factory=dict)
     """Descriptor and record of each tenant of this process, by key."""
     _others: dict[str, _Open] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Ledger:
 
     @property
     def stands(self) -> bool:
-        """Whether the ledger is open; forking closes it in the child."""
+        """Whether the ledger is open; a fork closes the ledger in the child."""
         return self._bell >= 0
 
     @contextmanager
@@ -117,8 +117,7 @@ class Ledger:
         """Lock the ledger against all other tenants of the host.
 
         Raises:
-            TimeoutError: another tenant has held the lock for `patience` seconds; that tenant's process may be
-                suspended.
+            TimeoutError: another tenant, whose process may be suspended, has held the lock for `patience` seconds.
         """
         until = time.monotonic() + patience
         if not self._lock.acquire(timeout=patience):
@@ -136,11 +135,11 @@ class Ledger:
             self._lock.release()
 
     def rung(self) -> int:
-        """Number of calls of `ring` by all tenants so far; reading it needs no lock."""
+        """Number of calls of `ring` by all tenants so far; may be called without the lock."""
         return int.from_bytes(os.pread(self._bell, 8, 0), "little")
 
     def ring(self) -> None:
-        """Make all tenants read the records again."""
+        """Notify all tenants, so that they read the records again."""
         os.pwrite(self._bell, ((self.rung() + 1) % (1 << 64)).to_bytes(8, "little"), 0)
 
     def join(self, record: TenantRecord) -> str:
@@ -149,10 +148,11 @@ class Ledger:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.folder / key, flags, 0o644 if self.shared else 0o600)
         if self.shared:
-            os.fchmod(descriptor, 0o644)  # overrides the umask: others ignore a record that they cannot read
+            # overrides the umask, because other users ignore a record that they cannot read
+            os.fchmod(descriptor, 0o644)
         if not _lock(descriptor):
             os.close(descriptor)
-            raise OSError(errno.ENOLCK, "its file system has no locks", str(self.folder))
+            raise OSError(errno.ENOLCK, "the file system does not support locks", str(self.folder))
         self._own[key] = descriptor, record
         self.write(key, record)
         return key
@@ -166,7 +166,7 @@ class Ledger:
         descriptor, _ = self._own[key]
         status = os.fstat(descriptor)
         if not status.st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "another program has removed it", str(self.folder / key))
+            raise FileNotFoundError(errno.ENOENT, "another program has removed the file", str(self.folder / key))
         data = record.encoded()
         if len(data) > LONGEST:
             raise OSError(errno.EFBIG, "a tenant holds too many leases", str(self.folder / key))
@@ -181,7 +181,7 @@ class Ledger:
         os.close(descriptor)
 
     def scan(self) -> list[Seen]:
-        """All living tenants, this process's tenants first; the files of dead tenants are removed."""
+        """List all living tenants, this process's tenants first, and remove the files of dead tenants."""
         process, user = os.getpid(), os.geteuid()
         alive = [Seen(key, record, user, process, resident()) for key, (_, record) in self._own.items()]
         with os.scandir(self.folder) as entries:
@@ -197,14 +197,15 @@ class Ledger:
         return alive
 
     def _seen(self, name: str) -> Seen | None:
-        """The tenant of a file; if its process has ended, the file is removed, and the result is None."""
+        """The tenant with this file; if the tenant's process has ended, remove the file and return None."""
         file = self._others.get(name) or self._opened(name)
         if file is None:
             return None
         holder = _holder(file.descriptor)
         if holder is None:  # the tenant's process has ended
             self._others.pop(name).close()
-            with suppress(OSError):  # a file of another user in a shared folder is removed by that user's next process
+            # only processes of its owner can remove the file of another user in a shared folder
+            with suppress(OSError):
                 (self.folder / name).unlink()
             return None
         data = os.pread(file.descriptor, LONGEST + 1, 0)
@@ -215,7 +216,7 @@ class Ledger:
         return Seen(name, file.record, file.user, holder, file.resident(holder))
 
     def _opened(self, name: str) -> _Open | None:
-        """Open the file of another tenant; None if it is not a regular file or cannot be read."""
+        """Open the file of another tenant; None if the file is not a regular file or cannot be read."""
         path = self.folder / name
         with suppress(OSError):
             before = os.lstat(path)
@@ -228,7 +229,7 @@ class Ledger:
         return self._others.get(name)
 
     def start(self) -> None:
-        """Open the file that tenants lock to read and write records, and that counts calls of `ring`."""
+        """Open the file that tenants lock while they read and write records, and that counts calls of `ring`."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         path = self.folder / _BELL
         with suppress(FileExistsError):  # Linux refuses O_CREAT on another user's existing file (fs.protected_regular)
@@ -239,11 +240,11 @@ class Ledger:
         self._bell = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(self._bell).st_mode):
             self.stop()
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         self.turns = Turns(self.folder, shared=self.shared)
 
     def stop(self) -> None:
-        """Close all files; called in this process or in a forked child."""
+        """Close all files; called in this process or in a child forked from it."""
         for file in self._others.values():
             file.close()
         for descriptor in (self._bell, *(own for own, _ in self._own.values())):
@@ -260,15 +261,15 @@ def resident() -> int:
 
 
 def open_ledger(folder: Path, *, shared: bool) -> Ledger:
-    """Open the ledger of a folder, which all tenants of a process share; each call needs a call of `close_ledger`.
+    """Open the ledger of a folder, or return the ledger already open; pair each call with a call of `close_ledger`.
 
     Args:
-        folder: created if it is missing.
-        shared: whether all users share the folder, which then has the sticky bit; otherwise it belongs to this user
-            only.
+        folder: folder of the records; created if missing.
+        shared: whether all users share the folder, which then has the sticky bit; otherwise only this user can access
+            it.
 
     Raises:
-        ShoestringError: the folder cannot be used; the message says why.
+        ShoestringError: the folder cannot be used.
     """
     with _opening:
         ledger = _ledgers.get(folder)
@@ -289,7 +290,7 @@ def open_ledger(folder: Path, *, shared: bool) -> Ledger:
 
 
 def close_ledger(ledger: Ledger) -> None:
-    """End one use of a ledger; the ledger is closed after its last use."""
+    """End one use of a ledger; the last call closes the ledger."""
     with _opening:
         ledger.users -= 1
         if not ledger.users:
@@ -298,7 +299,7 @@ def close_ledger(ledger: Ledger) -> None:
 
 
 def _make_shared_folder(folder: Path) -> None:
-    """Create a folder with the sticky bit, or check that an existing one has it."""
+    """Create a folder with the sticky bit, or check that an existing folder has the sticky bit."""
     made = False
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -318,7 +319,7 @@ def _make_shared_folder(folder: Path) -> None:
         os.close(opened)
     if mode != _EVERYBODYS:
         message = f"`{folder}` cannot be shared: its mode is {mode:o}, and not {_EVERYBODYS:o}"
-        raise ShoestringError(message, hint="let its owner set the mode, or set `memory.broker.folder`")
+        raise ShoestringError(message, hint="let the folder's owner set the mode, or set `memory.broker.folder`")
 
 
 def _lock(descriptor: int) -> bool:
@@ -333,14 +334,14 @@ def _lock(descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> int | None:
-    """ID of the process that holds the lock of a file; None if no process does, 0 if it is in another PID namespace."""
+    """ID of the process that holds a file's lock; 0 if it is in another PID namespace, None if there is no lock."""
     query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, process = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(process, 0)
 
 
 def _close_in_child() -> None:
-    """Close all ledgers in a forked child, which is not a tenant and does not inherit locks."""
+    """Close all ledgers in a forked child, because a child is not a tenant and does not inherit locks."""
     global _opening
     _opening = threading.Lock()
     for ledger in _ledgers.values():

@@ -1,4 +1,4 @@
-"""The record that a tenant writes to its file. Files may be other users', so records are bounded and not trusted."""
+"""The record that a tenant writes to its file. Files may belong to other users, so parsing checks all values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 56
 
 @dataclass(frozen=True)
 class TenantRecord:
-    """A tenant's account of its memory."""
+    """The memory that a tenant uses, leases and requests."""
 
     tenant: str
     """Name of the tenant, shown to users."""
@@ -31,23 +31,23 @@ class TenantRecord:
     bounds: frozenset[str] = frozenset({"host"})
     """Keys of the limits on the tenant's memory."""
     working: int = 0
-    """Recent peak of the process's resident bytes, not counting its leases."""
+    """Recent peak of the process's resident bytes, excluding leases."""
     resident: int = 0
-    """Resident bytes of the process when the record was written; used only by readers that cannot see the process."""
+    """Resident bytes of the process when the record was written; for readers that cannot measure them."""
     elsewhere: int = 0
-    """Bytes of leases that are in memory but not resident in the process: files that it has not mapped yet."""
+    """Bytes of leases that are in memory but not resident in the process: files that the process has not mapped yet."""
     leases: Mapping[str, Lease] = field(default_factory=dict)
     """Leases that the tenant holds, by name."""
     wants: Mapping[str, Lease] = field(default_factory=dict)
-    """Requests that the tenant waits for, by name of the lease."""
+    """Pending requests of the tenant, by name of the lease."""
 
     @cached_property
     def unused(self) -> int:
-        """Bytes that the process claims: its resident bytes, and bytes of free memory that it will still take."""
+        """Bytes that the process claims: its resident bytes, plus the free memory that it has yet to use."""
         return self.working + sum(lease.nbytes for lease in self.leases.values()) - self.elsewhere
 
     def encoded(self) -> bytes:
-        """The record as JSON."""
+        """Encode the record as JSON."""
         content = {column.name: getattr(self, column.name) for column in fields(self)} | {"bounds": sorted(self.bounds)}
         return json.dumps(content, separators=(",", ":")).encode()
 
@@ -76,7 +76,7 @@ class TenantRecord:
 
 
 def _name(value: Any) -> str:
-    """A name of bounded length without control characters, which could move a terminal's cursor."""
+    """Cut a name to `_NAME` characters and replace control characters, which could move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:_NAME])
 
 

@@ -1,4 +1,4 @@
-"""The table of a host's memory leases, for `shoestring memory host`."""
+"""Formats the table of a host's memory leases, for `shoestring memory host`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBERS = frozenset({"process", "share", "in memory", "bytes"})
 
 
 def table(terms: Terms) -> Iterator[str]:
-    """Yield the lines of a table of all leases, then a line for each bound with the memory that is left to lease.
+    """Yield the lines of a table of all leases, then one line per bound with the memory left to lease.
 
     Raises:
         ShoestringError: the folder cannot be used.
@@ -63,7 +63,7 @@ def table(terms: Terms) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines of text with aligned columns; numbers are right-aligned."""
+    """Format rows as lines of text with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -21,19 +21,19 @@ from shoestring.planning.system import Bound, memory_bounds
 
 log = logging.getLogger("shoestring")
 
-LASTS = 30.0  # seconds for which a refused request stays on record, so that other tenants give memory back for it
-_TICK = 0.05  # seconds between two checks whether `ring` was called
+LASTS = 30.0  # seconds for which a refused request stays in the record, so that other tenants give memory back for it
+_TICK = 0.05  # seconds between two checks for calls of `ring`
 _SURVEY = 1.0  # maximum seconds between two surveys, if `ring` is not called
-_WINDOW = 60.0  # minimum seconds for which a peak of resident memory is remembered
+_WINDOW = 60.0  # minimum seconds for which a peak of resident memory counts
 PATIENCE = 2.0  # seconds to wait for the ledger's lock
 _POLL = 0.005  # seconds between two checks whether enough memory was given back
-_PRESSED = 10.0  # percent of time stalled on memory (PSI); above it, no memory counts as free
-_NOTABLE = 1 << 20  # bytes by which a written record may be out of date
+_PRESSED = 10.0  # percentage of time stalled on memory (PSI) above which no memory counts as free
+_NOTABLE = 1 << 20  # maximum error, in bytes, of a written record before it is rewritten
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The folder of the records and a tenant's settings; the fields are described at `memory.Broker`."""
+    """The folder of the records, and a tenant's settings; `memory.Broker` describes the fields."""
 
     folder: Path
     shared: bool = False
@@ -45,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Sights:
-    """Functions by which a tenant sees the host's state; tests replace them to simulate another host."""
+    """Functions through which a tenant observes the host; tests replace these functions to simulate a host."""
 
     bounds: Callable[[], Iterable[Bound]] = memory_bounds
     resident: Callable[[Seen], int | None] = attrgetter("resident")
@@ -53,14 +53,14 @@ class Sights:
 
 
 def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: Sights, *, pressure: bool) -> Tenants:
-    """All tenants and the memory that is left to lease, as this process sees them.
+    """Determine all tenants and the memory left to lease, as this process sees them.
 
     The memory left is the free memory minus the reserve and minus memory that tenants have claimed but not touched yet.
-    A false record of memory in use therefore gains nothing, and another user's false claims count only up to that
-    user's equal part.
+    A false record of memory in use therefore gains a tenant nothing. False claims of another user count only up to an
+    equal part of the memory per user.
 
     Args:
-        pressure: count no memory as free while memory is scarce and processes are stalled on it.
+        pressure: whether to count no memory as free while memory is scarce and processes are stalled on memory.
     """
     known = [(tenant, tenant.user, tenant.record) for tenant in seen if tenant.record is not None]
     room, totals = dict[str, int](), dict[str, int]()
@@ -84,12 +84,11 @@ def survey(seen: Iterable[Seen], bounds: Iterable[Bound], terms: Terms, sights: 
 
 @dataclass(eq=False)
 class BrokeredMemory(HostMemory):
-    """Leases that all processes of a host agree on, from `join` to `leave`; at other times, a plain `HostMemory`.
+    """Leases that are arbitrated among all processes of a host, from `join` to `leave`; otherwise a plain `HostMemory`.
 
-    A REQUIRED lease is always granted, after other tenants have been asked to give back less urgent leases and had time
-    to do so. Any other lease is granted if it fits; a refused request calls leases back as well, so that a later
-    attempt may succeed. A lease that is called back appears in `called_back`, and the callback that was registered with
-    `when_called` runs.
+    A REQUIRED lease is always granted, after other tenants have had time to give back less urgent leases. Any other
+    lease is granted only if it fits. A refused request also calls leases back, so that a later attempt may succeed.
+    When a lease is called back, its name appears in `called_back`, and the callback registered with `when_called` runs.
     """
 
     terms: Terms = field(default_factory=lambda: Terms(Path("/dev/shm")))
@@ -116,7 +115,7 @@ class BrokeredMemory(HostMemory):
         """Become a tenant of this host.
 
         Args:
-            watch: whether a thread calls `look` regularly; if not, the caller must.
+            watch: whether to start a thread that calls `look` regularly; if false, the caller must call `look`.
 
         Raises:
             ShoestringError: the folder cannot be used.
@@ -156,7 +155,7 @@ class BrokeredMemory(HostMemory):
     # -- overrides of HostMemory -------------------------------------------------------------------------------------
 
     def settle(self, free: float, ranks: int = 1, there: float = 0) -> None:
-        """See `HostMemory`. Sets no budget, which would depend on other processes; `there` is not counted twice."""
+        """See `HostMemory`. Sets no budget, as a budget would depend on other processes; counts `there` only once."""
         if self._ledger is None:
             super().settle(free, ranks, there)
         else:
@@ -164,7 +163,7 @@ class BrokeredMemory(HostMemory):
             self.look()
 
     def take(self, name: str, nbytes: int, priority: Priority = Priority.REQUIRED) -> bool:
-        """See `HostMemory`; a REQUIRED lease waits up to `terms.wait` seconds for others to give memory back."""
+        """See `HostMemory`; a REQUIRED lease waits up to `terms.wait` seconds for other tenants to give memory back."""
         if self._in_child() or self._ledger is None:
             return super().take(name, nbytes, priority)
         former = self._record.leases.get(name)
@@ -176,7 +175,7 @@ class BrokeredMemory(HostMemory):
         return False
 
     def turn(self, priority: Priority, patience: float = 0.1) -> AbstractContextManager[object]:
-        """See `HostMemory`; the order holds among all processes of the host."""
+        """See `HostMemory`; copies are ordered among all processes of the host."""
         turns = None if self._ledger is None or self._in_child() else self._ledger.turns
         return nullcontext() if turns is None else turns.turn(priority, patience)
 
@@ -197,7 +196,7 @@ class BrokeredMemory(HostMemory):
     # -- calling back ------------------------------------------------------------------------------------------------
 
     def when_called(self, name: str, callback: Callable[[], None]) -> None:
-        """Register a callback that a thread runs when the lease is called back: to free the memory and call `give`."""
+        """Register a callback that a thread runs if lease `name` is called back; it must free the memory and `give`."""
         self._callbacks[name] = callback
 
     def look(self) -> None:
@@ -233,12 +232,12 @@ class BrokeredMemory(HostMemory):
             except OSError as error:
                 self._warn(error)
             except Exception:
-                log.exception("memory.broker: a lease that was called back could not be given")
+                log.exception("memory.broker: a lease that was called back could not be given back")
 
     # -- this tenant's record ----------------------------------------------------------------------------------------
 
     def _request(self, ledger: Ledger, name: str, nbytes: int, priority: Priority) -> bool:
-        """Write a lease into this tenant's record if it fits or is REQUIRED; returns whether it is granted."""
+        """Write a lease into this tenant's record if the lease fits or is REQUIRED; return whether it is granted."""
         held = self._record.leases.get(name, Lease(0, priority, 0.0))
         more, began = nbytes - held.nbytes, self.sights.clock()
         if more == 0 and held.priority is priority and name in self._record.leases:
@@ -264,9 +263,9 @@ class BrokeredMemory(HostMemory):
                     if firm and not granted:
                         if self.sights.clock() - began >= self.terms.wait:
                             self._in_vain = ending
-                        # Wait for other tenants, and for leases of this tenant that its watching thread gives back.
-                        # Leases without a callback are not waited for, because their threads may be waiting for this
-                        # call.
+                        # Wait for other tenants, and for this tenant's leases that have a callback, because the
+                        # watching thread gives them back. Do not wait for leases without a callback, because their
+                        # threads may be waiting for this call.
                         granted = not any(
                             key != self._key or other in self._callbacks for key, other in ending - self._in_vain
                         )
@@ -274,7 +273,7 @@ class BrokeredMemory(HostMemory):
                         self._write(ledger, _with(self._record, name, lease))
                     elif ending and asking != self._record:
                         self._write(ledger, asking)
-                    if ending - self._asked:  # others know about earlier calls
+                    if ending - self._asked:  # other tenants already know about earlier calls
                         ledger.ring()
                     self._asked = ending
             except OSError as error:
@@ -287,7 +286,7 @@ class BrokeredMemory(HostMemory):
             time.sleep(_POLL)
 
     def _measured(self, now: float) -> TenantRecord:
-        """This tenant's record with the present and recent peak resident bytes of its process."""
+        """This tenant's record, updated with the current resident bytes of its process and their recent peak."""
         own = Seen(self._key, self._record, os.geteuid(), os.getpid(), resident())
         in_memory = self.sights.resident(own) or 0
         beside = max(0, in_memory - sum(lease.nbytes for lease in self._record.leases.values()))
@@ -305,7 +304,7 @@ class BrokeredMemory(HostMemory):
         return survey(seen, self._bounds, self.terms, self.sights, pressure=pressure)
 
     def _record_lease(self, name: str, lease: Lease | None) -> None:
-        """Write a lease to this tenant's record, or remove it (None); if that fails, `look` writes it later."""
+        """Write a lease to this tenant's record, or remove it (None); if writing fails, `look` tries again later."""
         if self._ledger is not None:
             try:
                 with self._ledger.locked(PATIENCE):
@@ -324,13 +323,13 @@ class BrokeredMemory(HostMemory):
         self._unwritten = False
 
     def _see_bounds(self) -> None:
-        """Find the limits on memory; a cgroup's limit above the size of the host's memory is left out."""
+        """Find the limits on memory, without cgroup limits that exceed the size of the host's memory."""
         bounds = list(self.sights.bounds())
         host = next((bound.total for bound in bounds if bound.key == "host"), 1 << 62)
         self._bounds = [bound for bound in bounds if bound.key == "host" or bound.total < host]
 
     def _in_child(self) -> bool:
-        """Whether this process is not a tenant: it has not joined, or is a forked child."""
+        """Whether this process is not a tenant, because it has not joined or is a forked child."""
         if self._ledger is not None and not self._ledger.stands:
             self._ledger, self._watcher = None, None
         return self._ledger is None
@@ -342,7 +341,7 @@ class BrokeredMemory(HostMemory):
 
 
 def _with(record: TenantRecord, name: str, lease: Lease | None) -> TenantRecord:
-    """A record with one lease replaced, or removed (None), and without a request for this lease."""
+    """A copy of a record with one lease replaced, or removed (None), and without a request for this lease."""
     leases = {other: held for other, held in record.leases.items() if other != name}
     wants = {other: want for other, want in record.wants.items() if other != name}
     return replace(record, leases=leases | ({} if lease is None else {name: lease}), wants=wants)

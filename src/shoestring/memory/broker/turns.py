@@ -1,7 +1,7 @@
-"""The order of large copies: a less urgent copy waits while another process of the host makes a more urgent copy.
+"""Orders large copies: a less urgent copy waits while another process of the host makes a more urgent copy.
 
 While a process copies, it holds a shared lock on one byte of a file in the ledger's folder; the byte's offset is the
-copy's priority. One system call finds out whether a more urgent copy runs, and the kernel releases the locks of a
+copy's priority. One system call detects whether a more urgent copy is running, and the kernel releases the locks of a
 killed process.
 """
 
@@ -26,7 +26,7 @@ _NAP = 0.001  # seconds between two checks of the locks
 class Turns:
     """The lock file of a folder, opened once for all tenants of this process.
 
-    It must not be opened twice: POSIX releases a process's locks on a file when any descriptor of the file is closed.
+    The file must not be opened twice: closing any descriptor of a file releases all POSIX locks of the process on it.
     """
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
@@ -50,7 +50,7 @@ class Turns:
             self._count(priority, -1)
 
     def yields(self, priority: Priority) -> bool:
-        """Whether a more urgent copy is under way, in this process or in another process."""
+        """Whether a more urgent copy is running, in this process or in another process."""
         if any(self._own[urgent] for urgent in Priority if urgent < priority):
             return True
         if not priority or self._file < 0:
@@ -59,7 +59,7 @@ class Turns:
         return _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0] != fcntl.F_UNLCK
 
     def _count(self, priority: Priority, change: int) -> None:
-        """Count copies of this process by priority, and hold the lock of a priority while there is a copy."""
+        """Count this process's running copies by priority, and hold a priority's lock while its count is positive."""
         with self._lock:
             self._own[priority] += change
             if self._file >= 0 and self._own[priority] == max(change, 0):  # the first copy began, or the last ended
@@ -67,7 +67,7 @@ class Turns:
                 fcntl.lockf(self._file, kind, 1, int(priority))
 
     def close(self) -> None:
-        """Close the file; called in this process or in a forked child."""
+        """Close the file; called in this process or in a child forked from it."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

@@ -1,1 +1,1 @@
-"""Offloading to host memory: optimizer state, and copies of gradients to the host and of weights to the device."""
+"""Offloads optimizer state and activations to host memory."""

@@ -1,9 +1,10 @@
-"""Activation offloading: the tensors that autograd saves in a block are copied to host memory after the block's forward
-pass, and back before its backward pass.
+"""Offloads activations: tensors that autograd saves in a block are copied to host memory after the block's forward
+pass, and copied back before the block's backward pass.
 
-Whole storages are copied, because autograd holds storages: views of one storage, such as queries, keys and values, are
-copied once, and keep their strides. A block's activations are copied to the host while the next block runs, and copied
-back while the backward pass of the next block runs, so the device holds the activations of two blocks at a time.
+Whole storages are copied, because saved tensors may be views of the same storage. Views of one storage, such as
+queries, keys and values, are copied once, and keep their strides. A block's activations are copied to the host while
+the next block's forward pass runs, and copied back while the next block's backward pass runs. The device therefore
+holds the activations of two blocks at a time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ log = logging.getLogger("shoestring")
 
 
 class ActivationBytes:
-    """Counts the bytes of offloaded activations: the present bytes and their maximum."""
+    """Counts the bytes of offloaded activations: the current number and its maximum."""
 
     def __init__(self) -> None:
-        self.live = self.on_device = 0  # bytes held by autograd, and those on the device
+        self.live = self.on_device = 0  # bytes held by autograd; the part of these bytes on the device
         self.most_live = self.most_on_device = self.copied = 0
 
     def saved(self, nbytes: int) -> None:
@@ -46,15 +47,15 @@ class ActivationBytes:
         self.arrived(nbytes)
 
     def arrived(self, nbytes: int) -> None:
-        """Count a storage that has been allocated on the device again."""
+        """Count a storage that was allocated on the device again."""
         self.on_device += nbytes
         self.most_on_device = max(self.most_on_device, self.on_device)
 
 
 class SavedStorage:
-    """A storage that autograd saved in a block: first on the device, then on the host, then on the device again.
+    """A storage that autograd saved in a block; it moves from the device to the host, and back to the device.
 
-    It lives as long as autograd would hold the storage.
+    A `SavedStorage` lives as long as autograd would hold the storage.
     """
 
     def __init__(self, block_pass: BlockPass, source: Tensor) -> None:
@@ -64,16 +65,16 @@ class SavedStorage:
         self.numel, self.nbytes = source.numel(), source.nbytes
         self.dtype, self.device = source.dtype, source.device
         self.buffer: HostBuffer | None = None
-        self.on_host: Tensor | None = None  # its copy in the host buffer
+        self.on_host: Tensor | None = None  # copy of the storage in the host buffer
         block_pass.offload.bytes.saved(self.nbytes)
 
     def check_version(self) -> None:
-        """Raise an error, as autograd does, if the storage was written to before the device released it."""
+        """Raise an error, as autograd would, if the storage was written to before it was released from the device."""
         if self.on_device is not None and self.on_device._version != self.version:
             raise RuntimeError("a tensor that the backward pass needs has been modified by an inplace operation")
 
     def send(self) -> None:
-        """Start to copy the storage to the host; the device's memory is held until `leave`."""
+        """Start to copy the storage to the host; the device memory stays allocated until `leave`."""
         assert self.on_device is not None
         self.buffer = self.block_pass.offload.buffers.take(self.on_device)
         self.on_host = self.buffer.like(self.on_device)
@@ -81,17 +82,17 @@ class SavedStorage:
         self.block_pass.offload.bytes.copied += self.nbytes
 
     def leave(self) -> None:
-        """Release the storage's memory on the device."""
+        """Release the storage's device memory."""
         self.on_device = None
         self.block_pass.offload.bytes.on_device -= self.nbytes
 
     def allocate(self) -> None:
-        """Allocate memory on the device for `fetch`."""
+        """Allocate the device memory that `fetch` copies into."""
         self.on_device = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         self.block_pass.offload.bytes.arrived(self.nbytes)
 
     def fetch(self) -> None:
-        """Start to copy the storage to the device."""
+        """Start to copy the storage back to the device."""
         assert self.on_device is not None and self.on_host is not None
         self.on_device.copy_(self.on_host, non_blocking=True)
         self.block_pass.offload.bytes.copied += self.nbytes
@@ -101,14 +102,14 @@ class SavedStorage:
         offload.bytes.live -= self.nbytes
         if self.on_device is not None:
             offload.bytes.on_device -= self.nbytes
-            # The compute stream may reuse the memory as soon as it is freed, so copies must have finished.
+            # The compute stream may reuse the memory as soon as it is freed, so copies must finish first.
             self.block_pass.wait()
         if self.buffer is not None:
             offload.buffers.give(self.buffer)
 
 
 class SavedView(NamedTuple):
-    """What autograd holds in place of a saved tensor: a view of a `SavedStorage`."""
+    """A view of a `SavedStorage`, which autograd holds instead of a saved tensor."""
 
     storage: SavedStorage
     size: torch.Size
@@ -122,7 +123,7 @@ class BlockPass:
     def __init__(self, offload: OffloadedBlocks, block: nn.Module, before: BlockPass | None) -> None:
         self.offload = offload
         self.before = weakref.ref(before) if before is not None else None
-        # Storages that stay on the device anyway, so copying them would release nothing.
+        # Parameters and buffers stay on the device anyway, so copying their storages would release nothing.
         held = chain(block.parameters(), block.buffers())
         self.resident = offload.buffers_of_model | {_key(tensor)[0] for tensor in held if _is_plain(tensor)}
         self.storages: dict[tuple[int, int, torch.dtype], SavedStorage] = {}  # filled while the block runs
@@ -131,7 +132,7 @@ class BlockPass:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
-        """Hook of autograd: returns what autograd shall hold in place of a tensor that it saves."""
+        """Return the object that autograd holds instead of a saved tensor (pack hook)."""
         if not _is_plain(tensor) or tensor.device.type != self.offload.device.type or _key(tensor)[0] in self.resident:
             return tensor
         if tensor.untyped_storage().nbytes() < self.offload.least:
@@ -145,7 +146,7 @@ class BlockPass:
 
     @torch.no_grad()
     def unpack(self, held: Tensor | SavedView) -> Tensor:
-        """Hook of autograd: returns the tensor that was saved."""
+        """Return the saved tensor, after fetching its storage if necessary (unpack hook)."""
         if isinstance(held, Tensor):
             return held
         if held.storage.on_device is None:  # not prefetched
@@ -174,10 +175,10 @@ class BlockPass:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Start to copy the storages that are only on the host back to the device."""
+        """Start to copy all storages that are only on the host back to the device."""
         absent = [storage for storage in self._alive() if storage.on_device is None]
         if absent:
-            for storage in absent:  # on the compute stream, because it uses and frees the memory
+            for storage in absent:  # on the compute stream, because this stream uses and frees the memory
                 storage.allocate()
             with self.offload.copies.after_compute():
                 for storage in absent:
@@ -203,17 +204,17 @@ class OffloadedBlocks:
         self.passes = 0
         self._name, self._warned = settings.name, False
         self._job = attachments
-        self._running: list[tuple[BlockPass, ExitStack] | None] = []  # None for a pass without gradients
-        self._newest: BlockPass | None = None  # latest pass, still on the device
+        self._running: list[tuple[BlockPass, ExitStack] | None] = []  # an entry is None for a pass without gradients
+        self._newest: BlockPass | None = None  # latest pass, whose activations are still on the device
         blocks = repeated(attachments.module)
-        # One additional block is watched, because the backward pass of a block prefetches the activations of the block
-        # before.
+        # One additional block gets hooks, because a block's backward pass prefetches the activations of the preceding
+        # block.
         for number, block in enumerate(blocks[: settings.number_of(blocks) + 1]):
             self._watch(block, first=number == 0, offloads=number < settings.number_of(blocks))
         attachments.at(Phase.CAPTURE, self._publish)
 
     def _watch(self, block: nn.Module, first: bool, offloads: bool) -> None:
-        """Register hooks around a block's forward pass, outside other features' changes to it (recomputation)."""
+        """Register hooks around a block's forward pass, outside changes by other features (recomputation) to it."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):
@@ -250,7 +251,7 @@ class OffloadedBlocks:
         self._job.exits.callback(block.register_forward_hook(hooks[1], always_call=True).remove)
 
     def _settle(self) -> None:
-        """Release the newest block's activations from the device."""
+        """Release the device memory of the latest block's activations."""
         if self._newest is not None:
             self._newest.leave()
             self._newest = None
@@ -271,8 +272,8 @@ class OffloadedBlocks:
 
 
 def _fetching(*passes: BlockPass) -> Any:
-    """A hook for the gradient of a block's output: when the block's backward pass begins, the hook fetches the
-    activations of this block and of the block before.
+    """Make a hook for the gradient of a block's output: when the block's backward pass begins, the hook fetches the
+    activations of the block and of the preceding block.
 
     References are weak, because autograd's graph holds the hook.
     """
@@ -293,5 +294,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    """Identity and version of a tensor's storage: a storage that has been written to counts as another storage."""
+    """Identity and version of a tensor's storage; after a write, the storage counts as a different storage."""
     return tensor.untyped_storage()._cdata, tensor._version

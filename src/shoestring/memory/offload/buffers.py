@@ -1,4 +1,4 @@
-"""Buffers in host memory that are reused in every step."""
+"""A pool of buffers in host memory that every step reuses."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ LEASE = "offloaded activations"
 
 
 class HostBuffer:
-    """Host memory for one tensor at a time, of at most `nbytes`; fake tensors need no memory."""
+    """Host memory for one tensor of at most `nbytes` at a time; a buffer for fake tensors has no memory."""
 
     def __init__(self, source: Tensor) -> None:
         self.nbytes = source.nbytes
         self.region = None if is_fake(source) else HostRegion(source.nbytes, source.device)
-        self.used = True  # whether it was used since the last `trim`
+        self.used = True  # whether the buffer was used since the last `trim`
 
     def like(self, source: Tensor) -> Tensor:
-        """A tensor in this memory with undefined content, and with the length and data type of the 1-d `source`."""
+        """A tensor in this memory with the length and data type of the 1-d `source`; its content is undefined."""
         if self.region is None:
             return torch.empty_like(source, device="meta")
         return self.region.bytes[: source.nbytes].view(source.dtype)
 
     def close(self) -> None:
-        """Unpin the memory; it is freed when the last tensor in it is freed."""
+        """Unpin the memory, which is freed when the last tensor in it is freed."""
         if self.region is not None:
             self.region.close()
 
@@ -46,7 +46,7 @@ class HostBuffers:
         attachments.exits.callback(self.close)
 
     def take(self, source: Tensor) -> HostBuffer:
-        """The smallest free buffer that fits the tensor and is at most twice as large, or a new buffer."""
+        """Take the smallest free buffer that fits a tensor and is at most twice as large, or else a new buffer."""
         place = bisect_left(self._free, source.nbytes, key=_size)
         if place < len(self._free) and self._free[place].nbytes <= 2 * source.nbytes:
             buffer = self._free.pop(place)
@@ -58,13 +58,13 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Return a buffer to the pool; later copies into the buffer run after copies that are under way."""
+        """Return a buffer to the pool; later copies into the buffer run after the copies that have already started."""
         if buffer in self._taken:
             self._taken.remove(buffer)
             insort(self._free, buffer, key=_size)
 
     def trim(self) -> None:
-        """Free the buffers that were not used since the last call."""
+        """Free the buffers that were not used since the last call of `trim`."""
         idle = [buffer for buffer in self._free if not buffer.used]
         if idle:
             self.copies.synchronize()

@@ -1,4 +1,4 @@
-"""Asynchronous copies between a device and the host; on a GPU, they run on their own stream."""
+"""Asynchronous copies between a device and the host; on a GPU, copies run on a stream of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CopyStream:
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Put copies made in this context on the stream; they run after the computation that was queued before."""
+        """Context whose copies go to this stream, and run after the computation queued so far."""
         if self.stream is None:
             yield
             return
@@ -27,7 +27,7 @@ class CopyStream:
             yield
 
     def mark(self) -> Wait:
-        """A function that makes later computation on the device wait for all copies so far; the host does not wait."""
+        """Return a function that makes later computation on the device (not the host) wait for all copies so far."""
         if self.stream is None:
             return lambda: None
         return self.stream.record_event().wait

@@ -1,6 +1,6 @@
 """Pinned host memory of exact size, for a GPU's asynchronous copies.
 
-Torch's own allocator of pinned memory rounds each block up to a power of two, which used up to 1.8 times the memory.
+Torch's own allocator of pinned memory rounds each block up to a power of two, which took up to 1.8 times the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes: a cache line
 
 
 class HostRegion:
-    """An anonymous memory mapping that holds tensors, pinned if the device is a GPU. Close it after use."""
+    """An anonymous memory mapping that holds tensors, pinned if the device is a GPU. Must be closed after use."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.used = max(nbytes, 1), 0
@@ -41,7 +41,7 @@ class HostRegion:
         return self.bytes[first : first + length].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Unpin the memory; it is freed with the last tensor in it."""
+        """Unpin the memory, which is freed together with the last tensor in it."""
         if self.pinned:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self.pinned = False

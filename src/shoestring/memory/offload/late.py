@@ -1,7 +1,7 @@
 """Late steps: the CPU updates the buckets with the smallest gradients while the device computes the next step.
 
-After ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward pass, so these
-updates take effect one step late. No update is skipped.
+The method follows ZenFlow (Lan, 2025). A thread updates a share of the elements during the next forward and backward
+pass, so these updates take effect one step late. No update is skipped.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Gradients = Mapping[str, Tensor]
 
 
 class LateSteps:
-    """The buckets that are updated late, and the thread that updates them.
+    """Chooses the buckets to update late, and updates them in a thread.
 
-    `defer` takes gradients away from the optimizer, `begin` makes the thread update weights with them, and `end` waits
-    for the thread. The thread is idle between two steps, so that weights and state are consistent then; checkpoints
-    also contain the deferred gradients.
+    `defer` takes gradients away from the optimizer, `begin` makes the thread update weights with the deferred
+    gradients, and `end` waits for the thread. The thread is idle between steps, so weights and optimizer state are
+    consistent at these times. Checkpoints also contain the deferred gradients.
 
     Args:
-        share: largest fraction of all elements that is updated late.
+        share: maximum fraction of all elements to update late.
         divided: the shards that the optimizer updates, and their buckets.
-        placement: stores the gradients in its buffers.
+        placement: the placement whose buffers store the gradients.
     """
 
     def __init__(self, share: float, divided: Divided, placement: OnHost) -> None:
         self.share, self.divided, self.placement = share, divided, placement
         self.ended: set[int] = set()
-        """Indices of the buckets that were updated late and have not been written to the device since."""
+        """Indices of the buckets that were updated late and are not yet written to the device."""
         self.stepped = [0, 0]
-        """Number of elements updated late, and of all elements updated, summed over steps."""
+        """Number of elements updated late and of all updated elements, summed over steps."""
         self._deferred: dict[int, Gradients] = {}  # by index of the bucket
-        self._group_of: dict[str, dict[str, Any]] = {}  # settings of the parameter's group, by parameter name
+        self._group_of: dict[str, dict[str, Any]] = {}  # parameter name -> settings of its parameter group
         self._thread = ThreadPoolExecutor(1, "late steps")
         self._running: Future[None] | None = None
         attachments = divided.attachments
@@ -58,7 +58,7 @@ class LateSteps:
         attachments.at(Phase.CAPTURE, partial(self._publish, attachments))
 
     def write(self, index: int) -> bool:
-        """Mark a bucket as written to the device; returns whether its weights have changed since the last write."""
+        """Mark a bucket as written to the device; return whether its weights have changed since the last write."""
         changed = index not in self._deferred or index in self.ended
         self.ended.discard(index)
         return changed
@@ -71,14 +71,14 @@ class LateSteps:
             for bucket in buckets
         ]
         if any(is_fake(_local(grad)) for by_name in gradients for grad in by_name.values()):
-            return  # a predicted step has no values to compare
+            return  # fake tensors, in a prediction of memory, have no values to compare
         norms = [foreach_norm([_local(grad) for grad in by_name.values()]) for by_name in gradients]
         squares = torch.tensor(
             [sum(float(norm) ** 2 for norm in of_bucket) for of_bucket in norms], dtype=torch.float64
         )
         # Ranks hold different rows of the same buckets, and must choose the same buckets.
         squares = self.divided.collectives.mean_of_whole(squares, torch.float64)
-        if not squares.isfinite().all():  # a loss scaler skips this step, so it defers nothing
+        if not squares.isfinite().all():  # a loss scaler skips this step, so no gradient is deferred
             return
         sizes = [
             sum(part.parameter.numel() for part in bucket.parts) if there else 0
@@ -91,7 +91,7 @@ class LateSteps:
                 self.placement.set_aside(name)
             self.stepped[0] += sizes[index]
         self.stepped[1] += sum(sizes)
-        # Copied, because a schedule changes the settings before the thread uses them.
+        # Copy the settings, because a schedule changes them before the thread uses them.
         groups = self._optimizer.param_groups
         settings = [_settings(group) for group in groups]
         group_of = {tensor: own for own, group in zip(settings, groups, strict=True) for tensor in group["params"]}
@@ -103,7 +103,7 @@ class LateSteps:
             self._running = self._thread.submit(self._step)
 
     def end(self) -> None:
-        """Complete the late updates: wait for the thread, or update in this thread if it was not started."""
+        """Complete the late updates: wait for the thread, or run the updates here if the thread was not started."""
         if self._running is not None:
             self._running.result()
         elif self._deferred:
@@ -148,10 +148,10 @@ class LateSteps:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Update the deferred buckets one by one, so that only one bucket at a time has float32 gradients.
+        """Update the deferred buckets one by one, so that only one bucket at a time has gradients in float32.
 
-        A copy of the optimizer updates aliases of the tensors, with the same memory and state, because the backward
-        pass sets the gradients of the tensors themselves at the same time.
+        A copy of the optimizer updates aliases of the tensors, with the same memory and state. The optimizer cannot use
+        the tensors themselves, because the backward pass sets their gradients at the same time.
         """
         alike = copy.copy(self._optimizer)
         for gradients in self._deferred.values():
@@ -166,7 +166,7 @@ class LateSteps:
 
 
 def smallest(squares: Sequence[float], sizes: Sequence[int], share: float) -> list[int]:
-    """The indices of the buckets with the smallest mean squared gradients; together, at most `share` of all elements.
+    """Return the indices of the buckets with the smallest mean squared gradients, with at most `share` of all elements.
 
     Args:
         squares: sum of the squared gradients of each bucket.

@@ -1,4 +1,4 @@
-"""Shards in host memory that the CPU updates; copies of gradients and weights overlap with the device's computation."""
+"""Stores shards in host memory, where the CPU updates them; copies between host and device overlap with computation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEASE = "offloaded optimizer state"
 
 
 class OnHost:
-    """A `Placement` in host memory: for each parameter, its shard and a buffer in the parameter's data type. The buffer
-    holds the gradient on its way to the host, and the weights on their way to the device.
+    """A `Placement` in host memory, which stores a shard and a buffer for each parameter. The buffer has the
+    parameter's data type, and holds the gradient on its way to the host and the weights on their way to the device.
 
     On a GPU, all copies share one stream, so that a gradient cannot overwrite weights that are still being copied.
 
     Args:
-        masters: whether the shards of 16-bit parameters are float32 master copies.
+        masters: whether shards of 16-bit parameters are float32 master copies.
         twice: whether gradients may be set aside, which needs a second buffer per parameter.
     """
 
@@ -45,14 +45,14 @@ class OnHost:
         self._more: dict[str, Tensor] = {}
         self._exits = attachments.exits
         attachments.exits.callback(self.region.close)
-        # The lease includes the state that the optimizer will allocate, assumed to be two float32 averages as in Adam.
+        # The lease includes the optimizer's future state, assumed to be two float32 averages per element, as in Adam.
         needed = self.region.nbytes + 8 * sum(shape.numel() for shape in shapes.values())
         attachments.world.memory.take(LEASE, needed)
         attachments.exits.callback(attachments.world.memory.give, LEASE)
         self.shards = {name: self.region.take(shapes[name], types[name][0]) for name in shapes}
         self.travelling = {name: self.region.take(shapes[name], types[name][1]) for name in shapes}
         self.second = {name: self.region.take(shapes[name], types[name][1]) for name in shapes} if twice else {}
-        self._arrived: set[str] = set()  # names of the parameters whose buffer holds a gradient
+        self._arrived: set[str] = set()  # parameters whose buffer holds a gradient
         self._memory, self._turn = attachments.world.memory, ExitStack()
         self._copying = False
         attachments.at(Phase.CAPTURE, self._end_turn)
@@ -68,7 +68,7 @@ class OnHost:
     @torch.no_grad()
     def keep(self, part: ShardedParameter, mean: Tensor) -> Tensor:
         """See `Placement`."""
-        if not self._copying:  # less urgent copies wait from a step's first gradient to its end
+        if not self._copying:  # from a step's first gradient to the end of the step, less urgent copies wait
             self._turn.enter_context(self._memory.turn(Priority.REQUIRED))
             self._copying = True
         buffer = self.travelling[part.name]
@@ -83,7 +83,7 @@ class OnHost:
         return buffer
 
     def _additional_buffer(self, name: str, mean: Tensor) -> Tensor:
-        """A buffer for gradients of later micro-batches, which are added to the gradients of the first micro-batch."""
+        """A buffer for gradients of later micro-batches, until they are added to the first micro-batch's gradient."""
         if name not in self._more:
             region = HostRegion(mean.nbytes, mean.device)
             self._exits.callback(region.close)
@@ -91,7 +91,7 @@ class OnHost:
         return self._more[name]
 
     def set_aside(self, name: str) -> None:
-        """Swap a parameter's two buffers, so that the gradient in the first buffer is kept until the next swap."""
+        """Swap a parameter's two buffers, so that the first buffer's gradient stays until the next swap."""
         self.travelling[name], self.second[name] = self.second[name], self.travelling[name]
         self._arrived.discard(name)
 

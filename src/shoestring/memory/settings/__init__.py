@@ -1,1 +1,1 @@
-"""Settings of the features of `memory`; importing them does not import torch."""
+"""Settings of the features of `memory`; importing this package does not import torch."""

@@ -35,8 +35,8 @@ class Broker(Feature):
     """Fraction of the memory of the host, and of each cgroup, that leases leave free. A larger reserve guards better
     against programs that take memory without a lease; a smaller reserve leaves more memory to lease."""
     wait: float = 5.0
-    """Maximum time in seconds that a request for memory that training needs waits for other processes to give memory
-    back. After this time, the request is granted in any case."""
+    """Maximum time in seconds for which a request for required memory waits until other processes give memory back.
+    After this time, the request is granted in any case."""
 
     seams: ClassVar = (Seam.MODEL,)
 

@@ -1,4 +1,4 @@
-"""Settings of the memory budget: a limit on the peak, which a run meets at the lowest cost in time."""
+"""Settings of the memory budget: a limit on peak memory, which a run meets at the lowest cost in time."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Knob = Literal["accumulate", "recompute", "zero", "fsdp", "offload", "activation
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChoice:
-    """The techniques chosen for a run with [memory.budget]; this is an output, and never part of a run file."""
+    """The techniques chosen for a run with [memory.budget]; this class is an output, and never part of a run file."""
 
     chosen: str
-    """The chosen techniques, in words."""
+    """Description of the chosen techniques."""
     accumulate: int
     """Number of micro-batches per step."""
     replaced: tuple[str, ...] = ()
-    """Names of the run's features that are replaced by added features."""
+    """Names of the run's features that the added features replace."""
     added_features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Settings of the features that were added, by name."""
+    """Settings of the added features, by the feature's name."""
     rounded: bool = False
     """Whether the optimizer state of AdamW is stored in 8 bits."""
     predicted_gib: float
-    """Predicted peak in GiB."""
+    """Predicted peak memory in GiB."""
     without_gib: float
-    """Predicted peak in GiB without the chosen techniques."""
+    """Predicted peak memory in GiB without the chosen techniques."""
     added: float
     """Predicted additional time of a step, as a fraction of the step time without the chosen techniques."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Feature):
-    """Stay below a given memory peak: choose, before training, techniques that lower it at the least cost in time."""
+    """Keep peak memory below a limit: before training, choose techniques that reduce it at the least cost in time."""
 
     gib: float
     """Maximum peak memory of a rank in GiB, as counted by torch's allocator."""
@@ -56,8 +56,8 @@ class Budget(Feature):
     def check(self, attachments: Attachments) -> None:
         self.check_limit()
         raise ConfigError(
-            f"`{self.name}` chooses for run files, before anything is built",
-            hint="`shoestring check run.toml` shows the chosen features: attach these",
+            f"`{self.name}` works only in run files, because it chooses features before a job is built",
+            hint="attach the features that `shoestring check run.toml` shows as chosen",
         )
 
     def check_limit(self) -> None:
@@ -70,7 +70,7 @@ class Budget(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class SettledBudget(Budget):
-    """A budget with the techniques chosen for it, as it appears among the features of a job."""
+    """A budget together with the techniques chosen for it, as a feature of a job."""
 
     choice: BudgetChoice
 
@@ -80,7 +80,7 @@ class SettledBudget(Budget):
 
     @property
     def requested(self) -> Budget:
-        """The budget as the run file requested it."""
+        """The budget as written in the run file."""
         return Budget(gib=self.gib, allow=self.allow)
 
     def check(self, attachments: Attachments) -> None:

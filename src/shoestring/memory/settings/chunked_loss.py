@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Feature):
     """Cross-entropy in chunks of tokens: the head and the loss are computed, forward and backward, for some tokens at a
-    time, so that the logits of a batch, often its largest tensors, are never held."""
+    time, so that the logits of a whole batch, often the largest tensor, are never held in memory."""
 
     tokens: int = 1024
-    """Tokens whose logits are held at a time; fewer take less memory, and below some hundred also more time."""
+    """Number of tokens whose logits are held at a time; fewer tokens take less memory and, below some hundred, more
+    time."""
 
     seams: ClassVar = (Seam.MODEL, Seam.LOSS)
 

@@ -1,4 +1,4 @@
-"""Settings of low-rank adapters: fine-tuning that trains a fraction of a percent of the weights."""
+"""Settings of low-rank adapters, with which fine-tuning trains a fraction of a percent of the weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class LoRA(Feature):
 
     layers: tuple[str, ...] = ()
     """Patterns of the names of the linear layers to adapt, such as `blocks.*.attention.*`; by default all linear layers
-    of the blocks, and neither embeddings, the head, layers that choose experts, nor those of a mixture whose names PEFT
-    takes for the experts'. Experts that a model holds in one tensor get no adapters."""
+    of the blocks. Embeddings, the head and layers that choose experts are then left out, as are layers in a mixture of
+    experts whose names PEFT takes for the names of experts. Experts that a model holds in one tensor get no
+    adapters."""
     modules_to_train: tuple[str, ...] = ()
     """Patterns of the names of modules whose own weights are trained in addition to the adapters, such as `embed` or
     `lm_head` (`modules_to_save` of PEFT). Training the embeddings helps if the texts differ much from the texts that
-    the model was trained on. Each weight trained in this way needs a gradient and optimizer state of its size, and is
-    not rounded. In a 16-bit model these weights have 16 bits as well, so small updates are lost to rounding; with
-    `[memory.zero]` the optimizer updates fp32 copies of them."""
+    the model was trained on. Each weight of these modules needs a gradient and optimizer state of its size, and is not
+    rounded. In a 16-bit model, trained weights have 16 bits as well, so small updates are lost to rounding; with
+    `[memory.zero]`, the optimizer updates fp32 copies of trained weights."""
     rank: int = 16
     """Rank of the adapters: rows of one of the two matrices and columns of the other. A larger rank learns more and
     takes more memory."""
@@ -53,7 +54,7 @@ class LoRA(Feature):
     transformers."""
     adapter: str = ""
     """Folder of an adapter in PEFT's format to train further; its rank, scale and layers are then used. By default,
-    adapters are new, and do not change the model's output at first."""
+    adapters are new, and do not change the model's output before training."""
     merge: bool = True
     """Write the model with the adapters merged into its weights at the end of the run; false writes the adapters alone,
     which are small."""
@@ -80,7 +81,7 @@ class LoRA(Feature):
         for name in ("layers", "modules_to_train"):
             if self.adapter and getattr(self, name):
                 hint = f"remove `{self.name}.{name}`"
-                raise ConfigError(f"the adapter in `{self.adapter}` says itself which layers it has", hint=hint)
+                raise ConfigError(f"the adapter in `{self.adapter}` determines its own layers", hint=hint)
         if self.adapter:
             adapter_folder.read(Path(self.adapter), attachments.module)
         if self.base_type == "nf4":

@@ -1,4 +1,4 @@
-"""Settings of offloading: optimizer state and master weights are in host memory, and the CPU updates them."""
+"""Settings of offloading: the CPU holds and updates optimizer state and master weights in host memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Offload(Zero):
 
     @classmethod
     def alternatives(cls, situation: Situation) -> list[Zero]:
-        return []  # it is for GPUs, whose link to the host the planner does not measure
+        return []  # offloading is for GPUs, and the planner does not measure a GPU's link to the host
 
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)

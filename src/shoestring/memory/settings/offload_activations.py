@@ -1,4 +1,4 @@
-"""Settings of activation offloading: tensors saved for the backward pass are held in host memory until it begins."""
+"""Settings of activation offloading: tensors saved for the backward pass are held in host memory until needed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class OffloadActivations(Feature):
     """Hold the activations of blocks in host memory (activation offloading; vDNN, Rhu et al., 2016).
 
     Activations are copied to the host while the next block runs, and back to the device while the backward pass of the
-    next block runs. The results of the run stay bit-identical. If blocks are recomputed, only their inputs are left to
-    offload.
+    next block runs. The results of the run stay bit-identical. If blocks are also recomputed, only the blocks' inputs
+    are offloaded.
     """
 
     blocks: int = 0
-    """Number of blocks whose activations are offloaded, from the model's first block; 0 offloads all blocks but the
-    last, whose activations are needed again at once. More blocks need less device memory and more bandwidth to the
+    """Number of blocks whose activations are offloaded, from the model's first block; 0 offloads all blocks except the
+    last, whose activations are needed again immediately. More blocks need less device memory and more bandwidth to the
     host."""
     min_mb: float = 1.0
-    """Size in MB below which a tensor stays on the device. A lower size offloads more memory, in more and smaller
+    """Minimum size in MB of a tensor that is offloaded. A lower minimum offloads more memory, in more and smaller
     copies."""
 
     seams: ClassVar = (Seam.MODEL,)
@@ -53,7 +53,7 @@ class OffloadActivations(Feature):
         if not 0 <= self.blocks < len(blocks):
             raise ConfigError(
                 f"`{self.name}.blocks` must be from 0 to {len(blocks) - 1}, got {self.blocks}",
-                hint=f"the model has {len(blocks)} blocks, and the last one's activations are needed again at once",
+                hint=f"the model has {len(blocks)} blocks, and the last block's activations are needed again at once",
             )
 
     def apply(self, attachments: Attachments, seam: Seam) -> None:

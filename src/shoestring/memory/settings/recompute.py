@@ -20,18 +20,18 @@ _CALL = re.compile(r"\w+(:[1-9]\d*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Feature):
-    """Activation checkpointing (Chen et al., 2016): keep a block's input, run its forward pass again in backward."""
+    """Activation checkpointing (Chen et al., 2016): keep a block's input, rerun its forward in the backward pass."""
 
     every_nth: int = 1
-    """Interval between recomputed blocks of the model: 1 recomputes every block, which takes the least memory and the
-    most time; 2 recomputes every second block."""
+    """Interval between recomputed blocks: 1 recomputes every block, which takes the least memory and the most time; 2
+    recomputes every second block."""
     blocks: int = 0
     """Maximum number of blocks to recompute, from the first block selected by `every_nth`; 0 recomputes all selected
     blocks."""
     saved_operators: tuple[str, ...] = ()
     """Operators of torch whose results are held even in recomputed blocks (selective activation checkpointing), such as
-    `["addmm", "mm"]`; `"addmm:2"` is the second call in a block. This pays for operators that take long and return
-    little."""
+    `["addmm", "mm"]`; `"addmm:2"` is the second call in a block. Choose operators that take long and return little
+    data."""
 
     seams: ClassVar = (Seam.MODEL,)
 

@@ -1,4 +1,4 @@
-"""Settings of tracing, which shows the memory of training tensor by tensor."""
+"""Settings of memory tracing, which shows the memory of training tensor by tensor."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ class Tracing(RecordsSteps):
         ]
 
 
-Tracing.neutral = Tracing(steps=3)  # tracing changes no result, whatever its settings
+Tracing.neutral = Tracing(steps=3)  # with any settings, tracing changes no result

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _ALONE = 2**18
-"""Bytes from which a parameter is exchanged by itself; see `memory.zero.buckets`."""
+"""Minimum size in bytes of a parameter that is exchanged by itself; see `memory.zero.buckets`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,19 @@ class Zero(Feature):
     """Divide optimizer state and gradients among the ranks, and keep the parameters whole (ZeRO, Rajbhandari 2020)."""
 
     stage: Literal[1, 2] = 2
-    """Stage of ZeRO. Both stages divide the optimizer state. Stage 2 also divides the gradients that accumulate over
+    """Stage of ZeRO. Stages 1 and 2 divide the optimizer state. Stage 2 also divides the gradients that accumulate over
     micro-batches, and exchanges gradients after every micro-batch; stage 1 accumulates whole gradients and exchanges
     them once per step, which takes more memory and less network traffic. With one micro-batch per step, the stages are
     the same."""
     master: Literal["fp32", "none"] = "fp32"
-    """Data type of the copies of 16-bit parameters that the optimizer updates. `none` makes no copies: the optimizer
-    updates the 16-bit parameters themselves, which takes less memory and loses updates smaller than their last bit."""
+    """Data type of the copies of 16-bit parameters that the optimizer updates. With `none`, the optimizer updates the
+    16-bit parameters themselves, which takes less memory and loses updates smaller than a parameter's last bit."""
     bucket_mb: float = 4.0
     """Size in MB of the buckets in which parameters below 0.25 MB are exchanged; larger parameters are exchanged one by
     one. Larger buckets need fewer collectives and overlap less with the backward pass."""
     in_flight_mb: float = 100.0
     """Maximum size in MB of gradients that are being exchanged while the backward pass continues. A larger size
-    overlaps more communication on slow links, and takes twice this much memory."""
+    overlaps more communication on slow links, and takes twice its size in memory."""
     hosts: Literal["shard", "replicate", "leave"] = "shard"
     """Division of the state across hosts: `shard` divides it among all ranks of all hosts; with `replicate`, each host
     holds the whole state, divided among its ranks, and only gradients are sent between hosts; `leave` leaves this mesh
@@ -69,7 +69,7 @@ class Zero(Feature):
         world = attachments.world
         if self.hosts == "replicate" and world.ranks_over([HOSTS]) > 1 and world.ranks_over([LOCAL]) == 1:
             raise ConfigError(
-                f'`{self.name}.hosts = "replicate"` divides nothing where a host has one rank',
+                f'`{self.name}.hosts = "replicate"` divides nothing if each host has one rank',
                 hint='use hosts = "shard", or parallel.ddp',
             )
         if attachments.wrapped:
@@ -96,7 +96,7 @@ class Zero(Feature):
         ranks = step.world.ranks_over(self.divided_over)
         every = self.stage == 2
         if ranks > 1:
-            kind = "all-to-all" if step.device == "cpu" else "reduce-scatter"  # Gloo adds up on one rank
+            kind = "all-to-all" if step.device == "cpu" else "reduce-scatter"  # with Gloo, an all-to-all sends less
             step.average(GradientExchange(kind, self.divided_over, _ALONE, every=every))
             step.regathered = self.divided_over
             step.divided |= {"optimizer": ranks, "gradients": ranks if every else 1}
@@ -117,7 +117,7 @@ class Zero(Feature):
         return OnDevice(self.master == "fp32")
 
     def late_steps(self, divided: Divided) -> LateSteps | None:
-        """Create `LateSteps`, which updates a share of the elements one step late; None updates all in time."""
+        """Create the `LateSteps` that update some elements one step late; None if all are updated in time."""
         return None
 
     def explain(self, attachments: Attachments) -> str:

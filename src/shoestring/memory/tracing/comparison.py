@@ -14,13 +14,13 @@ from shoestring.memory.tracing.recording import BlockName, MemoryProfile, Memory
 
 @dataclass(frozen=True)
 class HeldChange:
-    """The difference between two moments in the tensors of one name."""
+    """How the tensors with one name differ between the earlier and the later run."""
 
     name: BlockName
     nbytes: int
-    """Additional bytes in the later run; negative if it held fewer."""
+    """Additional bytes in the later run; negative if the later run held fewer bytes."""
     tensors: int
-    """Additional tensors in the later run; negative if it held fewer."""
+    """Additional tensors in the later run; negative if the later run held fewer tensors."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class PeakComparison:
     after: int
     """Bytes at the later run's peak."""
     at: int
-    """Bytes that the earlier run held at the compared moment."""
+    """Bytes that the earlier run held at the corresponding moment."""
     changes: list[HeldChange]
     """Differences by name, the largest first; they add up to `after - at`."""
 
     def lines(self, most: int = 15) -> Iterator[str]:
-        """Yield the lines of the comparison for a terminal, with at most `most` names."""
+        """Format the comparison for a terminal: yield lines of text, with at most `most` names."""
         change = self.after - self.before
         yield f"peak: {memory(self.before)} before, {memory(self.after)} after ({memory(change, sign=True)})"
         if self.at != self.before:
@@ -54,10 +54,10 @@ def compare(before: MemoryProfile, after: MemoryProfile) -> PeakComparison:
     """Compare the main devices of two recordings.
 
     The later run's peak is compared with the moment of the same allocation in the earlier run, even if the earlier run
-    peaked at another moment: different moments of a step differ in many tensors that both runs have.
+    peaked at another moment. Different moments of a step would differ in many tensors that both runs have.
 
     Raises:
-        DataError: nothing was recorded in one of them.
+        DataError: one of the recordings is empty.
     """
     old, new = before.main, after.main
     moment = _same_moment(new, old)
@@ -81,7 +81,7 @@ def _totals(window: MemoryWindow, event: int) -> dict[BlockName, tuple[int, int]
 
 
 def _same_moment(new: MemoryWindow, old: MemoryWindow) -> int:
-    """The event of `old` that corresponds to the peak of `new`: the same allocation, or else the peak of `old`.
+    """The event in `old` that corresponds to the peak of `new`: the same allocation, or else the peak of `old`.
 
     Two allocations correspond if both are the n-th allocation of the same name.
     """

@@ -1,4 +1,4 @@
-"""Tracing during training: every rank records, and the first rank writes the recording with the highest peak."""
+"""Traces memory during training: every rank records, and the first rank writes the recording with the highest peak."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from shoestring.memory.settings.tracing import Tracing
 
 _TENSORS = 12
-"""Number of tensors in the run's report."""
+"""Number of tensors listed in the run's report."""
 
 
 def watch(attachments: Attachments, settings: Tracing) -> None:
-    """Trace the steps selected by the settings; recording starts now, so that it includes memory of other features."""
+    """Trace the steps that the settings select. Recording starts now, to include the memory of other features."""
     MemoryRecorder(attachments, settings).attach(at_once=not settings.after)
 
 
@@ -53,7 +53,7 @@ class MemoryRecorder(StepRecorder[MemoryProfile]):
         super().after_step()
 
     def merge(self, recordings: Sequence[MemoryProfile]) -> MemoryProfile:
-        """The recording of the rank with the highest peak, with the peaks of all ranks added."""
+        """Return the recording of the rank with the highest peak, with the peaks of all ranks added."""
         return max(recordings, key=_peak).with_ranks(
             {f"rank {rank}": _peak(recording) for rank, recording in enumerate(recordings)}
         )
@@ -68,7 +68,7 @@ class MemoryRecorder(StepRecorder[MemoryProfile]):
         facts |= {NOTE_FACT + line: 0.0 for line in outside(recording)}
 
     def _held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, name and tensor of what the optimizer updates in place of parameters, and of the gradients."""
+        """Yield (kind, name, tensor) of tensors that the optimizer updates instead of parameters, with gradients."""
         if not hasattr(self.attachments, "optimizer"):
             return
         own = {id(parameter) for parameter in self.attachments.module.parameters()}

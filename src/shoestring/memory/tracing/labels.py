@@ -1,4 +1,4 @@
-"""Names of the tensors that a program holds: its modules' parameters and buffers, gradients, and optimizer state."""
+"""Names the tensors that a program holds: parameters and buffers of modules, gradients, and optimizer state."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class Label(NamedTuple):
 
 
 Named = Callable[[], Iterable[tuple[str, str, Tensor]]]
-"""Function that lists (kind, name, tensor) of the tensors that are held when it is called."""
+"""Function that lists (kind, name, tensor) of the tensors held at the time of the call."""
 
 
 def own_modules(kind: type = nn.Module) -> list[Any]:
-    """All living objects of a type, such as modules or optimizers, as the garbage collector lists them."""
-    # type() and not isinstance, which may run a __class__ property of a foreign object.
+    """All living objects of a type, such as modules or optimizers, found through the garbage collector."""
+    # Not isinstance, because isinstance may run a __class__ property of a foreign object.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules among `modules`: modules that are no child of another module."""
+    """The outermost modules among `modules`: modules that are not a child of another module."""
     modules = list(modules)
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in inner]
 
 
 def plain(name: str) -> str:
-    """The name of a module or parameter without the parts that wrappers add."""
+    """Strip the parts that wrappers add from the name of a module or parameter."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile, which wrap a whole model."""
+    """The module inside the wrappers DDP and torch.compile."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -66,17 +66,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class ModuleNames:
-    """Numbers and names of all modules that ran; a name is the module's path in its outermost module.
+    """Assigns numbers and names to all modules that run; a name is the module's path in its outermost module.
 
-    In the first outermost module that runs, names are plain; in any other, they have that module's type as a prefix.
+    Names in the first outermost module that runs are plain paths; names in any other outermost module begin with that
+    module's type.
     """
 
     names: list[str] = field(default_factory=lambda: [""])
-    """Module names, by the modules' numbers; number 0 stands for no module."""
+    """Names of the modules in the order of their numbers; number 0 means "no module"."""
     wires: set[int] = field(default_factory=set)
-    """Module numbers of wrappers that only exchange gradients."""
+    """Numbers of wrapper modules that only exchange gradients."""
     tops: set[int] = field(default_factory=set)
-    """Module numbers of the outermost modules."""
+    """Numbers of the outermost modules."""
     roots: list[weakref.ref[nn.Module]] = field(default_factory=list)
     """Outermost modules that ran."""
     waiting: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -84,20 +85,20 @@ class ModuleNames:
     _numbers: dict[int, tuple[weakref.ref[nn.Module], int]] = field(default_factory=dict)
 
     def number(self, module: nn.Module) -> int:
-        """The number of a module; an unknown module that is in no waiting module is added as an outermost module."""
+        """Return a module's number; an unknown module outside all modules in `waiting` becomes an outermost module."""
         known = self._numbers.get(id(module))
         if known is None:
             holder = next(
                 (root for root in _alive(self.waiting) if any(inner is module for inner in root.modules())), None
             )
             self.add_root(module if holder is None else holder)
-            if id(module) not in self._numbers:  # the module was moved, or added to its parent later
+            if id(module) not in self._numbers:  # the module was moved, or was added to its parent later
                 self._add(module, type(module).__name__)
             known = self._numbers[id(module)]
         return known[1]
 
     def expect(self, modules: Iterable[nn.Module]) -> None:
-        """Note modules that may run later."""
+        """Add modules that may run later to `waiting`."""
         self.waiting += [weakref.ref(module) for module in roots(modules)]
 
     def add_root(self, module: nn.Module) -> None:
@@ -129,7 +130,7 @@ class ModuleNames:
         return _alive(self.roots)
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, name and tensor of all parameters, gradients and buffers."""
+        """Yield (kind, name, tensor) of all parameters, gradients and buffers."""
         ran = self.alive()
         for root in [*ran, *(module for module in map(unwrapped, _alive(self.waiting)) if module not in ran)]:
             title = self._title(root)
@@ -148,16 +149,16 @@ def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
 
 
 STEPPED = "what the optimizer steps"
-"""Suffix, in parentheses, of the parameter's name for a tensor that the optimizer updates in place of the parameter.
-The names of optimizer state lack this suffix, so that a comparison of runs with and without such tensors finds the
-state under the same name."""
+"""Suffix, in parentheses, that is added to a parameter's name for a tensor that the optimizer updates instead of the
+parameter. Names of optimizer state lack this suffix, so that optimizer state has the same name in runs with and without
+such tensors."""
 
 
 def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of optimizer state, and of updated tensors that are not parameters of a module.
+    """Yield (kind, name, tensor) of optimizer state, and of updated tensors that are not parameters of a module.
 
     Args:
-        names: names of the parameters, by their id.
+        names: maps the ids of parameters to their names.
     """
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -173,7 +174,7 @@ def optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -
 
 
 def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nested state, with their paths."""
+    """Yield (path, tensor) of the tensors in a nested state."""
     if isinstance(state, Tensor):
         yield key, state
     elif isinstance(state, Mapping):
@@ -185,7 +186,7 @@ def _tensors(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor consists of: itself, a DTensor's local shard, or a quantized tensor's parts."""
+    """Yield the plain tensors in a tensor: itself, a DTensor's local shard, or the parts of a quantized tensor."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             yield from parts(tensor.to_local())
@@ -197,7 +198,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def labels(held: Iterable[tuple[str, str, Tensor]]) -> list[Label]:
-    """The labels of named tensors; if several tensors share a place in memory, the first name is used."""
+    """Make labels of named tensors; if several tensors are at the same address, the first name is used."""
     by_place: dict[tuple[int, int], Label] = {}
     for kind, name, tensor in held:
         for part in parts(tensor):

@@ -1,7 +1,7 @@
 """Exports a recording to torch's memory_viz (https://pytorch.org/memory_viz), in the format of torch's own snapshots.
 
-The format is a pickle of plain lists and numbers, because memory_viz reads nothing else; shoestring never reads
-pickles.
+The format is a pickle of plain lists, dictionaries and numbers, because memory_viz reads no other format. Shoestring
+itself never reads pickles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoestring.memory.tracing.recording import BlockName, MemoryProfile, Memory
 
 
 def snapshot(profile: MemoryProfile) -> bytes:
-    """Content for a file NAME.pickle: the allocations of each device in order, and the blocks alive at the peak."""
+    """Encode the content of NAME.pickle: the allocations of each device in order, and the blocks alive at the peak."""
     windows = [profile.windows[device] for device in sorted(profile.windows, key=lambda name: name == "cpu")]
     content = {
         "segments": [_segment(index, window) for index, window in enumerate(windows)],
@@ -25,7 +25,7 @@ def snapshot(profile: MemoryProfile) -> bytes:
 
 
 def _frames(name: BlockName) -> list[dict[str, Any]]:
-    """A block's name as a call stack for memory_viz: the operator, then the module; the kind stands for the file."""
+    """Convert a block's name to a call stack for memory_viz: operator, then module; the kind is shown as the file."""
     return [{"filename": name.kind, "line": 0, "name": part} for part in (name.operator, name.name) if part]
 
 

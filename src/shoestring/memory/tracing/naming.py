@@ -1,4 +1,4 @@
-"""Names every block of memory after the named tensor in it, or else after the code that allocated the block."""
+"""Names every block of memory after the named tensor in the block, or else after the code that allocated the block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_inside(arguments: Any) -> bool:
 
 
 class Namer:
-    """Names blocks by their allocation context, in which the native observer notes what was running."""
+    """Names blocks by their allocation context, which the native observer recorded."""
 
     def __init__(self, modules: ModuleNames) -> None:
         self.modules = modules
@@ -29,12 +29,12 @@ class Namer:
         self.spelled = cache(native_table.spelled)
 
     def of_context(self, context: int, survived: bool, in_graph: bool = False) -> BlockName:
-        """The name of a block without a named tensor.
+        """Name a block that contains no named tensor.
 
         Args:
             context: index of the allocation context in the native observer's table.
-            survived: the block outlived the outermost operator that allocated it.
-            in_graph: the outermost operator that allocated the block is part of autograd's graph.
+            survived: whether the block outlived the outermost operator that allocated it.
+            in_graph: whether the outermost operator that allocated the block is part of autograd's graph.
         """
         phase, module, outer, inner, place, part = (int(number) for number in self.contexts[context])
         operator = self._operator(outer, inner)
@@ -58,7 +58,7 @@ class Namer:
         return BlockName("other" if survived else "temporary", line, operator)
 
     def _operator(self, outer: int, inner: int) -> str:
-        """Name of the outermost operator, followed by the innermost operator in parentheses if it differs."""
+        """Name of the outermost operator, followed by the innermost operator in parentheses if the two differ."""
         outermost, innermost = (
             self.spelled(name).removeprefix("autograd::engine::evaluate_function: ") for name in (outer, inner)
         )
@@ -66,7 +66,7 @@ class Namer:
 
 
 def short(place: str) -> str:
-    """FILE:LINE with only the last folder of the path."""
+    """Shorten a place to FILE:LINE, with only the last folder of the path."""
     path, _, line = place.rpartition(":")
     return f"{'/'.join(path.split('/')[-2:])}:{line}"
 
@@ -74,9 +74,10 @@ def short(place: str) -> str:
 def named(
     blocks: np.ndarray, begun: int, where: Sequence[Label], namer: Namer
 ) -> tuple[dict[str, np.ndarray], list[BlockName]]:
-    """Name the blocks of a window; returns the window's columns and its list of names.
+    """Name the blocks of a window; return the window's columns and list of names.
 
-    A block with several named tensors becomes one block for each tensor and one for the rest of its memory.
+    A block that contains several named tensors is split into one block per tensor and one block for the remaining
+    memory.
 
     Args:
         blocks: rows of the native observer's table of blocks.
@@ -126,10 +127,11 @@ def _split(
     names: dict[BlockName, int],
     extra: list[tuple[int, int, int, int]],
 ) -> None:
-    """Split the named tensors off a block; a block that one tensor fills (apart from padding) gets that tensor's name.
+    """Split named tensors off a block; a block that one tensor fills (apart from padding) is named after the tensor.
 
     Args:
-        extra: list to which (index of the block, offset, bytes, index of the name) of each split part is appended.
+        extra: list to which this function appends (index of the block, offset, bytes, index of the name) of each split
+            part.
     """
     total = int(columns["bytes"][index])
     if len(inside) == 1 and inside[0].nbytes > 0.9 * total:

@@ -1,4 +1,4 @@
-"""Reads what the native observer of allocations (`native/allocations.cpp`) has recorded."""
+"""Reads the records of the native observer of allocations (`native/allocations.cpp`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ BLOCK = np.dtype(
 CONTEXT = np.dtype([(name, np.uint32) for name in ("phase", "module", "outer", "inner", "place", "part")])
 
 SURVIVED, IN_GRAPH = 1, 2
-"""Flags of a block: the block outlived the outermost operator that allocated it; that operator is in autograd's
-graph."""
+"""Flags of a block: it outlived the outermost operator that allocated it; this operator is in autograd's graph."""
 ALIVE = np.uint64(2**64 - 1)
 """Value of the field `died` for a block that is still alive."""
 DEVICES = 17
@@ -49,8 +48,8 @@ class CodePart(IntEnum):
 
 @cache
 def library() -> Any:
-    """The native observer's library; it is loaded once per process. Calls hold the GIL (PyDLL), because none of them
-    waits for Python.
+    """Load the native observer's library, once per process. Calls hold the GIL (PyDLL), because no call waits for
+    Python.
 
     Raises:
         CompileError: there is no compiler, or Python's headers are missing.
@@ -79,20 +78,20 @@ def library() -> Any:
 
 @dataclass(frozen=True)
 class DeviceTotals:
-    """Bytes allocated on a device in the current window."""
+    """Numbers of bytes allocated on a device in the current window."""
 
     total: int
-    """Bytes now."""
+    """Bytes allocated at the moment."""
     peak: int
     """Largest number of bytes in the window."""
     event: int
     """Number of the event at which the peak was reached."""
     reserved: int
-    """Bytes that torch has reserved on an accelerator, whether in use or not; 0 on a CPU."""
+    """Bytes that torch has reserved on an accelerator, in use or not; 0 on a CPU."""
 
 
 def device(number: int) -> DeviceTotals:
-    """The totals of the CPU (0) or of accelerator `number` - 1."""
+    """Read the totals of the CPU (0) or of accelerator `number` - 1."""
     room = np.zeros(4, np.uint64)
     library().allocations_device(number, room.ctypes.data)
     return DeviceTotals(*map(int, room))
@@ -104,7 +103,7 @@ class ObserverCounts(NamedTuple):
     events: int
     """Number of allocations and releases."""
     forgotten: int
-    """Number of freed blocks of the window that are missing, because there were too many."""
+    """Number of the window's freed blocks that were dropped, because there were too many."""
     failed: int
     """Bytes of the allocation that failed; 0 if none failed."""
     context: int
@@ -114,19 +113,19 @@ class ObserverCounts(NamedTuple):
 
 
 def counts() -> ObserverCounts:
-    """The counters of the current recording."""
+    """Read the counters of the current recording."""
     room = np.zeros(5, np.uint64)
     library().allocations_counts(room.ctypes.data)
     return ObserverCounts(*map(int, room))
 
 
 def blocks() -> np.ndarray:
-    """The blocks of the window; blocks that were freed in the window come first."""
+    """Read the blocks of the window; blocks that were freed in the window come first."""
     return _read("blocks", BLOCK)
 
 
 def contexts() -> np.ndarray:
-    """The table of allocation contexts."""
+    """Read the table of allocation contexts."""
     return _read("contexts", CONTEXT)
 
 
@@ -142,7 +141,7 @@ def _read(name: str, dtype: np.dtype) -> np.ndarray:
 
 
 def spelled(name: int) -> str:
-    """The text of an interned name, given its number."""
+    """Look up the text of an interned name by its number."""
     size = 256
     while True:
         room = ctypes.create_string_buffer(size)

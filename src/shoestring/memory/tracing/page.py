@@ -1,4 +1,4 @@
-"""The page of a memory recording: one HTML file that works offline and loads nothing."""
+"""Writes the page of a memory recording: one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoestring.report.sections import section, share_bar
 
 _WIDTH, _HEIGHT = 1000, 300
 _TENSORS = 5000
-"""Maximum number of rows per kind; smaller tensors are only in the recording's file."""
+"""Maximum number of table rows per kind; further, smaller tensors are only in the recording's file."""
 
 
 def write(profile: MemoryProfile, path: Path) -> Path:
@@ -85,12 +85,13 @@ def _device(profile: MemoryProfile, device: str, timeline: Timeline) -> list[Mar
 
 
 def _chart(window: MemoryWindow, timeline: Timeline) -> Markup:
-    """A chart of the kinds' bytes, stacked over the time of the window, with a line at the peak."""
+    """Draw a chart of each kind's bytes over the time of the window, stacked, with a line at the peak."""
     at, stacked = timeline.seconds, timeline.by_kind.cumsum(axis=0)
     total = stacked[-1] if len(at) else np.zeros(0)
     if not len(at):
         return Markup()
-    x = np.repeat(_WIDTH * at / (at[-1] or 1), 2)[1:]  # steps: bytes stay constant until the next moment
+    # a step function, because bytes stay constant until the next moment
+    x = np.repeat(_WIDTH * at / (at[-1] or 1), 2)[1:]
     y = np.repeat(_HEIGHT * (1 - stacked / (total.max() or 1)), 2, axis=1)[:, :-1]
     below = np.full(len(x), float(_HEIGHT))
     areas: list[Markup] = []
@@ -151,7 +152,7 @@ def _tensors(held: Sequence[Held], peak: int) -> Markup:
 
 
 def _steps(steps: Sequence[StepPeak]) -> Markup:
-    """A small chart of the peak of each step; empty if there are fewer than three entries."""
+    """Draw a small chart of the peak of each step; empty if there are fewer than three entries."""
     if len(steps) < 3:
         return Markup()
     highest = max(step.peak for step in steps)

@@ -1,4 +1,4 @@
-"""Records the allocations of this process in windows, and keeps the window with the highest peak."""
+"""Records the allocations of this process in windows, and stores the window with the highest peak."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from shoestring.memory.tracing.labels import ModuleNames, Named, labels, optimiz
 from shoestring.memory.tracing.naming import Namer, is_inside, named
 from shoestring.memory.tracing.recording import MemoryFacts, MemoryProfile, MemoryWindow, StepPeak
 
-_STEPS = 512  # maximum number of entries in the list of steps; beyond it, neighbouring entries are merged
+_STEPS = 512  # maximum number of entries in the list of steps; if exceeded, pairs of adjacent entries are merged
 
 
 class AllocationRecorder:
-    """Records the allocations of all threads from `start` to `stop`; a process may have one active recorder.
+    """Records the allocations of all threads from `start` to `stop`; a process can have only one active recorder.
 
-    A window ends after each optimizer step, while gradients still exist. The blocks of a window are named only if its
-    peak is the highest so far, so recording costs little if steps are alike.
+    A window ends after each optimizer step, while gradients still exist. Blocks are named only if the window's peak is
+    the highest so far, so recording costs little if all steps have similar peaks.
 
     Args:
-        held: lists further named tensors, such as shards that the optimizer updates in place of parameters.
-        freed: number of freed blocks of a window to keep for its timeline; blocks alive at the peak are always kept.
-        mimic: for tests: record what the CPU's allocator reports to profilers as if it came from an accelerator.
+        held: function that lists further named tensors, such as shards that the optimizer updates instead of
+            parameters.
+        freed: maximum number of freed blocks to record per window, for the timeline; blocks alive at the peak are
+            always recorded.
+        mimic: for tests: whether to treat the CPU allocator's reports to profilers as reports of an accelerator.
     """
 
     def __init__(self, held: Named | None = None, *, freed: int = 1 << 18, mimic: bool = False) -> None:
@@ -49,7 +51,7 @@ class AllocationRecorder:
         self.library: Any = None
 
     def start(self) -> None:
-        """Begin to record.
+        """Start recording.
 
         Raises:
             CompileError: there is no compiler, or Python's headers are missing.
@@ -76,7 +78,7 @@ class AllocationRecorder:
             self.hooks.callback(hook.remove)
 
     def stop(self) -> MemoryProfile:
-        """Stop recording; returns the recording."""
+        """Stop recording, and return the recording."""
         self.hooks.close()
         self.fold()
         counts = native_table.counts()
@@ -94,7 +96,7 @@ class AllocationRecorder:
         return MemoryProfile({device_name(number): window for number, window in self.windows.items()}, facts)
 
     def fold(self) -> None:
-        """End the current window, keep it if its peak is the highest so far, and begin the next window."""
+        """End the current window, store the window if its peak is the highest so far, and begin the next window."""
         accelerators = torch.cuda.device_count() if torch.cuda.is_available() else int(self.mimic)
         devices = range(1 + min(accelerators, native_table.DEVICES - 1))  # 0 is the CPU
         totals = {number: native_table.device(number) for number in devices}
@@ -114,7 +116,7 @@ class AllocationRecorder:
         self.library.allocations_fold()
 
     def largest(self) -> MemoryProfile:
-        """End the current window, and return what was recorded so far."""
+        """End the current window, and return the recording so far."""
         self.fold()
         return MemoryProfile({device_name(number): window for number, window in self.windows.items()})
 
@@ -142,7 +144,7 @@ class AllocationRecorder:
         self.step += 1
 
     def _note_inputs(self, arguments: Any) -> None:
-        """Note the tensors with which an outermost module is called."""
+        """Note the tensors that are passed to an outermost module."""
         self.inputs = [(name, tensor) for name, tensor in self.inputs if tensor() is not None][-64:]
         for index, argument in enumerate(arguments):
             if isinstance(argument, Tensor):
@@ -153,13 +155,13 @@ class AllocationRecorder:
     def _adopt(self) -> None:
         """Report CPU tensors that already exist to the native observer."""
         for tensor in own_modules(Tensor):
-            with suppress(Exception):  # errors of tensors without memory, such as fake tensors
+            with suppress(Exception):  # tensors without memory, such as fake tensors, raise errors
                 for part in parts(tensor):
                     if part.device.type == "cpu":
                         self.library.allocations_adopt(part.untyped_storage()._cdata)
 
     def _names(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, name and tensor of all tensors that currently have a name."""
+        """Yield (kind, name, tensor) of all tensors that currently have a name."""
         names: dict[int, str] = {}
         for kind, name, tensor in self.modules.held():
             if kind == "parameter":
@@ -174,7 +176,7 @@ class AllocationRecorder:
                 yield "input", name, tensor
 
     def _keep(self, numbers: Iterable[int], events: dict[int, int]) -> None:
-        """Name and store the current window of some devices.
+        """Name and store the current window of these devices.
 
         Args:
             events: event number of each device's peak.
@@ -186,7 +188,7 @@ class AllocationRecorder:
             self.windows[number] = MemoryWindow(columns, names, events[number], self.step, counts.forgotten)
 
     def _count(self, number: int, step: StepPeak) -> None:
-        """Add the peak of a step; if there are too many entries, pairs of neighbours are merged."""
+        """Add the peak of a step; if there are too many entries, merge pairs of adjacent entries."""
         steps = self.steps.setdefault(number, [])
         steps.append(step)
         if len(steps) > _STEPS:
@@ -199,7 +201,7 @@ class AllocationRecorder:
 
 
 def device_name(number: int) -> str:
-    """Torch's device name for the CPU (0) or for accelerator `number` - 1."""
+    """Torch's name of the CPU (0) or of accelerator `number` - 1."""
     return f"cuda:{number - 1}" if number else "cpu"
 
 
@@ -212,7 +214,7 @@ def _most_resident() -> int:
 
 
 def _used(number: int) -> int:
-    """Bytes of an accelerator's memory in use by all programs."""
+    """Bytes of an accelerator's memory that all programs together use."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info(number - 1)
@@ -220,7 +222,7 @@ def _used(number: int) -> int:
 
 
 def _pinned() -> dict[str, int]:
-    """Peak bytes of host memory that torch has pinned, by the memory's name in a recording."""
+    """Peak bytes of host memory that torch has pinned, as an entry of `MemoryFacts.host`; empty without CUDA."""
     if not torch.cuda.is_available():
         return {}
     with suppress(RuntimeError, AttributeError):

@@ -1,6 +1,6 @@
-"""A recording of memory and its file format: the named blocks of the window in which a device's memory peaked.
+"""Defines memory recordings and their file format: the named blocks of the window in which a device's memory peaked.
 
-The format is NumPy's .npz without pickled objects: an array for every column, and a JSON table.
+The file is a NumPy .npz without pickled objects, with an array for every column and a JSON table.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ COLUMNS = ("born", "died", "born_at", "died_at", "address", "bytes", "name")
 
 
 class BlockName(NamedTuple):
-    """Describes what a block of memory holds."""
+    """Describes the content of a block of memory."""
 
     kind: str
-    """One of `KINDS`."""
+    """Kind of memory, one of `KINDS`."""
     name: str
-    """Full name of the parameter or module; if there is none, the line of the program."""
+    """Full name of the parameter or module; if there is none, the source line that allocated the block."""
     operator: str = ""
-    """The outermost operator that was running, followed by the innermost in parentheses if it differs."""
+    """The outermost operator that was running, followed by the innermost operator in parentheses if the two differ."""
 
     def __str__(self) -> str:
         return " · ".join(part for part in self if part)
@@ -66,11 +66,11 @@ class MemoryWindow:
 
     Args:
         columns: (N,) arrays by their names in `COLUMNS`: numbers of the events at which a block was allocated and freed
-            (-1: never), the times of these events in nanoseconds since the window began, address, bytes, and index in
-            `names`.
+            (-1: never), times of these events in nanoseconds since the start of the window, address, bytes, and index
+            in `names`.
         event: number of the event at which the peak was reached.
         step: number of optimizer steps before the window.
-        forgotten: number of freed blocks that are missing, because there were too many.
+        forgotten: number of freed blocks that were dropped, because there were too many.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -85,7 +85,7 @@ class MemoryWindow:
             raise DataError(f"columns have different lengths: {sizes}")
 
     def alive(self, event: int) -> np.ndarray:
-        """(N,) bool: whether each block was alive after an event."""
+        """Mask, (N,), of the blocks that were alive after an event."""
         born, died = self.columns["born"], self.columns["died"]
         return (born <= event) & ((died > event) | (died < 0))
 
@@ -99,7 +99,7 @@ class MemoryWindow:
         return int(self.columns["bytes"][self.alive(event)].sum())
 
     def held(self, event: int | None = None) -> list[Held]:
-        """Blocks alive after an event, grouped, the largest group first; None is the event of the peak."""
+        """Group the blocks that were alive after an event (the peak if None), the largest group first."""
         alive = self.alive(self.event if event is None else event)
         keys = np.stack([self.columns["name"][alive], self.columns["bytes"][alive]])
         unique, count = np.unique(keys, axis=1, return_counts=True)
@@ -110,14 +110,14 @@ class MemoryWindow:
         return sorted(groups, key=lambda held: (-held.nbytes, held.name))
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by kind, without empty kinds."""
+        """Bytes at the peak by kind; kinds without bytes are left out."""
         sums: dict[str, int] = dict.fromkeys(KINDS, 0)
         for held in self.held():
             sums[held.name.kind] += held.nbytes
         return {kind: nbytes for kind, nbytes in sums.items() if nbytes}
 
     def timeline(self, most: int = 600) -> Timeline:
-        """The bytes of each kind over the window, sampled at up to `most` moments: the highest of each interval."""
+        """Bytes of each kind over the window, sampled at the highest total of each of up to `most` intervals."""
         columns, kinds = self.columns, np.array([KINDS.index(name.kind) for name in self.names] or [0])
         freed = columns["died"] >= 0
         events = np.concatenate([columns["born"], columns["died"][freed]])
@@ -130,7 +130,7 @@ class MemoryWindow:
         series[kind, np.arange(len(events))] = change
         series = series.cumsum(axis=1)
         total, start = series.sum(axis=0), int((at <= 0).sum())
-        first = max(start - 1, 0)  # all blocks that existed when the window began count as one moment
+        first = max(start - 1, 0)  # the blocks that existed at the start of the window count as one moment
         edges = np.unique(np.linspace(first, len(events), most + 1).astype(int))
         chosen = [low + int(total[low:high].argmax()) for low, high in pairwise(edges)]
         return Timeline(at[chosen] / 1e9, series[:, chosen])
@@ -147,12 +147,12 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The peak of a device over one optimizer step or several successive steps."""
+    """The peak of a device over one optimizer step or several consecutive steps."""
 
     first: int
     """Number of the first step, from 0."""
     steps: int
-    """Number of steps."""
+    """Number of consecutive steps that this entry covers."""
     peak: int
     """Largest number of bytes during the steps."""
     after: int
@@ -161,29 +161,30 @@ class StepPeak:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What a recording contains in addition to its windows."""
+    """Facts that a recording contains in addition to its windows."""
 
     steps: Mapping[str, list[StepPeak]] = field(default_factory=dict)
-    """Peaks of the steps in order, for each device; neighbouring steps are merged if there are many."""
+    """Peaks of the steps in order, by device; if there are many steps, consecutive steps are merged."""
     resident: int = 0
     """Peak of the process's resident bytes."""
     reserved: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that torch had reserved on each accelerator, in use or not, at the end of the window with its peak."""
+    """Bytes that torch had reserved (in use or not) on each accelerator, at the end of the window with the highest
+    peak."""
     used: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each accelerator that all programs together used at the end of the window with its peak."""
+    """Bytes that all programs together used on each accelerator, at the end of the window with the highest peak."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of host memory outside the CPU's allocator, by name: pinned memory and leases."""
+    """Bytes of host memory outside torch's CPU allocator (pinned memory and leases), by name."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Peak bytes of each rank, by name; empty if there is only one rank."""
     events: int = 0
     """Number of allocations and releases."""
     failed: str = ""
-    """Description of an allocation that failed: its bytes and purpose; empty if none failed."""
+    """Description of a failed allocation (its bytes and purpose); empty if no allocation failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryProfile:
-    """A recording of memory: the window with the highest peak for each device ("cpu", "cuda:0"), and facts."""
+    """A recording of memory: for each device ("cpu", "cuda:0") the window with the highest peak, and facts."""
 
     windows: Mapping[str, MemoryWindow] = field(default_factory=dict)
     facts: MemoryFacts = field(default_factory=MemoryFacts)
@@ -213,7 +214,7 @@ class MemoryProfile:
         write_atomic(path, self.content())
 
     def content(self) -> bytes:
-        """The content of the file to which `save` writes this recording."""
+        """Encode the recording as the content of the file that `save` writes."""
         table: dict[str, Any] = {"facts": asdict(self.facts), "windows": {}}
         arrays: dict[str, np.ndarray] = {}
         for device, window in self.windows.items():
@@ -232,22 +233,22 @@ class MemoryProfile:
 
 
 def _profile(table: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryProfile:
-    """Build a recording from the content of a file; ValueError if it is damaged."""
+    """Build a recording from the content of a file; raise ValueError if the content is damaged."""
     windows = {
         device: _window({name: integers(arrays[f"{device}/{name}"]) for name in COLUMNS}, facts)
         for device, facts in table["windows"].items()
     }
     facts = record(MemoryFacts, table["facts"])
     if facts.reserved.keys() - windows.keys():
-        raise ValueError("it has facts about a device without a window")
+        raise ValueError("it contains facts about a device without a window")
     return MemoryProfile(windows, facts)
 
 
 def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWindow:
-    """Build a window from the content of a file; everything is checked, because the file may not be trustworthy."""
+    """Build a window from the content of a file; all values are checked, because the file may not be trustworthy."""
     listed = facts.pop("names")
     if not all(isinstance(name, list) and all(isinstance(part, str) for part in name) for name in listed):
-        raise ValueError("a name of a block is not a list of texts")
+        raise ValueError("the name of a block is not a list of strings")
     names = [BlockName(*name) for name in listed]
     if any(column.ndim != 1 for column in columns.values()) or len({len(column) for column in columns.values()}) > 1:
         raise ValueError("its columns have different lengths")
@@ -265,7 +266,7 @@ def _window(columns: dict[str, np.ndarray], facts: dict[str, Any]) -> MemoryWind
 
 @dataclass(frozen=True)
 class _WindowNumbers:
-    """The numbers of a window in the JSON table; see `MemoryWindow`."""
+    """The scalar fields of a window in the JSON table; see `MemoryWindow`."""
 
     event: int
     step: int = 0
@@ -273,7 +274,7 @@ class _WindowNumbers:
 
 
 _LARGEST_SUM = float(1 << 60)
-"""Maximum sum of sizes that is accepted, so that int64 sums cannot overflow."""
+"""Maximum accepted sum of sizes, so that sums in int64 cannot overflow."""
 
 
 FORMAT = Format("a recording of memory", "shoestring-memory", 1, _profile)

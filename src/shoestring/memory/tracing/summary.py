@@ -1,4 +1,4 @@
-"""A recording of memory as text: the peak by kind, its largest tensors, and memory outside torch's allocators."""
+"""Formats a memory recording as text: the peak by kind, the largest tensors, and memory outside torch's allocators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoestring.memory.tracing.recording import Held, MemoryProfile, MemoryWindo
 
 
 def summary(profile: MemoryProfile, most: int = 15) -> Iterator[str]:
-    """Yield the lines of a summary, with at most `most` tensors of each device."""
+    """Format a summary: yield lines of text, with at most `most` tensors per device."""
     if not profile.windows:
         yield "no allocation was recorded"
     for device in sorted(profile.windows, key=lambda name: name == "cpu"):
@@ -26,18 +26,18 @@ def summary(profile: MemoryProfile, most: int = 15) -> Iterator[str]:
 
 
 def by_size(window: MemoryWindow) -> list[tuple[str, int]]:
-    """Kinds and their bytes at the peak, the largest first."""
+    """List (kind, bytes at the peak), the largest kind first."""
     return sorted(window.by_kind().items(), key=lambda item: -item[1])
 
 
 def row(held: Held) -> list[str]:
-    """The cells of a table row: size, kind, name and operator."""
+    """Format the cells of a table row: size, kind, name and operator."""
     times = f" ({held.tensors} of {memory(held.nbytes // held.tensors)})" if held.tensors > 1 else ""
     return [memory(held.nbytes) + times, *held.name]
 
 
 def outside(profile: MemoryProfile) -> Iterator[str]:
-    """Sentences about memory outside torch's allocators."""
+    """Yield sentences about memory outside torch's allocators."""
     facts = profile.facts
     if facts.resident and "cpu" in profile.windows:
         beyond = max(facts.resident - profile.windows["cpu"].peak, 0)
@@ -57,7 +57,7 @@ def outside(profile: MemoryProfile) -> Iterator[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines of text with aligned columns; the first column is right-aligned."""
+    """Format rows as lines of text with aligned columns; the first column is right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)] if rows else []
     for cells in rows:
         first, *rest = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))

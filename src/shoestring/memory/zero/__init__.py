@@ -1,1 +1,1 @@
-"""ZeRO: optimizer state and gradients are divided among ranks, in shards of every parameter, exchanged in buckets."""
+"""ZeRO: divides optimizer state and gradients among ranks as shards of parameters, and exchanges shards in buckets."""

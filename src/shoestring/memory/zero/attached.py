@@ -1,4 +1,4 @@
-"""Attaches ZeRO to a job: shards that the optimizer updates, and hooks that reduce gradients and gather parameters."""
+"""Attaches ZeRO to a job: shards for the optimizer to update, and hooks that reduce gradients and gather parameters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from shoestring.models.blocks import repeated
 if TYPE_CHECKING:
     from shoestring.memory.settings.zero import Zero
 
-PIECES = 32  # maximum number of pieces of the optimizer's step; only one at a time has float32 gradients
-SMALLEST_PIECE = 2**18  # elements of this rank's shards: enough that a step takes longer than its overhead
+PIECES = 32  # maximum number of pieces of the optimizer's step; only one piece at a time has float32 gradients
+# minimum elements of a piece on this rank, so that its update takes longer than the call's overhead
+SMALLEST_PIECE = 2**18
 
 
 def divide(attachments: Attachments, settings: Zero) -> Divided | None:
-    """Divide what the optimizer updates among the ranks; None if there is only one rank and no copies are needed."""
+    """Divide the optimizer's tensors among the ranks; None if there is only one rank and no copies are needed."""
     if attachments.world.ranks_over(settings.over) == 1 and not settings.steps_copies(attachments.trained.values()):
         return None
     attachments.claim(settings.over, trained=True, whole=True)
@@ -43,13 +44,13 @@ def divide(attachments: Attachments, settings: Zero) -> Divided | None:
 
 
 class Divided:
-    """The shards of one rank, and the work of a step on these shards."""
+    """The shards of one rank, and the work that a step does on these shards."""
 
     def __init__(self, attachments: Attachments, settings: Zero) -> None:
         self.attachments, self.stage = attachments, settings.stage
         self.mesh = attachments.world.mesh_over(settings.divided_over)
         group = attachments.world.group(settings.divided_over)
-        # The axes along which ranks hold the same shards: hosts, if the state is replicated across them.
+        # The axes along which ranks hold the same shards: hosts, if the state is replicated across hosts.
         between = [axis for axis in settings.over if axis not in settings.divided_over]
         across = Collectives(attachments.world.group(between)) if attachments.world.ranks_over(between) > 1 else None
         collectives = self.collectives = Collectives(group, across)
@@ -72,11 +73,11 @@ class Divided:
         self.weights = Weights(self.buckets, collectives, placement)
         self.late = settings.late_steps(self)
         self.pieces = [range(len(self.buckets))]
-        self._hidden: dict[str, Tensor] = {}  # gradients of pieces not updated yet, by parameter name
+        self._hidden: dict[str, Tensor] = {}  # gradients of pieces that are not updated yet, by parameter name
         self._attach(settings.over)
 
     def check_optimizer(self, name: str) -> None:
-        """Refuse an optimizer that updates shards unlike whole tensors; divide its step into pieces if possible."""
+        """Refuse an optimizer that treats shards unlike whole tensors; divide its step into pieces if possible."""
         optimizer = self.attachments.optimizer
         if self.mesh is not None:
             check_shardable(optimizer, self.mesh, name)
@@ -89,7 +90,7 @@ class Divided:
     # -- shards ------------------------------------------------------------------------------------------------------
 
     def _parts(self, attachments: Attachments, collectives: Collectives) -> list[ShardedParameter]:
-        """The trained parameters, each with its unit: the number of the only block that uses it, or 0."""
+        """The trained parameters, each with its unit: the number of the only block that uses the parameter, or 0."""
         units: dict[Tensor, set[int]] = {}
         for number, block in enumerate(self.units, 1):
             for parameter in block.parameters():
@@ -99,14 +100,14 @@ class Divided:
         for module in attachments.module.modules():
             if module not in inside:
                 for parameter in module.parameters(recurse=False):
-                    unit_of.pop(parameter, None)  # shared with a module outside the blocks
+                    unit_of.pop(parameter, None)  # the parameter is shared with a module outside the blocks
         return [
             ShardedParameter(name, tensor, unit_of.get(tensor, 0), collectives.size, collectives.rank)
             for name, tensor in attachments.trained.items()
         ]
 
     def spread(self, part: ShardedParameter, shard: Tensor) -> Tensor:
-        """A shard, or the gradient of a shard, as a DTensor; unchanged on one rank."""
+        """Wrap a shard, or the gradient of a shard, in a DTensor; on one rank, return the shard unchanged."""
         if self.mesh is None:
             return shard
         shape, stride = part.parameter.shape, part.parameter.stride()
@@ -156,7 +157,7 @@ class Divided:
             work for work in self.attachments.phases[Phase.FORWARD] if work not in (self._before_step, self._begin_late)
         ]
         if self.late is not None:
-            # Other features may still read the weights that late updates overwrite.
+            # Other features may still read weights that late updates overwrite, so their work runs first.
             for work in self.attachments.phases[Phase.WAIT]:
                 if work != self._hide_others:
                     work()
@@ -199,7 +200,7 @@ class Divided:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, part: ShardedParameter, mean: Tensor) -> None:
-        """Add this rank's shard of a mean gradient to the gradient that the optimizer will use."""
+        """Add this rank's shard of a mean gradient to the gradient for the optimizer."""
         trained = self.trained[part.name]
         if trained.grad is None:
             trained.grad = self.spread(part, mean)
@@ -211,8 +212,8 @@ class Divided:
             trained.grad = self.spread(part, held.float() + mean)
 
     def _hide_others(self) -> None:
-        """Hide the gradients of all pieces but the first, so that the optimizer's own step updates only that piece."""
-        self.weights.wait()  # weights that the last forward pass did not use
+        """Hide the gradients of all pieces but the first, so that the optimizer's step updates only the first."""
+        self.weights.wait()  # for weights that the last forward pass did not use
         self.gradients.buffers.align()
         if self.late is not None:
             self.late.defer()
@@ -223,7 +224,7 @@ class Divided:
         self._show(self.pieces[0])
 
     def _step_others(self) -> None:
-        """Update the other pieces one after another; meanwhile, the weights of the previous piece are gathered."""
+        """Update the remaining pieces one after another, while the weights of the previous piece are gathered."""
         project, outer = (self.attachments.phases[phase] for phase in (Phase.PROJECT, Phase.OUTER))
         gathering = len(project) == len(outer) == 1  # no other feature will write to the updated weights
         if outer[-1] != self._gather_rest:
@@ -260,7 +261,7 @@ class Divided:
 
 
 def deal_pieces(widths: Sequence[int]) -> list[range]:
-    """Group successive buckets into pieces with about the same number of elements."""
+    """Group consecutive buckets into pieces with about the same number of elements."""
     pieces: list[range] = []
     passed, length = 0, max(sum(widths) / PIECES, SMALLEST_PIECE)
     for index, width in enumerate(widths):

@@ -1,8 +1,9 @@
-"""Divides parameters among ranks, and groups their shards into the buckets that are exchanged.
+"""Divides parameters among ranks, and groups the shards into the buckets that ranks exchange.
 
-Every parameter is cut along its first dimension as by `torch.chunk`, like a DTensor with `Shard(0)`.
+Every parameter is divided along its first dimension as by `torch.chunk`, like a DTensor with `Shard(0)`.
 A bucket is a matrix with a row for each rank: row r holds rank r's shards of the bucket's parameters, padded to equal
-length. A large parameter that divides evenly is itself such a matrix, so it is exchanged without a copy.
+length. A large parameter that divides evenly already has the layout of such a matrix, so it is exchanged without a
+copy.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 
 LARGE = 2**18
-"""A parameter of at least this many bytes has its own bucket: it takes 2 ms at 1 Gbit/s, ten times a collective's
-latency."""
+"""Minimum size in bytes of a parameter with its own bucket. Sending this size takes 2 ms at 1 Gbit/s, ten times a
+collective's latency."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter that is divided among ranks.
+    """A parameter that is divided among ranks, and the layout of its shards.
 
     Args:
         unit: number of the only block of the model that uses the parameter; 0 if there is no such block.
@@ -36,7 +37,7 @@ class ShardedParameter:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank holds the whole parameter, because a 0-d tensor cannot be cut."""
+        """Whether every rank holds the whole parameter, because a 0-d tensor cannot be divided."""
         return self.parameter.ndim == 0
 
     @cached_property
@@ -60,7 +61,7 @@ class ShardedParameter:
         return slice(min(rank * self.chunk, length), min((rank + 1) * self.chunk, length))
 
     def shard_of(self, tensor: Tensor, rank: int | None = None) -> Tensor:
-        """A view of a rank's shard in a tensor of the parameter's shape; None is this rank."""
+        """A view of a rank's shard (this rank's if `rank` is None) in a tensor of the parameter's shape."""
         return tensor if self.whole else tensor[self.rows(self.rank if rank is None else rank)]
 
 
@@ -77,7 +78,7 @@ class Bucket:
         self.nbytes = self.ranks * self.width * first.parameter.element_size()
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack tensors of the parameters' shapes into a matrix (ranks, width); avoids a copy if there is one tensor."""
+        """Pack tensors of the parameters' shapes into a matrix (ranks, width), without a copy for a single tensor."""
         if self.in_place and tensors[0].is_contiguous():
             return tensors[0].view(self.ranks, self.width)
         matrix = torch.zeros(self.ranks, self.width, dtype=self.dtype, device=self.device)
@@ -88,13 +89,13 @@ class Bucket:
         return matrix
 
     def shards(self, row: Tensor) -> list[Tensor]:
-        """Split this rank's row, (width,), into views of the shards' shapes."""
+        """Split this rank's row, (width,), into views with the shapes of the shards."""
         shapes = [part.shard_of(part.parameter).shape for part in self.parts]
         pieces = row.split([part.width for part in self.parts])
         return [piece[: shape.numel()].view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def matrix(self) -> Tensor:
-        """A matrix (ranks, width) for an all-gather, with this rank's row filled: a view of the parameter or a copy."""
+        """A matrix (ranks, width) for an all-gather, with this rank's row filled; may be a view of a parameter."""
         if self.in_place:
             return self.parts[0].parameter.detach().view(self.ranks, self.width)
         matrix = torch.empty(self.ranks, self.width, dtype=self.dtype, device=self.device)
@@ -133,10 +134,10 @@ def deal_buckets(parts: Iterable[ShardedParameter], nbytes: int) -> list[Bucket]
 
 
 def _deal_unit(parts: Sequence[ShardedParameter], nbytes: int) -> list[Bucket]:
-    """The buckets of one unit; buckets of small parameters come first.
+    """Group the parameters of one unit into buckets; buckets of small parameters come first.
 
-    Buckets are exchanged in reverse order, and a bucket with many parameters is complete only near the end of the
-    backward pass.
+    Small parameters come first because buckets are exchanged in reverse order, and a bucket with many parameters is
+    complete only near the end of the backward pass.
     """
     large = [[part] for part in parts if part.parameter.nbytes >= LARGE]
     small: list[list[ShardedParameter]] = []

@@ -1,5 +1,5 @@
-"""Keeps buffers equal on all ranks: buffers that a forward pass changed, such as running averages of batch norms, are
-broadcast from the first rank."""
+"""Makes buffers equal on all ranks by broadcasting from the first rank the buffers that a forward pass has changed,
+such as the running averages of batch norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoestring.memory.zero.collectives import Collectives
 
 
 class Buffers:
-    """Detects changed buffers by comparing them with copies, because batch norms do not raise buffers' versions."""
+    """Detects changed buffers by comparison with copies, because batch norms do not increment a buffer's version."""
 
     def __init__(self, buffers: Iterable[Tensor], collectives: Collectives) -> None:
         self.collectives = collectives
@@ -22,7 +22,7 @@ class Buffers:
         self.noted = [False] * len(self.buffers)
 
     def changed(self) -> list[bool]:
-        """For each buffer, whether it has changed on this rank since the last `align`."""
+        """For each buffer, whether the buffer has changed on this rank since the last `align`."""
         return [
             not torch.equal(bytes_of(buffer), bytes_of(before))
             for buffer, before in zip(self.buffers, self.before, strict=True)
@@ -34,7 +34,7 @@ class Buffers:
 
     @torch.no_grad()
     def align(self) -> None:
-        """Broadcast the first rank's values of the noted buffers; must run between steps, outside backward passes."""
+        """Broadcast the noted buffers from the first rank; must run between steps, outside of backward passes."""
         pairs = [
             (buffer, before)
             for buffer, before, noted in zip(self.buffers, self.before, self.noted, strict=True)

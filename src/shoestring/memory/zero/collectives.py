@@ -20,15 +20,15 @@ from shoestring.core.trace import span
 
 P = ParamSpec("P")
 ACROSS = 1 << 19  # tag of messages between groups
-CHUNK = 2**16  # number of elements added up at a time: they fit in the CPU's cache, and their float32 sum is small
+CHUNK = 2**16  # number of elements summed at a time, so that they and their float32 sum fit in the CPU's cache
 
 
 class Collectives:
-    """Collectives over a process group; all ranks must start them in the same order. The group is None for one rank.
+    """Collectives over a process group, which is None for one rank. All ranks must start collectives in the same order.
 
     Args:
         across: collectives among the ranks that hold the same row in different groups; means, flags and broadcasts
-            include these ranks. None if there is one group.
+            include these ranks. None if there is only one group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, across: Collectives | None = None) -> None:
@@ -51,14 +51,14 @@ class Collectives:
         self.exposed += time.perf_counter() - began
 
     def start_mean(self, matrix: Tensor) -> Callable[[torch.dtype], Tensor]:
-        """Start to average this rank's row over all ranks; the exchange between groups starts only with the wait.
+        """Start to average this rank's row over all ranks; the exchange between groups starts when the caller waits.
 
         Args:
             matrix: (ranks, width); must not be changed until the mean is returned.
 
         Returns:
-            A function that waits, and returns the mean, (width,), in the data type that it is given. Rows are added in
-            float32 or wider, in the order of the ranks; NCCL adds in the matrix's data type and in its own order.
+            A function (dtype) that waits, and returns the mean, (width,), in this data type. Rows are added in float32
+            or wider, in the order of the ranks; NCCL adds in the matrix's data type and in its own order.
         """
         within = self._start_mean(matrix)
         if (across := self.across) is None:
@@ -66,10 +66,10 @@ class Collectives:
         return lambda dtype: across.mean_of_whole(within(matrix.dtype), dtype)
 
     def mean_of_whole(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the mean of all ranks' tensors, with the same bits on every rank, and wait for it.
+        """Compute the mean of all ranks' tensors, bit-identical on every rank; waits for the result.
 
-        Each rank averages a part of the tensor, so a rank sends as many bytes as in an all-reduce in the tensor's data
-        type.
+        Each rank averages one part of the tensor, so a rank sends as many bytes as in an all-reduce in the tensor's
+        data type.
         """
         width = -(-tensor.numel() // self.size)
         matrix = tensor.new_zeros(self.size * width)
@@ -95,7 +95,7 @@ class Collectives:
         """Start an all-gather in place: every rank's own row of `matrix` is sent to all other ranks.
 
         Args:
-            tag: distinguishes the messages of all-gathers that are under way at the same time.
+            tag: distinguishes the messages of all-gathers that run at the same time.
 
         Returns:
             A function that waits, and returns the matrix.
@@ -120,7 +120,7 @@ class Collectives:
         return wait
 
     def start_any(self, flags: Tensor) -> Callable[[], Tensor]:
-        """Start a logical OR over all ranks' flags (uint8); returns a function that waits, and returns the result."""
+        """Start a logical OR over all ranks' flags (uint8); return a function that waits for and returns the result."""
         matrix = flags.expand(self.size, -1).contiguous()
         if self.group is None:
             return lambda: flags
@@ -143,11 +143,12 @@ class Collectives:
         flat = torch.cat(contents)
         dist.broadcast(flat, group=self.group, group_src=0)
         for tensor, content in zip(tensors, flat.split([len(content) for content in contents]), strict=True):
-            tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))  # clone to align
+            # `clone`, because a view of another type needs aligned memory
+            tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def mean_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of the rows as a new tensor; rows are added in order, in float32 or wider."""
+    """Compute the mean of the rows as a new tensor; rows are added in order, in float32 or wider."""
     mean = torch.empty(matrix.shape[1], dtype=dtype)
     for columns, target in zip(matrix.split(CHUNK, dim=1), mean.split(CHUNK), strict=True):
         total = columns[0].to(torch.promote_types(matrix.dtype, torch.float32), copy=True)
@@ -158,7 +159,7 @@ def mean_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _after(work: dist.Work | None, result: Callable[P, Tensor], *held: Tensor) -> Callable[P, Tensor]:
-    """A function that waits for the work, and returns `result(…)`; it keeps tensors that the work reads alive."""
+    """Return a function that waits for the work and returns `result(…)`; holds references to tensors in use."""
     assert work is not None
 
     def wait(*args: P.args, **kwargs: P.kwargs) -> Tensor:

@@ -15,19 +15,19 @@ from shoestring.memory.zero.placement import Placement
 
 
 class Gradients:
-    """Reduce-scatters gradients in rounds: takes whole gradients, and gives this rank's shards of the means over ranks.
+    """Reduce-scatters gradients in rounds: whole gradients come in, this rank's shards of the means come out.
 
-    In a round, every bucket is exchanged once, in the reverse order of the forward pass. All ranks keep this order,
-    even with unused parameters and at unequal speed, because a bucket waits for the buckets before it. A missing
-    gradient counts as zeros, unless it is missing on all ranks. A second gradient for the same parameter ends the
+    In a round, every bucket is exchanged once, in the reverse order of the forward pass. A bucket waits for the buckets
+    before it, so all ranks have the same order, even with unused parameters and at unequal speed. A gradient that is
+    missing on only some of the ranks counts as zeros on these ranks. A second gradient for the same parameter ends the
     round.
 
     Args:
         buckets: all buckets, in the order of the forward pass.
-        buffers: the model's buffers; at the end of each round, ranks exchange which of them have changed.
-        in_flight: maximum bytes of gradients that are being exchanged while the backward pass continues.
-        placement: where the shards of mean gradients are stored.
-        give: called at the end of each round with each parameter and this rank's shard of its mean gradient.
+        buffers: the model's buffers; at the end of each round, ranks exchange flags of the buffers that have changed.
+        in_flight: maximum bytes of gradients in exchange while the backward pass continues.
+        placement: stores the shards of mean gradients.
+        give: function called at the end of each round for each parameter, with this rank's shard of the mean gradient.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Gradients:
         self.parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
         self.bucket_of = {part.name: index for index, bucket in enumerate(self.buckets) for part in bucket.parts}
         self.exchanging = True  # whether gradients are exchanged as they arrive
-        self.narrow = True  # whether means have the parameters' 16 bits, enough for one micro-batch
+        self.narrow = True  # whether means have the parameters' data type, whose 16 bits are enough for one micro-batch
         self._means: dict[str, Tensor] = {}  # mean shards of the current round
-        self._flags: Callable[[], Tensor] | None = None  # function that waits for the flags of a closed round
-        self._pending: deque[tuple[Bucket, Callable[[torch.dtype], Tensor]]] = deque()  # being exchanged
+        self._flags: Callable[[], Tensor] | None = None  # waits for the flags of a closed round and returns them
+        self._pending: deque[tuple[Bucket, Callable[[torch.dtype], Tensor]]] = deque()  # buckets in exchange
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a round."""
-        self.arrived: set[str] = set()  # parameters whose gradient has arrived
+        """Begin a new round of exchanges."""
+        self.arrived: set[str] = set()  # names of parameters whose gradient has arrived
         self._missing = [len(bucket.parts) for bucket in self.buckets]  # missing gradients per bucket
         self._started = 0  # number of buckets whose exchange has started
 
@@ -70,7 +70,7 @@ class Gradients:
             self._start()
 
     def close(self) -> None:
-        """End the round: exchange missing gradients as zeros, and start the exchange of the flags."""
+        """End the round: exchange missing gradients as zeros, and start the exchange of flags."""
         if self._flags is not None:
             self.collect()
         while self._started < len(self.buckets):
@@ -81,7 +81,7 @@ class Gradients:
         self._begin()
 
     def collect(self) -> None:
-        """Wait for a closed round, and call `give` with its mean gradients."""
+        """Wait for a closed round, and call `give` with the round's mean gradients."""
         if self._flags is None:
             return
         with self.collectives.waiting():
@@ -97,7 +97,7 @@ class Gradients:
                 self.give(part, means.pop(part.name))
 
     def finish(self) -> None:
-        """Exchange all remaining gradients, for a training loop that does not mark the last backward pass."""
+        """Exchange all remaining gradients, in case the training loop does not mark the last backward pass."""
         self.exchanging, before = True, self.exchanging
         for part in reversed(self.parts.values()):
             if part.parameter.grad is not None and part.name not in self.arrived:
@@ -117,7 +117,7 @@ class Gradients:
         self._begin()
 
     def _start(self) -> None:
-        """Start to exchange the next bucket, after waiting until enough earlier buckets have finished."""
+        """Start to exchange the next bucket, after waiting for earlier buckets if `in_flight` would be exceeded."""
         bucket = self.buckets[self._started]
         self._started += 1
         while self._pending and sum(other.nbytes for other, _ in self._pending) + bucket.nbytes > self.in_flight:
@@ -126,16 +126,16 @@ class Gradients:
         for part in bucket.parts:
             grad, part.parameter.grad = part.parameter.grad, None
             if grad is not None:
-                self.arrived.add(part.name)  # perhaps of an earlier, unexchanged micro-batch
+                self.arrived.add(part.name)  # possibly from an earlier micro-batch that was not exchanged
             grads.append(torch.zeros_like(part.parameter) if grad is None else grad)
         self._pending.append((bucket, self.collectives.start_mean(bucket.pack(grads))))
         if self.collectives.size == 1:  # there is nothing to wait for
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the oldest bucket under way, and store its means."""
+        """Wait for the oldest bucket in exchange, and store its means."""
         bucket, wait = self._pending.popleft()
-        alone = self.collectives.size == 1  # then no sum needs more bits
+        alone = self.collectives.size == 1  # then there is no sum, which would need more bits
         mean = wait(bucket.dtype if self.narrow or alone else torch.promote_types(bucket.dtype, torch.float32))
         for part, shard in zip(bucket.parts, bucket.shards(mean), strict=True):
             self._means[part.name] = self.placement.keep(part, shard)

@@ -13,7 +13,7 @@ from shoestring.memory.zero.collectives import Collectives
 
 
 class StepMetrics:
-    """Publishes the metrics of each step in Phase.CAPTURE, and the bytes of the model state once."""
+    """Publishes the metrics of each step in Phase.CAPTURE, and the bytes of the model state in the first step."""
 
     def __init__(self, attachments: Attachments, buckets: Iterable[Bucket], collectives: Collectives) -> None:
         self.attachments, self.collectives = attachments, collectives
@@ -21,7 +21,7 @@ class StepMetrics:
         self.step, self.sent, self.exposed = attachments.progress.step, collectives.sent, collectives.exposed
 
     def publish(self) -> None:
-        if self.step == self.attachments.progress.step:  # `Job.finish` captures the last step again
+        if self.step == self.attachments.progress.step:  # `Job.finish` runs Phase.CAPTURE again after the last step
             return
         facts, collectives = self.attachments.trace.facts, self.collectives
         self.step = self.attachments.progress.step
@@ -36,7 +36,7 @@ class StepMetrics:
             facts["zero_parameters"] = sum(part.parameter.nbytes for part in self.parts)
 
     def _model_state(self) -> tuple[float, float]:
-        """Bytes of parameters, gradients, master copies and optimizer state: on this rank, and if undivided."""
+        """Bytes of parameters, gradients, master copies and optimizer state: as divided, and if undivided."""
         held = without = 0.0
         trained, state = self.attachments.trained, self.attachments.optimizer.state
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""Storage for the shards that the optimizer updates and for their gradients; `OnDevice` uses the parameters' device."""
+"""Stores the optimizer's shards and their gradients; `OnDevice` stores them on the parameters' device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from shoestring.memory.zero.buckets import ShardedParameter
 
 Wait = Callable[[], None]
-"""Function that waits for work that was started."""
+"""Function that waits until the started work is done."""
 
 
 class Placement(Protocol):
     """Stores shards: moves gradients from the device to the shards, and updated weights back into the parameters."""
 
     def shard(self, part: ShardedParameter) -> Tensor:
-        """The tensor that the optimizer updates for this rank's shard of a parameter."""
+        """Create the tensor that the optimizer updates: this rank's shard of a parameter."""
         ...
 
     def keep(self, part: ShardedParameter, mean: Tensor) -> Tensor:
@@ -26,16 +26,16 @@ class Placement(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until all gradients have arrived."""
+        """Wait until all gradients passed to `keep` are stored."""
         ...
 
     def write(self, parts: Sequence[ShardedParameter]) -> Wait:
-        """Start to write updated shards into this rank's rows of the parameters; returns a function that waits."""
+        """Start to write updated shards into this rank's rows of the parameters; return a function that waits."""
         ...
 
 
 class OnDevice:
-    """Shards on the device: views of the parameters, or float32 master copies of parameters in 16 bits."""
+    """A `Placement` on the device: shards are views of parameters, or float32 master copies of 16-bit parameters."""
 
     def __init__(self, masters: bool) -> None:
         self.masters = masters

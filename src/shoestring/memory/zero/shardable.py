@@ -1,4 +1,4 @@
-"""Tests whether an optimizer updates shards as it updates whole tensors, by trying the optimizer on both."""
+"""Tests whether an optimizer updates shards in the same way as whole tensors, by trying the optimizer on both."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OWN_STATE = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_s
 
 
 def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> None:
-    """Check that an optimizer updates a shard as it updates these rows of the whole parameter; a collective.
+    """Check that an optimizer updates a shard in the same way as the shard's rows in the whole parameter; a collective.
 
     Raises:
-        ConfigError: the optimizer does not, or cannot be tried.
+        ConfigError: the optimizer updates shards differently, or fails on shards.
     """
     message = f"`{feature}` lets each rank update its shards of the parameters, but {type(optimizer).__name__}"
     hint = "use optim.AdamW or optim.SGD, or shard nothing with parallel.DDP()"
@@ -33,21 +33,21 @@ def check_shardable(optimizer: Optimizer, mesh: DeviceMesh, feature: str) -> Non
             whole = _stepped(optimizer, settings, None, mesh)
             sharded = _stepped(optimizer, settings, mesh, mesh)
         except Exception as error:
-            raise ConfigError(f"{message} fails on them: {type(error).__name__}: {error}", hint=hint) from error
-        if not (whole - sharded).abs().max() < 1e-3:  # updates have about the size of the learning rate, here 1
-            raise ConfigError(f"{message} updates shards unlike whole parameters", hint=hint)
+            raise ConfigError(f"{message} fails on shards: {type(error).__name__}: {error}", hint=hint) from error
+        if not (whole - sharded).abs().max() < 1e-3:  # compared with updates of about the learning rate, here 1
+            raise ConfigError(f"{message} updates shards differently from whole parameters", hint=hint)
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may update its parameters in several calls: if it is torch's and has no shared state."""
+    """Whether an optimizer can update its parameters in several calls; assumed of torch's own optimizers."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh | None, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a matrix after three steps of a copy of `optimizer`.
+    """Run three steps of a copy of `optimizer` on a matrix, and return this rank's rows of the matrix.
 
     Args:
-        on: the mesh on which the matrix is sharded; None for the whole matrix.
+        on: the mesh on which the matrix is sharded; if None, the matrix is not sharded.
     """
     size, rank, device = mesh.size(), mesh.get_local_rank(), optimizer.param_groups[0]["params"][0].device
     rows = slice(8 * rank, 8 * rank + 8)
@@ -65,7 +65,7 @@ def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], on: DeviceMesh |
 
 
 def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:
-    """An optimizer with the same class and attributes for other parameters, without state."""
+    """Make an optimizer for other parameters, with the same class and attributes but without state."""
     alike = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name not in OWN_STATE:
@@ -78,8 +78,8 @@ def _alike(optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequen
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an attribute, so that the trial does not change the original. Attributes that cannot be copied, such as
-    process groups, are shared."""
+    """Copy an attribute, so that the trial does not change the original. An attribute that cannot be copied, such as a
+    process group, is returned itself."""
     try:
         return copy.deepcopy(value)
     except (TypeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Gathers parameters in buckets after the step; the next forward pass waits for a unit just before using it."""
+"""Gathers parameters in buckets after the step; the next forward pass waits for each unit just before using it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAG = 1 << 20  # tag of the first bucket's messages, distinct from the tags of o
 
 
 class Weights:
-    """All-gathers parameters from the shards that ranks have updated.
+    """All-gathers parameters from the updated shards of all ranks.
 
     Args:
         placement: writes the updated shards into this rank's rows of the parameters.
@@ -22,7 +22,7 @@ class Weights:
 
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives, placement: Placement) -> None:
         self.buckets, self.collectives, self.placement = buckets, collectives, placement
-        self._pending: dict[int, Wait] = {}  # by index of the bucket, in the order of the forward pass
+        self._pending: dict[int, Wait] = {}  # bucket index -> wait, in the order of the forward pass
 
     @torch.no_grad()
     def start(self, index: int) -> None:
@@ -44,7 +44,7 @@ class Weights:
 
     @torch.no_grad()
     def wait(self, unit: int | None = None) -> None:
-        """Wait for the parameters of one unit of the model; None waits for all parameters."""
+        """Wait for the parameters of one unit of the model, or for all parameters if `unit` is None."""
         if not self._pending:
             return
         for index in [index for index in self._pending if unit is None or self.buckets[index].unit == unit]:
@@ -52,7 +52,7 @@ class Weights:
                 self._pending.pop(index)()
 
     def refresh(self) -> None:
-        """Gather all parameters, and wait for them; called after a state was loaded."""
+        """Gather all parameters and wait for them; called after a checkpoint was loaded."""
         self.wait()
         for index in range(len(self.buckets)):
             self.start(index)

@@ -1,4 +1,4 @@
-"""Analyses: functions that take a profile and return findings. `find` runs all analyses."""
+"""Analyses of profiles: functions that take a prepared profile and return findings. `find` runs all of them."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ ANALYSES: dict[str, Analysis] = {
 
 
 def find(profile: Profile) -> list[Finding]:
-    """All findings in a profile, the largest gain first."""
+    """Run all analyses on a profile, and return the findings, the largest gain first."""
     reading = Reading(profile)
     return by_gain(finding for analysis in ANALYSES.values() for finding in analysis(reading))

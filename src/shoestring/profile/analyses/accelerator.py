@@ -1,4 +1,4 @@
-"""Analyses of an accelerator's time: waits for the next kernel to be launched, and copies without overlap."""
+"""Analyses of an accelerator's time: idle time before kernels are launched, and copies that no computation overlaps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind
 
 IDLE = 0.3
-"""Minimum fraction of the time that the accelerator must be idle for a finding."""
+"""Minimum fraction of the accelerator's time that must be idle, for a finding."""
 SHORT = 20_000
-"""Nanoseconds; a kernel shorter than this ends before the next one can be launched."""
+"""Maximum duration, in nanoseconds, of a kernel that ends before the next kernel can be launched."""
 ALONE = 0.05
 """Minimum share of the profiled time that copies must take while no kernel runs, for a finding."""
 
 
 def launch_bound(reading: Reading) -> list[Finding]:
-    """Find the line whose kernels the accelerator waits for longest, if short kernels cause most of the waiting."""
+    """Find the line whose kernels have the most idle time before them, if most idle time is before short kernels."""
     tree = reading.tree
     kernels = (tree.kind == NodeKind.KERNEL) & (tree.count > 0)
     short = kernels & (tree.device < SHORT * tree.count)
@@ -47,7 +47,7 @@ def launch_bound(reading: Reading) -> list[Finding]:
 
 
 def copies_alone(reading: Reading) -> list[Finding]:
-    """Find the line whose copies take longest while no kernel runs."""
+    """Find the line whose copies take the most time while no kernel runs."""
     tree = reading.tree
     copies = (tree.kind == NodeKind.KERNEL) & (tree.alone > 0)
     taken = int(tree.alone[copies].sum())
@@ -70,7 +70,7 @@ def copies_alone(reading: Reading) -> list[Finding]:
 
 
 def _by_line(reading: Reading, wanted: NDArray[np.bool_], time: Integers) -> dict[Place, int]:
-    """Sum `time` over the `wanted` nodes (a mask), by line."""
+    """Sum `time` by line, over the nodes that the mask `wanted` selects."""
     lines: dict[Place, int] = {}
     for node in np.flatnonzero(wanted).tolist():
         lines[reading.place(node)] = lines.get(reading.place(node), 0) + int(time[node])

@@ -1,11 +1,10 @@
-"""Finds products of several matrices whose order takes more operations than necessary.
+"""Finds chains of matrix products whose order takes more operations than necessary.
 
-(A B) x and A (B x) are equal, but if x is narrow, (A B) x takes many more operations. Torch multiplies
-in the order in which the program is written. The order is read from the program's text, and the sizes are read from its
-recorded calls.
+(A B) x and A (B x) are equal, but if x is narrow, (A B) x takes many more operations. Torch multiplies in the order in
+which the program is written. The analysis reads the order from the program's source and the sizes from recorded calls.
 
-Of the 17 planted hotspots, only this analysis finds two: one needs another order, and one must not add a low-rank
-change to its matrix.
+Two of the 17 hotspots planted in test programs are found by this analysis only: a product with a costly order, and a
+low-rank change that is added to its matrix instead of being multiplied separately.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shoestring.profile.tree import Integers, totals
 PRODUCTS = named("matmul mm bmm mv linear addmm")
 SCALES, SUMS = named("mul div"), named("add sub")
 SAVES = 0.1
-"""Minimum share of the profiled time that another order must be expected to save."""
+"""Minimum share of the profiled time that another order must be expected to save, for a finding."""
 CHEAPER = 0.7
 """Maximum ratio of the operations in another order to the operations in the program's order, for a finding."""
 _SHAPE = re.compile(r"\[([\d,]+)\]")
@@ -36,7 +35,7 @@ _FLIPS = {"t", "transpose", "swapaxes", "adjoint"}
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes p, q and r of a product of p × q and q × r matrices, and the number of such products in a batch."""
+    """Sizes of a batched product of p × q and q × r matrices."""
 
     batch: int
     p: int
@@ -50,7 +49,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor that is not itself a product; `change` is a product that is added to it."""
+    """A factor that is not itself a product; `change` is a product that the factor includes as a summand."""
 
     node: ast.expr
     flipped: bool
@@ -64,7 +63,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class WrittenProduct:
-    """A product in the program's text; the transpose of a product is read as (A B)ᵀ = Bᵀ Aᵀ."""
+    """A product in the program's source; the transpose of a product is rewritten by (A B)ᵀ = Bᵀ Aᵀ."""
 
     left: Factor | WrittenProduct
     right: Factor | WrittenProduct
@@ -79,14 +78,14 @@ class WrittenProduct:
 
     @cached_property
     def products(self) -> list[WrittenProduct]:
-        """This product and all products inside it, including changes added to factors, in the order of computation."""
+        """This product and all products inside it, including products added to factors, in the order of computation."""
         sides = (self.right, self.left) if self.flipped else (self.left, self.right)
         inner = [side if isinstance(side, WrittenProduct) else side.change for side in sides]
         return [*(product for part in inner if part for product in part.products), self]
 
 
 def costly_orders(reading: Reading) -> Iterator[Finding]:
-    """Find products that take fewer operations in another order, or without adding a low-rank change to its matrix."""
+    """Find products that take fewer operations in another order, or with a low-rank change multiplied separately."""
     flops = totals(reading.tree.parent, reading.tree.flops)
     frames: dict[tuple[int, int], list[OperatorCall]] = {}
     for call in reading.calls:
@@ -125,7 +124,7 @@ def costly_orders(reading: Reading) -> Iterator[Finding]:
 
 
 def _chains(function: ast.AST) -> Iterator[WrittenProduct]:
-    """Products of at least three factors in a function, on lines with no other products."""
+    """Yield the products of at least three factors in a function that are on lines with no other products."""
     temporaries = _temporaries(function)
     sites = [node for node in _inside(function) if isinstance(node, ast.expr) and _operands(node)]
     parsed = [_read(site, False, temporaries) for site in sites]
@@ -147,7 +146,7 @@ def _inside(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def _temporaries(function: ast.AST) -> dict[str, ast.expr]:
-    """The values of names that are assigned once and used once."""
+    """Map names that are assigned once and used once to their values."""
     values: dict[str, list[ast.expr]] = {}
     used, written = list[str](), list[str]()
     for node in _inside(function):
@@ -163,7 +162,7 @@ def _temporaries(function: ast.AST) -> dict[str, ast.expr]:
 
 
 def _operands(node: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
-    """The factors of a product, and whether the second is transposed; None for other expressions."""
+    """The two factors of a product, and whether the second factor is transposed; None for other expressions."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         return node.left, node.right, False
     if (
@@ -209,7 +208,7 @@ def _read(node: ast.expr, flipped: bool, temporaries: Mapping[str, ast.expr]) ->
 
 @dataclass(frozen=True)
 class Saving:
-    """What another way to compute the same result saves."""
+    """The saving of a cheaper way to compute the same result."""
 
     place: Place
     advice: str
@@ -223,11 +222,11 @@ class _Computed:
 
     chain: WrittenProduct
     sizes: dict[ast.expr, Size]
-    """Sizes of the products, by their place in the text."""
+    """Sizes of the products, by their expressions in the source."""
     calls: dict[ast.expr, OperatorCall]
-    """Calls that compute the products; two products on one line may share a call."""
+    """Recorded calls that compute the products; two products on one line may share a call."""
     sums: list[OperatorCall]
-    """Additions on the same lines."""
+    """Recorded additions on the lines of the products."""
 
     @staticmethod
     def of(chain: WrittenProduct, calls: list[OperatorCall], reading: Reading, flops: Integers) -> _Computed | None:
@@ -263,7 +262,7 @@ class _Computed:
         return _Computed(chain, sizes, by_site, [call for call in near if call.name in SUMS])
 
     def in_another_order(self) -> Saving | None:
-        """What the cheapest order of the chain saves."""
+        """Estimate the saving of the chain's cheapest order; None if the order is cheap enough."""
         dims = self._dims(self.chain)
         if dims is None or len(dims) < 4:
             return None
@@ -281,7 +280,7 @@ class _Computed:
         )
 
     def apart(self) -> Saving | None:
-        """What multiplying by the factors of a low-rank change saves, compared to adding the change to its matrix."""
+        """Estimate the saving of multiplying by a low-rank change's factors instead of adding it to its matrix."""
         for product in _nested(self.chain):
             for side in (product.left, product.right):
                 change = side.change if isinstance(side, Factor) else None
@@ -316,7 +315,7 @@ class _Computed:
         return Saving(costliest(calls).place, advice, nanoseconds, calls)
 
     def _dims(self, node: WrittenProduct) -> list[int] | None:
-        """Rows of the first factor and columns of every factor; None if neighbouring sizes do not match."""
+        """Number of rows of the first factor and of columns of every factor; None if adjacent sizes do not match."""
         size = self.sizes[node.site]
         rows, between, columns = (size.r, size.q, size.p) if node.flipped else (size.p, size.q, size.r)
         left = self._dims(node.left) if isinstance(node.left, WrittenProduct) else [rows, between]
@@ -331,13 +330,13 @@ class _Computed:
 
 
 def _nested(chain: WrittenProduct) -> list[WrittenProduct]:
-    """The products of a chain, without changes that are added to factors."""
+    """The products of a chain, without products that are added to factors."""
     sides = [side for side in (chain.left, chain.right) if isinstance(side, WrittenProduct)]
     return [*(product for side in sides for product in _nested(side)), chain]
 
 
 def _size(call: OperatorCall) -> Size | None:
-    """The size of the first product that a call computes; None if the recorded arguments do not tell it."""
+    """The size of the first product that a call computes; None if the recorded arguments do not determine the size."""
     shapes = [[*map(int, shape.split(","))] for shape in _SHAPE.findall(call.arguments.partition("->")[0])]
     shapes = shapes[1:] if call.name == "aten::addmm" else shapes
     if len(shapes) < 2:
@@ -354,7 +353,7 @@ def _size(call: OperatorCall) -> Size | None:
 
 
 def _outer(outer: WrittenProduct, inner: WrittenProduct, size: Size, operations: int) -> Size | None:
-    """The size of `outer`, of which `inner` (or a sum with it) is a factor, derived from the number of operations."""
+    """Derive the size of `outer`, which has `inner` or a sum with `inner` as a factor, from the operation count."""
     first = outer.right if outer.flipped else outer.left
     p_by_r = size.p * size.r
     free, rest = divmod(operations, 2 * size.batch * p_by_r)
@@ -366,7 +365,7 @@ def _outer(outer: WrittenProduct, inner: WrittenProduct, size: Size, operations:
 
 
 def _cheapest(dims: tuple[int, ...], texts: tuple[str, ...]) -> tuple[int, str]:
-    """Half of the minimum number of operations to multiply a chain of matrices, and the text of that order."""
+    """Half of the minimum number of operations to multiply a chain of matrices, and the cheapest order as text."""
 
     @cache
     def between(first: int, last: int) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Exposed communication: steps wait for collectives that could be merged, or overlapped with computation."""
+"""Analysis of exposed communication: steps wait for collectives that could be merged or overlapped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLLECTIVE = re.compile(
     r"(?!init_process|new_|destroy_|_new|get_|is_|isend|irecv|batch_isend_irecv)"
 )
 _BEGUN = re.compile(r"/torch/distributed/distributed_c10d\.py\t(isend|irecv|batch_isend_irecv)$")
-"""Matches functions of torch.distributed that return before the data has arrived."""
+"""Matches non-blocking functions of torch.distributed, which return before the data has arrived."""
 _BLOCKS = re.compile(r"/torch/distributed/distributed_c10d\.py\t(send|recv)$")
 _OPERATORS = re.compile(r"^(c10d::|_c10d_functional::|gloo:|nccl:|mpi:|communication)")
 
@@ -29,17 +29,17 @@ _ACCUMULATE = re.compile(r"AccumulateGrad$")
 _AVERAGED = re.compile(r"ddp\.reducer::copy_bucket_to_grad$")
 _BEGINS = re.compile(r"\b(batch_isend_irecv|isend|irecv)\(|async_op\s*=\s*True")
 ALWAYS = 0.9
-"""Ratio of averaged to computed gradients; below it, some backward passes do not average (gradient accumulation)."""
+"""Minimum ratio of averaged to computed gradients at which every backward pass is assumed to average its gradients."""
 IN_BACKWARD = 0.32
-"""Minimum share of the profiled time that the engine must spend outside backward functions, for a finding."""
+"""Minimum share of the profiled time that autograd's engine must spend outside backward functions, for a finding."""
 FARTHEST = 40
-"""Number of lines before a waiting line that are searched for the line that starts the communication."""
+"""Maximum distance, in lines, between the line that starts a communication and the line that waits for it."""
 SINGLE = 0.5
 """Minimum share of the profiled time that waiting for a single collective per step must take, for a finding."""
 AT_ONCE = 0.2
-"""Minimum share of the profiled time, for a finding, of a line that waits for communication begun just before it."""
+"""Minimum share of the profiled time that a line must wait for communication begun just before it, for a finding."""
 TINY = 1024
-"""Maximum number of elements of a message whose time is mostly latency."""
+"""Maximum number of elements of a message whose time is assumed to be mostly latency."""
 
 
 def exposed_communication(reading: Reading) -> Iterator[Finding]:
@@ -49,15 +49,15 @@ def exposed_communication(reading: Reading) -> Iterator[Finding]:
 
 
 def _in_backward(reading: Reading) -> Iterator[Finding]:
-    """Find waits in the backward pass of DistributedDataParallel: time of the engine outside backward functions."""
+    """Find waits in the backward pass of DistributedDataParallel: the engine's time outside backward functions."""
     tree = reading.tree
     if not reading.matching(_DISTRIBUTED).any():
         return
     accumulates = reading.matching(_ACCUMULATE) & (tree.kind == NodeKind.BACKWARD)
     averaged = tree.count[reading.matching(_AVERAGED)].sum() / max(tree.count[accumulates].sum(), 1)
     if 0 < averaged < ALWAYS:
-        return  # the program accumulates gradients over several passes, and averages them once
-    engine = reading.behind & reading.matching(_ACCUMULATE)  # where full buckets are sent
+        return  # the program accumulates gradients over several backward passes, and averages them once
+    engine = reading.behind & reading.matching(_ACCUMULATE)  # here DDP sends full buckets
     engine |= reading.matching(_ENGINE) & (tree.kind == NodeKind.PYTHON)
     waits: dict[Place, list[int]] = {}
     for node in np.flatnonzero(engine & (tree.own > 0)).tolist():
@@ -109,7 +109,7 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
         gain = taken * (1 - 0.5 / calls_per_step) if many else taken
         waiting = ".wait(" in reading.text(place)
         if not many and waiting and (nodes or _meanwhile(reading, place)):
-            continue  # the communication has begun earlier, and overlaps with the work since
+            continue  # the communication was started earlier, and overlaps with the work since then
         saves = reading.gain("communication", gain, nodes)
         if reading.share(taken) < AT_ONCE if waiting and not many else saves.expected < (MATTERS if many else SINGLE):
             continue
@@ -126,7 +126,7 @@ def _collectives(reading: Reading) -> Iterator[Finding]:
 
 
 def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
-    """Number of steps; if unknown, the count of the least frequent call in the functions that communicate."""
+    """Number of steps; if unknown, it is taken from the least frequent call in the functions that communicate."""
     if reading.steps > 1:
         return reading.steps
     counts: dict[tuple[int, int], list[int]] = {call.frame: [] for call in sent}
@@ -137,9 +137,9 @@ def _steps(reading: Reading, sent: Sequence[OperatorCall]) -> int:
 
 
 def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place, Sequence[int]]) -> set[Place]:
-    """Other lines that wait for small messages in the same function; their latencies add up in each step.
+    """Other lines in the same function that wait for small messages, so that latencies add up in each step.
 
-    Only messages in the same direction count, because a request and its answer cannot be sent together.
+    Only messages in the same direction count, because a request and its answer cannot be merged into one message.
     """
     if not sent or any(call.elements > TINY or call.count < reading.steps for call in sent):
         return set()
@@ -151,12 +151,12 @@ def _beside(reading: Reading, sent: Sequence[OperatorCall], waits: Mapping[Place
 
 
 def _way(call: OperatorCall) -> str:
-    """The direction of a point-to-point message; empty for collectives."""
+    """The direction of a point-to-point message, "send" or "recv"; empty for collectives."""
     return next((way for way in ("send", "recv") if way in call.name), "")
 
 
 def _meanwhile(reading: Reading, place: Place) -> bool:
-    """Whether the function computes anything between starting a communication and `place`, which waits for it."""
+    """Whether the function computes anything between starting a communication and waiting for it at `place`."""
     tree, (file, line) = reading.tree, place
     begun = [number for number in range(line - FARTHEST, line) if _BEGINS.search(reading.text((file, number)))]
     begins = reading.matching(_BEGUN)

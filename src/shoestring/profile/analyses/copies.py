@@ -1,4 +1,4 @@
-"""Repeated copies: tensors move to another device and back one at a time, or become Python lists and back."""
+"""Analysis of repeated copies: tensors move between devices one at a time, or become Python lists and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FROM_LISTS = re.compile(r"\b(tensor|as_tensor|FloatTensor|LongTensor)\(")
 
 
 def repeated_copies(reading: Reading) -> Iterator[Finding]:
-    """Find lines that repeatedly copy between devices, or make tensors of lists that were made of tensors."""
+    """Find lines that repeatedly copy tensors between devices, or that convert tensors to Python lists and back."""
     copies = copying(reading)
     moved = [
         call
@@ -73,7 +73,7 @@ def _finding(reading: Reading, title: str, calls: list[OperatorCall], advice: st
 
 
 def _through_lists(reading: Reading) -> Iterator[Finding]:
-    """Find lines that make a tensor of values that the same function has taken out of another tensor."""
+    """Find lines that create a tensor from values that the same function has read out of another tensor."""
     for place, python in reading.line_itself.items():
         text = reading.syntax(place[0])
         statement = text.at(place[1]) if text else None
@@ -101,9 +101,9 @@ def _through_lists(reading: Reading) -> Iterator[Finding]:
 
 
 def _taken_out(text: Text, function: object) -> set[str]:
-    """Names in a function whose values were taken out of a tensor, or computed from such values."""
+    """Names in a function whose values were read out of a tensor, or computed from such values."""
     names = set[str]()
-    for _ in range(3):  # names may depend on each other, in any order of lines
+    for _ in range(3):  # names may depend on names that later lines assign
         for statement in text.statements:
             if text.function(statement) is function and hasattr(statement, "targets"):
                 value = statement.value

@@ -1,4 +1,4 @@
-"""Relative costs of operators on a CPU, from `cpu.json`, which `benchmarks/profile/baselines.py` wrote."""
+"""Typical times of operators on a CPU, from the table `cpu.json`, which `benchmarks/profile/baselines.py` measured."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LIKE = {
     "aten::tanh": "tan atan sinh cosh",
     "aten::softplus": "log_sigmoid logaddexp",
 }
-"""Maps operators without costs to operators in the table that take about as long."""
+"""Maps operators in the table to operators that are missing from it but take about as long."""
 LARGEST = 1 << 28
-"""Largest number of elements that `elements_of` searches."""
+"""Largest number of elements that `elements_of` considers."""
 
 
 @cache
@@ -60,12 +60,12 @@ def nanoseconds(name: str, direction: Direction, elements: float) -> float:
 
 
 def ratio(name: str) -> float:
-    """The largest ratio of backward to forward time of an operator, over the sizes in the table."""
+    """The largest ratio of an operator's backward time to its forward time, over the sizes in the table."""
     return max(nanoseconds(name, "backward", size) / nanoseconds(name, "forward", size) for size in _table()[0])
 
 
 def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: float) -> float:
-    """Nanoseconds of (operator, number of calls) pairs; operators outside the table count as `aten::mul`."""
+    """Total nanoseconds of (operator, number of calls) pairs; an operator outside the table counts as `aten::mul`."""
     return sum(
         count * nanoseconds(name if known(name, direction) else "aten::mul", direction, elements)
         for name, count in calls
@@ -73,12 +73,12 @@ def total(calls: Iterable[tuple[str, float]], direction: Direction, elements: fl
 
 
 def elements_of(calls: Iterable[tuple[str, float]], measured: float, known: float = 0) -> tuple[float, float]:
-    """The number of elements per call, and the ratio of times on this machine to times in the table.
+    """Estimate the number of elements per call, and the ratio of times on this machine to times in the table.
 
     Args:
-        calls: operators and their numbers of calls.
-        measured: nanoseconds of all calls, forward.
-        known: recorded number of elements; 0 searches the number for which the table has the measured time.
+        calls: (operator, number of calls) pairs.
+        measured: forward nanoseconds of all calls.
+        known: recorded number of elements per call; if 0, the number is estimated from the measured time.
     """
     counted = list(calls)
     if known:

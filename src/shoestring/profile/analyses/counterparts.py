@@ -1,4 +1,4 @@
-"""Implements torch's operators on numpy arrays, in double precision. Reduced dimensions are kept, with size 1."""
+"""Implements torch's operators on numpy arrays in double precision. Reduced dimensions are kept, with size 1."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def number(array: Array) -> Array:
 
 
 def leaky_relu(x: Array, y: Array) -> Array:
-    """Leaky ReLU of x, with the negative slope fitted to the result y; NaN if no slope fits."""
+    """Leaky ReLU of x, with the negative slope fitted so that the result is y; NaN if no slope fits."""
     if x.shape != y.shape or not (x < 0).any():
         return np.full_like(x, np.nan)
     slope = np.median(y[x < 0] / x[x < 0])
@@ -109,9 +109,9 @@ def bce(p: Array, t: Array) -> Array:
 
 
 def huber(x: Array, target: Array, y: Array) -> Array:
-    """Huber or smooth L1 loss, with the `delta` or `beta` fitted to the result y at the largest error.
+    """Huber or smooth L1 loss, with `delta` or `beta` fitted so that the loss at the largest error is that in y.
 
-    Returns the loss that is closer to y; NaN if neither parameter is plausible.
+    Returns the loss (Huber or smooth L1) that is closer to y; NaN if neither parameter is plausible.
     """
     size = np.abs(x - target)
     if y.shape != size.shape:
@@ -124,7 +124,7 @@ def huber(x: Array, target: Array, y: Array) -> Array:
         candidates.append(np.where(size < delta, 0.5 * size**2, delta * (size - 0.5 * delta)))
     if 0.05 < (size < beta).mean() < 0.95:
         candidates.append(np.where(size < beta, 0.5 * size**2 / beta, size - 0.5 * beta))
-    # `min` returns its first item if that is compared with NaN, so the array of NaN must come last
+    # every comparison with NaN is false, so `min` would return an array of NaN if it came first
     return min(candidates[::-1], key=lambda candidate: float(np.abs(candidate - y).max()))
 
 

@@ -1,4 +1,4 @@
-"""Step-time drift: steps take longer and longer, because something that they work on grows."""
+"""Analysis of step-time drift: steps take longer and longer, because the data that they process grows."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from shoestring.profile.analyses.reading import MATTERS, OperatorCall, Place, Re
 from shoestring.profile.findings import Finding
 
 FEWEST_STEPS, FEWEST = 24, 12
-"""Minimum number of steps, and minimum number of measurements of their progress."""
+"""Minimum number of steps, and minimum number of measurements of the steps' progress, for a finding."""
 GROWTH = 1.3
 """Minimum ratio of the mean step time in the last quarter of the steps to the mean step time in the first quarter."""
 ORDERLY = 0.8
 """Minimum Spearman correlation between step numbers and step times."""
 EXPLAINED = 0.3
-"""Minimum fraction of the drift that the calls of one line must account for."""
+"""Minimum fraction of the drift that the calls on one line must explain, for a finding."""
 
 SIZES = 3
-"""Minimum number of different argument sizes with which an operator is called, if its arguments grow."""
+"""Minimum number of distinct argument sizes at which an operator's arguments are assumed to grow."""
 AGAIN = 3
-"""Minimum ratio of computed gradients to calls of an operator, if steps backpropagate into earlier steps."""
+"""Minimum ratio of computed gradients to calls of an operator at which steps are assumed to backpropagate into earlier
+steps."""
 
 
 def drifts(reading: Reading) -> Iterator[Finding]:
-    """Find the line whose calls take longer and longer, if steps take longer and longer."""
+    """If steps take longer and longer, find the line whose calls explain most of the increase."""
     work = reading.profile.facts.work
     if len(work) <= FEWEST or work[-1].steps - work[0].steps < FEWEST_STEPS:
         return
@@ -38,7 +39,7 @@ def drifts(reading: Reading) -> Iterator[Finding]:
     if not _grows(times):
         return
     count = int(steps[-1] - steps[0])
-    # growth of the step time from first to last, by the Theil-Sen estimator: the median of pairwise slopes
+    # growth of the step time from the first to the last step, by the Theil-Sen estimator: the median of pairwise slopes
     first_of_pair, second_of_pair = np.triu_indices(len(times), 1)
     slopes = (times[second_of_pair] - times[first_of_pair]) / (second_of_pair - first_of_pair)
     slope = float(np.median(slopes)) * len(times)
@@ -67,7 +68,7 @@ def drifts(reading: Reading) -> Iterator[Finding]:
 
 
 def _grows(times: NDArray[np.float64]) -> bool:
-    """Whether step times grow in every quarter, by at least the ratio `GROWTH`, and correlate with time."""
+    """Whether step times grow from quarter to quarter, in total by the ratio `GROWTH`, and correlate with time."""
     quarters = times.reshape(4, -1).mean(1)
     ranks = np.argsort(np.argsort(times))
     ordered = bool((np.diff(quarters) > 0).all())
@@ -76,10 +77,10 @@ def _grows(times: NDArray[np.float64]) -> bool:
 
 
 def _growing(reading: Reading, drifted: float) -> list[OperatorCall]:
-    """Calls of the line that accounts for most of the drift; empty if no line accounts for enough."""
+    """Calls on the line that explains most of the drift; empty if no line explains enough."""
     tree, lines = reading.tree, dict[Place, list[OperatorCall]]()
     for call in reading.calls:
-        # the sizes of its arguments keep changing, or its gradients are computed again for all earlier steps
+        # the sizes of the call's arguments keep changing, or later steps compute the call's gradients again
         slower = call.forward >= 1.5 * int(tree.least[call.node]) * call.count
         larger = tree.variants[call.node] >= SIZES and slower
         grows = call.count >= FEWEST and (larger or call.evaluated >= AGAIN * call.count)
@@ -91,7 +92,7 @@ def _growing(reading: Reading, drifted: float) -> list[OperatorCall]:
 
 
 def _excess(reading: Reading, call: OperatorCall) -> float:
-    """Nanoseconds, forward and backward, that would be saved if each call were as quick as the quickest."""
+    """Nanoseconds, forward and backward, that would be saved if every call were as fast as the fastest call."""
     if call.evaluated >= AGAIN * call.count:
         return call.backward * (1 - call.count / call.evaluated)
     quick = int(reading.tree.least[call.node]) * call.count
@@ -99,7 +100,7 @@ def _excess(reading: Reading, call: OperatorCall) -> float:
 
 
 def rising(values: Sequence[float], parts: int = 3, least: float = 0.2) -> bool:
-    """Whether a series rises in each of `parts` equal parts by at least the fraction `least` of its whole rise."""
+    """Whether a series rises in each of `parts` equal parts by at least the fraction `least` of its total rise."""
     ends = [part[-1] for part in np.array_split(np.array(values), parts)]
     rises = np.diff([values[0], *ends])
     return bool((rises >= least * (values[-1] - values[0])).all() and values[-1] > values[0])

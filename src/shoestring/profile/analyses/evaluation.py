@@ -1,4 +1,4 @@
-"""Evaluation with autograd: a forward pass saves tensors for a backward pass that never runs."""
+"""Analysis of evaluation with autograd enabled: a forward pass saves tensors for a backward pass that never runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import Integers, NodeKind, totals
 
 SHARE = 0.08
-"""Minimum share of the profiled time that such a forward pass must take, for a finding."""
+"""Minimum share of the profiled time that a forward pass without a backward pass must take, for a finding."""
 MOSTLY = 0.9
-"""Fraction of the time of such forward passes that must lie below one function for it to be taken as their caller."""
+"""Minimum fraction of the time of forward passes without a backward pass that must be spent below one function, so that
+this function is assumed to call the model."""
 
 
 def kept_gradients(reading: Reading) -> Iterator[Finding]:
-    """Find lines that run a forward pass with autograd enabled, but no backward pass."""
+    """Find lines that run a forward pass with autograd enabled but without a backward pass."""
     tree = reading.tree
     useless = np.zeros(len(tree), np.int64)
     for call in reading.calls:
@@ -39,8 +40,8 @@ def _of_one_function(reading: Reading, own: NDArray[np.bool_], graphed: Integers
 
     Args:
         own: mask of the program's own lines.
-        graphed: for each node, nanoseconds of the operators at and below it that recorded functions for a backward
-            pass.
+        graphed: for each node, nanoseconds of the operators (at and below the node) that recorded functions for a
+            backward pass.
     """
     tree, nodes = reading.tree, [node]
     while True:
@@ -64,7 +65,7 @@ def _nearest_own(reading: Reading, own: NDArray[np.bool_], node: int) -> int:
 
 
 def _evaluates(reading: Reading, line: int, name: str) -> bool:
-    """Whether the function that a line calls belongs to the evaluation code rather than to the model."""
+    """Whether the function that a line calls is part of the evaluation code rather than of the model."""
     file, _, function = name.partition("\t")
     if function.rpartition(".")[2] in ("forward", "__call__"):
         return False
@@ -73,7 +74,7 @@ def _evaluates(reading: Reading, line: int, name: str) -> bool:
     looped = outer is not None and statement is not None and outer.loop(statement) is not None
     if not looped:
         return True
-    # a function that is called in a loop belongs to the evaluation code only if it has a loop itself
+    # a function that is called in a loop is part of the evaluation code only if it contains a loop itself
     for node in ast.walk(inner.module) if inner else ():
         named = isinstance(node, Function) and node.name == function.rpartition(".")[2]
         if named and any(isinstance(part, Loop) for part in ast.walk(node)):
@@ -102,7 +103,7 @@ def _finding(reading: Reading, nodes: list[int], graphed: Integers) -> Finding:
 
 
 def _recording(reading: Reading, call: OperatorCall) -> float:
-    """Additional nanoseconds of an operator's calls that are due to autograd recording them."""
+    """Nanoseconds that autograd's recording adds to an operator's calls."""
     nodes = reading.below(call.node)
     recorded = int(reading.tree.graphed[nodes].sum())
     elements = call.made[0].elements if call.made else call.elements or 1

@@ -1,7 +1,7 @@
-"""Recognizes formulas that a program writes out by hand; it compares their results, not their text.
+"""Recognizes operators of torch that a program implements by a formula, by comparing results instead of source text.
 
-If a value in a function equals an operator of torch applied to other values of that function, the function computes
-that operator by hand.
+If a value in a function equals the result of a torch operator on other values of the function, then the function
+implements this operator by hand.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from shoestring.profile.analyses.interpreting import SHAPE, Interpreter, Value
 from shoestring.profile.analyses.statements import Function, Text
 
 TOLERANCE = 1e-4
-"""Relative tolerance of equality: formulas add a small number before they divide, and round their constants."""
+"""Relative tolerance of equality. Formulas are not exact: they add a small number before they divide, and round
+constants."""
 DEEPEST = 40
 """Maximum number of intermediate values between the inputs of a formula and its result."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """An operator of torch that a function computes by hand."""
+    """A torch operator that a function implements by hand."""
 
     operator: str
     """Name of the operator, as in the table of `costs`."""
     instead: str
     """Call that replaces the formula, as source text."""
     parts: tuple[Value, ...]
-    """Intermediate values of the formula; its result is the last."""
+    """Intermediate values of the formula; the last value is the formula's result."""
 
     @property
     def lines(self) -> set[int]:
@@ -58,12 +59,12 @@ _NAMES = {
     "logsigmoid": {"log_sigmoid"},
     "norm": {"norm", "linalg_vector_norm"},
 }
-"""Maps operators in a formula to the names under which they may be recorded, if these differ."""
+"""Maps operators in a formula to the names under which a profile may record them, if the names differ."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """An operator of torch that can be recognized."""
+    """A torch operator that can be recognized."""
 
     operator: str
     """Name of the operator, as in the table of `costs`."""
@@ -72,13 +73,16 @@ class Known:
     axes: bool = False
     """Whether the operator reduces or normalizes over dimensions."""
     loss: bool = False
-    """Whether the operator is a loss; a program may negate a loss before or after its sum or mean."""
+    """Whether the operator is a loss. The result may then have the opposite sign, because a program may negate a loss
+    before or after its sum or mean."""
     fits: bool = False
-    """Whether `compute` also takes the result of the formula, to fit a constant to it."""
+    """Whether `compute` also takes the formula's result as an argument, to fit a constant of the operator to the
+    result."""
     least: int = 3
-    """Minimum number of operators in a formula for this operator."""
+    """Minimum number of operators in a formula that implements this operator."""
     uses: frozenset[str] = frozenset()
-    """Operators of which the formula must use one, because equality without them is a coincidence; empty for none."""
+    """Operators of which the formula must use at least one, because otherwise equality is a coincidence; empty for no
+    such condition."""
 
 
 _EXPONENTIALS = frozenset({"exp", "softmax", "log_softmax", "logsumexp"})
@@ -124,10 +128,10 @@ AXES = tuple(axes for count in (1, 2, 3) for axes in combinations(range(len(SHAP
 
 
 def spelt_out(text: Text, scope: Function | ast.Module) -> list[Formula]:
-    """The formulas in a function, the largest first; formulas that overlap a larger one are left out."""
+    """Find the formulas in a function, the largest first; a formula that overlaps a larger formula is left out."""
     try:
         values = Interpreter(text).function(scope)
-    except RecursionError:  # an expression is nested too deeply to be a formula
+    except RecursionError:  # an expression that is nested so deeply is no formula
         return []
     formulas = [formula for value in values for formula in _formulas(value)]
     chosen: list[Formula] = []
@@ -138,7 +142,7 @@ def spelt_out(text: Text, scope: Function | ast.Module) -> list[Formula]:
 
 
 def _formulas(result: Value) -> Iterator[Formula]:
-    """Find operators that map one, two or (batch norm) five of the values below `result` to `result`."""
+    """Find operators that compute `result` from one, two or (batch norm) five of the values it depends on."""
     below = _below(result)
     if not 2 <= len(below) <= DEEPEST or (result.array.shape != SHAPE and result.array.size == 1):
         return
@@ -158,9 +162,9 @@ def _formulas(result: Value) -> Iterator[Formula]:
 
 
 def _known(known: Sequence[Known], result: Value, inputs: Sequence[Value], parts: Sequence[Value]) -> Iterator[Formula]:
-    """Formulas for those operators in `known` that map `inputs` to `result`."""
+    """Yield a formula for every operator in `known` that maps `inputs` to `result`."""
     arrays, operators = [number(value.array) for value in inputs], {part.operator for part in parts}
-    if any(_equal(array, result.array) for array in arrays):  # ReLU-like functions of large x return x
+    if any(_equal(array, result.array) for array in arrays):  # such as a ReLU-like function of large x, which returns x
         return
     for operator in known:
         itself = operator.operator.removeprefix("aten::") in operators and not operator.loss
@@ -180,7 +184,7 @@ def _known(known: Sequence[Known], result: Value, inputs: Sequence[Value], parts
 
 
 def _equal(left: Array, right: Array) -> bool:
-    """Whether two arrays are equal within tolerance, and finite at the same positions and at enough of these."""
+    """Whether arrays are equal within tolerance, are finite at the same positions, and have enough finite values."""
     if left.shape != right.shape or right.dtype == bool:
         return False
     numbers = np.isfinite(left)
@@ -204,7 +208,7 @@ def _below(result: Value) -> list[Value]:
 
 
 def _between(result: Value, ends: Sequence[Value]) -> list[Value] | None:
-    """The values computed between `ends` and `result`; None if `result` has other inputs or lacks one of `ends`."""
+    """Values computed between `ends` and `result`; None unless `result` depends on all of `ends` and no other input."""
     values: dict[Value, None] = {}
     reached = set[Value]()
     stack = [result]

@@ -1,9 +1,10 @@
-"""Fusible chains: several small operators, each of which reads and writes all elements, where one would be enough.
+"""Analysis of fusible chains: several small operators, each of which reads and writes all elements, instead of one.
 
-`formulas` recognizes the operator that replaces them from the text of the function. Long chains that no operator of
-torch replaces are findings as well, because torch.compile fuses them.
+The module `formulas` recognizes, in the source of a function, the torch operator that replaces a chain. Long chains
+that no torch operator replaces are findings as well, because torch.compile fuses them.
 
-All 18 planted faults of this kind are found by their formulas; long chains and attention by hand were not planted.
+This analysis finds all 18 faults of this kind that were planted in test programs, by their formulas. No long chains and
+no attention implemented by hand were planted.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ VIEWS = named(
     " zeros scalar_tensor resolve_conj resolve_neg"
 )
 UNKNOWN = 12
-"""Minimum number of elementwise operators in a chain that no operator of torch replaces, for a finding."""
+"""Minimum number of elementwise operators in a chain that no torch operator replaces, for a finding."""
 UNKNOWN_MATTERS = 0.4
-"""Minimum share of the profiled time that fusing such a chain must save; it is high because compiling takes time."""
+"""Minimum share of the profiled time that fusing a chain by torch.compile must save; it is high because compiling takes
+time."""
 ALIKE = 8
-"""Maximum ratio between the numbers of calls of two operators in a chain."""
+"""Maximum ratio of the numbers of calls of two operators in the same chain."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """An operator of torch that replaces a chain."""
+    """A torch operator that replaces a chain."""
 
     operator: str
     """Name of the operator, as in the table of `costs`."""
@@ -90,7 +92,7 @@ def _plain(name: str) -> str:
 
 
 def chains(reading: Reading) -> list[Chain]:
-    """Sequences of operators that one operator could replace, in the order of their first calls."""
+    """Find sequences of operators that one operator could replace, in the order of their first calls."""
     by_frame: dict[tuple[int, int], list[OperatorCall]] = {}
     for call in reading.calls:
         by_frame.setdefault(call.frame, []).append(call)
@@ -113,7 +115,7 @@ def chains(reading: Reading) -> list[Chain]:
 
 
 def _without_products(chain: Chain) -> list[Chain]:
-    """Split a chain at matrix products, unless it is attention."""
+    """Split a chain at its matrix products, unless the chain is attention."""
     if _attends(chain):
         return [chain]
     parts: list[list[OperatorCall]] = [[]]
@@ -133,7 +135,7 @@ def _attends(chain: Chain) -> bool:
 
 
 def spelt_out_in(reading: Reading) -> Iterator[tuple[Chain, Fused]]:
-    """Chains that compute a formula that the program writes out by hand, each with the operator that replaces it."""
+    """Yield chains that implement a torch operator by a formula, with the operator that replaces the chain."""
     by_frame: dict[tuple[int, int], list[OperatorCall]] = {}
     for call in reading.calls:
         if call.place[0] and _plain(call.name) not in VIEWS:
@@ -153,19 +155,19 @@ def spelt_out_in(reading: Reading) -> Iterator[tuple[Chain, Fused]]:
 
 
 def long_chains(reading: Reading) -> Iterator[tuple[Chain, Fused | None]]:
-    """Chains that compute attention by hand, and chains so long that compiling them is worthwhile."""
+    """Yield chains that implement attention by hand, and chains so long that compiling them is worthwhile."""
     for chain in chains(reading):
         updates = any(call.name.endswith("_") and not call.name.endswith("__") for call in chain.worked)
         if _attends(chain):
             yield chain, ATTENTION
         elif updates and not any(call.backward for call in chain.worked):
-            continue  # updates in place without gradients belong to an optimizer
+            continue  # in-place updates without gradients belong to an optimizer
         elif sum(call.count for call in chain.elementwise) >= UNKNOWN * chain.runs:
             yield chain, None
 
 
 def fusible_chains(reading: Reading) -> Iterator[Finding]:
-    """Find chains that one operator of torch, or one generated kernel, computes in less time."""
+    """Find chains that one torch operator, or one generated kernel, computes in less time."""
     same: dict[frozenset[Place], list[tuple[Chain, Fused | None, float]]] = {}
     taken = set[Place]()
     for chain, fused in (*spelt_out_in(reading), *long_chains(reading)):
@@ -184,7 +186,7 @@ def fusible_chains(reading: Reading) -> Iterator[Finding]:
 
 
 def saved(reading: Reading, chain: Chain, fused: Fused | None) -> float:
-    """Nanoseconds that are saved if one operator replaces the chain, including Python's time for the calls."""
+    """Nanoseconds saved if one operator replaces the chain, including the time in Python for calling operators."""
     calls = [(_plain(call.name), call.count / chain.runs) for call in chain.worked]
     forward = sum(call.forward for call in chain.worked) / chain.runs
     backward = sum(call.backward for call in chain.worked) / chain.runs

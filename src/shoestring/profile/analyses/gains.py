@@ -1,8 +1,8 @@
-"""Predicted gains as intervals: an estimate, widened by the known errors of such estimates.
+"""Predicts gains as intervals: estimates, widened by the known errors of such estimates.
 
-`calibration.json` has the errors of each analysis on programs with planted faults, as measured by
-`benchmarks/profile/calibration.py`. An error is the log odds of the measured gain minus the log odds of the estimate
-(both are shares of the time); the file has mean and standard deviation.
+`calibration.json` contains the mean and standard deviation of each analysis's errors on programs with planted faults,
+as measured by `benchmarks/profile/calibration.py`. An error is the log odds of the measured gain minus the log odds of
+the estimate; both are shares of the time.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from functools import cache
 from pathlib import Path
 
 LIKELY = 1.4
-"""Half width of an interval in standard deviations, so that it contains the gain in five of six cases."""
+"""Half width of an interval in standard deviations; chosen so that five of six intervals contain the measured gain."""
 
 LARGEST = 0.995
-"""Largest share of the time that a change is assumed to save."""
+"""Maximum share of the time that a change is assumed to save."""
 
 TOLD = 0.98
-"""Largest share of the time that is shown as a gain (50 times as fast); larger gains depend on remaining work that is
-too short to measure."""
+"""Maximum gain that is shown, as a share of the time (50 times as fast). Larger gains depend on the remaining work,
+which is too short to measure."""
 
 WIDEST = 1.5
-"""Largest ratio of the upper to the lower end of an interval that is shown. A less certain gain is not shown, because
-it says no more than the time of the lines, which the evidence states."""
+"""Maximum ratio of the upper to the lower end of an interval that is shown. A less certain gain is not shown, because
+it tells no more than the time of the lines, which the evidence states."""
 
 
 @dataclass(frozen=True)
 class PredictedGain:
-    """The predicted saving of a change, as shares of the profiled time: expected value and interval."""
+    """The predicted saving of a change, as shares of the profiled time: the expected value, and the interval's ends."""
 
     expected: float
     least: float
     most: float
     told: bool = True
-    """Whether the gain may be shown; False for waits, because other work decides how much of them can be overlapped."""
+    """Whether the gain may be shown; False for waits, because how much of a wait can be overlapped depends on other
+    work."""
 
     @property
     def figure(self) -> tuple[float, float] | None:
@@ -47,13 +48,13 @@ class PredictedGain:
 
 @cache
 def errors() -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of the errors by analysis; the empty name stands for all analyses together."""
+    """Map an analysis's name to the mean and standard deviation of its errors; "" stands for all analyses together."""
     table = json.loads(Path(__file__).with_name("calibration.json").read_text())
     return {name: tuple(pair) for name, pair in table.items()}
 
 
 def log_odds(share: float) -> float:
-    """Log odds of a share of the time, clipped to avoid 0 and 1."""
+    """Log odds of a share of the time; the share is clipped to avoid 0 and 1."""
     share = min(max(share, 1e-9), LARGEST)
     return math.log(share / (1 - share))
 
@@ -76,6 +77,6 @@ def gain(analysis: str, share: float, spread: float = 0.0) -> PredictedGain:
 
 
 def estimate(analysis: str, expected: float) -> float:
-    """Log odds of the estimate from which `gain` computed an expected gain."""
+    """Recover the log odds of the estimate from which `gain` computed an expected gain."""
     mean, _ = errors().get(analysis, errors()[""])
     return log_odds(expected) - mean

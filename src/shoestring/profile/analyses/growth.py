@@ -1,4 +1,4 @@
-"""Memory growth: the process allocates more and more memory, because something holds the results of each step."""
+"""Analysis of memory growth: allocated memory rises throughout the run, as the program keeps results of every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoestring.profile.findings import Finding
 from shoestring.profile.tree import NodeKind
 
 FEWEST = 8
-"""Minimum number of measurements of memory."""
+"""Minimum number of measurements of memory, for a finding."""
 LEAST, SHARE = 24 << 20, 0.05
 """Minimum growth, in bytes and as a fraction of the allocated memory, for a finding."""
 SETTLED = 0.25
@@ -22,7 +22,7 @@ _PLAIN = {"item", "float", "int", "len", "str", "bool", "tolist", "append", "per
 
 
 def growths(reading: Reading) -> Iterator[Finding]:
-    """Find the line that holds the results of each step, if memory grows until the end."""
+    """If memory grows until the end of the run, find the line that keeps the results of each step."""
     memory = reading.profile.facts.memory
     held = [moment.allocated for moment in memory if moment.seconds >= SETTLED * memory[-1].seconds]
     grown = held[-1] - held[0] if held else 0
@@ -44,10 +44,10 @@ def growths(reading: Reading) -> Iterator[Finding]:
 
 
 def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
-    """Lines of the loop over training steps, and (file, name) of the functions that the loop calls.
+    """Find the lines of the loop over training steps, and (file, name) of the functions that the loop calls.
 
-    The loop over steps is the outermost loop in which an optimizer steps; without optimizers, the loop that takes most
-    time.
+    The loop over training steps is the outermost loop in which an optimizer steps. If there is no optimizer, it is the
+    loop that takes the most time.
     """
     tree = reading.tree
     loops: dict[Place, Loop] = {}
@@ -82,7 +82,7 @@ def _step_lines(reading: Reading) -> tuple[set[Place], set[tuple[str, str]]]:
 
 
 def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -> Iterator[tuple[Place, float]]:
-    """Statements in the loop over steps that add to an object that outlives a step, scored by the tensors they hold."""
+    """Yield (place, score) of statements in the loop over steps that add to a longer-lived object, scored by size."""
     lines, functions = steps
     bytes_of = {call.place: 0 for call in reading.calls}
     for call in reading.calls:
@@ -102,7 +102,7 @@ def _keepers(reading: Reading, steps: tuple[set[Place], set[tuple[str, str]]]) -
 
 
 def _added(statement: ast.stmt) -> ast.expr | None:
-    """The value that a statement adds to a container, sum or attribute; None for other statements."""
+    """The value that a statement adds to a container, a sum or an attribute; None for other statements."""
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Expr) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         grows = value.func.attr in ("append", "add", "extend", "insert", "setdefault", "appendleft", "put")
@@ -119,7 +119,7 @@ def _added(statement: ast.stmt) -> ast.expr | None:
 
 
 def _adds_to(target: ast.expr, value: ast.expr) -> bool:
-    """Whether `value` is the old value of `target` with something added to it."""
+    """Whether `value` is the old value of `target` plus another value."""
     itself = ast.unparse(target)
     parts = [value.left, value.right] if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else []
     if called(value) & {"cat", "concatenate", "stack", "vstack", "hstack"}:
@@ -164,7 +164,7 @@ def _outlives(text: Text, function: ast.AST, statement: ast.stmt) -> bool:
 
 
 def _made_at(function: ast.AST, value: ast.expr) -> list[int]:
-    """Lines that compute a value: the line of its expression, and lines that assign the names in the expression."""
+    """Lines that compute a value: the line of its expression, and lines that assign names used in the expression."""
     lines, names = [value.lineno], names_read(value)
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(

@@ -1,4 +1,4 @@
-"""Hotspot: one line of the program takes more than half of its time."""
+"""Analysis of hotspots: one line takes more than half of the program's time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from shoestring.profile.tree import NodeKind
 LARGE = 0.5
 """Minimum share of the profiled time that a line must take, for a finding."""
 PRODUCTS = 0.15
-"""Share of the profiled time of a matrix product on a line, above which the line is assumed to call the model."""
+"""Maximum share of the profiled time of a matrix product on a line; above this share, the line is assumed to call the
+model."""
 
 
 def hotspots(reading: Reading) -> Iterator[Finding]:
-    """Find wasteful matrix products, and the line that takes more than half of the time."""
+    """Find wasteful matrix products, and a line that takes more than half of the time."""
     yield from wasted_products(reading)
     yield from costly_orders(reading)
     yield from _largest(reading)
 
 
 def _largest(reading: Reading) -> Iterator[Finding]:
-    """Find the line that takes more than half of the time with the operators that it calls and their gradients.
+    """Find a line that takes more than half of the time, including the operators that it calls and their gradients.
 
-    Matrix products, convolutions and attention are not reported, because a model needs them and they run near the speed
-    of the machine. Lines that call a whole model are not reported either, because their time belongs to lines or layers
-    inside the model.
+    Matrix products, convolutions and attention are not reported, because a model needs them and they already run near
+    the machine's peak speed. Lines that call a whole model are not reported either, because their time belongs to lines
+    or layers inside the model.
     """
     times: dict[Place, float] = {}
     waiting = _starting(reading)
-    for (file, line), time in reading.line_itself.items():  # samples of a short loop lie on its head or its body
+    for (file, line), time in reading.line_itself.items():  # samples of a short loop are on its head or in its body
         around = [reading.line_itself.get((file, near), 0) for near in (line - 1, line + 1)]
-        if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):  # these lines compute nothing
+        # a line that waits computes nothing
+        if (file, line) not in waiting and ".wait(" not in reading.text((file, line)):
             times[file, line] = float(time + sum(other for other in around if other < time))
     calls = dict[Place, list[OperatorCall]]()
     for call in reading.calls:
@@ -78,7 +80,7 @@ def _largest(reading: Reading) -> Iterator[Finding]:
 
 
 def _starting(reading: Reading) -> set[Place]:
-    """Lines that call compiled functions of JAX; their own time is mostly spent waiting for these functions."""
+    """Lines that call compiled JAX functions; the own time of such a line is mostly spent waiting for them."""
     if "jax" not in reading.profile.facts.versions:
         return set()
     tree = reading.tree

@@ -1,4 +1,4 @@
-"""Forward/backward imbalance: operators whose gradients take far longer than is usual for the operator."""
+"""Analysis of forward/backward imbalance: gradients that take far longer than usual for their operator."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ EMBEDDINGS = frozenset({"aten::embedding", "aten::embedding_bag"})
 FEW = 4
 """Minimum ratio of an embedding table's rows to looked-up rows at which a dense gradient is wasteful."""
 UNDISTURBED = 3.0
-"""Maximum ratio of the mean to the shortest time of calls; above it, other processes are assumed to interrupt them."""
+"""Maximum ratio of the mean to the shortest time of calls; above it, other processes are assumed to have interrupted
+calls."""
 FAR = 4.0
-"""Minimum ratio of a gradient's time to the usual time, for a finding."""
+"""Minimum ratio of a gradient's time to the usual time of such gradients, for a finding."""
 ALONE = 12_000.0
-"""Nanoseconds that a gradient may always take: the overhead of autograd's engine and of small operators."""
+"""Nanoseconds that any gradient may take: the overhead of autograd's engine and of small operators."""
 VIEWS = frozenset({"aten::select", "aten::slice", "aten::narrow", "aten::diagonal", "aten::as_strided", "aten::unfold"})
 PICKS = frozenset({"aten::gather", "aten::index", "aten::index_select", "aten::take_along_dim", "aten::masked_select"})
 EXPANDS = frozenset(
@@ -38,10 +39,10 @@ SHARE = 0.1
 
 @dataclass(frozen=True)
 class Usual:
-    """The usual time of an operator's gradient, and advice if the gradient takes longer."""
+    """The usual time of an operator's gradient, and advice to show if the gradient takes longer."""
 
     backward: float
-    """Nanoseconds that the gradient of one call usually takes."""
+    """Usual nanoseconds of the gradient of one call."""
     forward: float
     """Nanoseconds of one forward call of the operator that `advice` recommends."""
     advice: str
@@ -62,13 +63,14 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
             or checkpointed[call.node]
             or (call.name in EMBEDDINGS and call.given)
         ):
-            continue  # with activation checkpointing, the backward pass includes a second forward pass
+            continue  # in an activation checkpoint, the backward pass includes a second forward pass
         forward, backward = call.forward / call.count, call.backward / max(call.count, call.evaluated)
         usual = _usual(reading, call, forward)
         far = FAR * usual.backward + ALONE * max(usual.slower, 1.0)
         quiet = backward
         if call.name not in VIEWS:
-            # other processes may interrupt many calls, so the shortest calls bound the time
+            # other processes may have interrupted many calls, so the time is bounded by a multiple of the shortest
+            # calls
             tree, recorded = reading.tree, _functions(reading, call)
             least = float((tree.least * tree.count)[recorded].sum()) / max(call.count, call.evaluated)
             quiet = min(backward, UNDISTURBED * least * (1 + reading.engine_share)) if least else backward
@@ -91,7 +93,7 @@ def imbalances(reading: Reading) -> Iterator[Finding]:
 
 
 def _other_layout(reading: Reading, call: OperatorCall) -> str:
-    """Advice if a gradient has another layout than the operator's arguments; empty if it has the same."""
+    """Advice if a gradient's layout differs from the layout of the operator's arguments; otherwise empty."""
     for function in _functions(reading, call):
         for node in np.flatnonzero(reading.below(function) & (reading.tree.kind == NodeKind.OPERATOR)).tolist():
             kinds = tensors_of(reading.tree.names[reading.tree.inputs[node]].partition("->")[0])
@@ -112,7 +114,7 @@ def _functions(reading: Reading, call: OperatorCall) -> list[int]:
 
 
 def _tables(reading: Reading) -> Iterator[Finding]:
-    """Find embeddings with dense gradients over all rows of a table, of which only a few rows were looked up."""
+    """Find embeddings whose gradients have all rows of the table, although only a few rows were looked up."""
     tree = reading.tree
     fills = reading.matching(_DENSE_TABLE)
     for call in reading.calls:
@@ -146,7 +148,7 @@ def _tables(reading: Reading) -> Iterator[Finding]:
 
 
 def _copies(reading: Reading) -> Iterator[Finding]:
-    """Find lines that select few elements of an expanded tensor; the gradient covers the whole expanded tensor."""
+    """Find lines that select a few elements of an expanded tensor, so that the gradient covers all of the tensor."""
     lines: dict[Place, list[tuple[OperatorCall, OperatorCall]]] = {}
     for grown in reading.calls:
         if grown.name in EXPANDS and grown.given and grown.made:
@@ -179,7 +181,7 @@ def _copies(reading: Reading) -> Iterator[Finding]:
 
 
 def _written_slices(reading: Reading) -> Iterator[Finding]:
-    """Find writes into parts of a tensor, whose gradients each copy the gradient of the whole tensor."""
+    """Find writes into parts of a tensor; the gradient of each write copies the gradient of the whole tensor."""
     tree = reading.tree
     copies = (tree.kind == NodeKind.BACKWARD) & reading.matching(_COPY_SLICES)
     count, taken = int(tree.count[copies].sum()), float(tree.inclusive[copies].sum())
@@ -208,7 +210,8 @@ def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
     if call.name == "aten::index":
         backward, _ = _of_table(reading, "aten::index_select", forward, made)
         advice = "Take rows by index_select or F.embedding, which look less into the indices, forward and backward."
-        # forward times in the table hold only for rows in the CPU's cache, so a fraction of the measured time is used
+        # the table's forward times hold only for rows in the CPU's cache, so a fraction of the measured time is used
+        # instead
         return Usual(min(backward, call.backward / call.count), 0.2 * forward, advice)
     if call.name in ("aten::embedding", "aten::embedding_bag"):
         backward, slower = _of_table(reading, "aten::embedding", forward, made)
@@ -223,7 +226,7 @@ def _usual(reading: Reading, call: OperatorCall, forward: float) -> Usual:
 
 
 def _of_table(reading: Reading, name: str, forward: float, elements: int) -> tuple[float, float]:
-    """Estimated nanoseconds of an operator's gradient on this machine, and the ratio of its times to the table's."""
+    """Estimate a gradient's nanoseconds on this machine, and the ratio of this machine's times to the table's."""
     elements_there, slower = costs.elements_of([(name, 1)], forward, elements)
     slower = min(slower, 2 * reading.slower)
     return slower * costs.nanoseconds(name, "backward", elements_there), slower

@@ -1,13 +1,13 @@
-"""Interprets a function on random numbers: it reads the function's text and does not run the program.
+"""Evaluates a function's source on random arrays with numpy, without running the program.
 
-Each name defined outside the function is an array of random numbers, each operator of torch is computed by its
-counterpart in numpy, and any other call returns new random numbers. Views, conversions and copies return their
-argument, and reductions keep reduced dimensions, so that the number of a tensor's dimensions need not be known.
+A name defined outside the function is an array of random numbers, a torch operator is computed by its counterpart in
+numpy, and any other call returns new random numbers. Views, conversions and copies return their argument, and
+reductions keep reduced dimensions, so the interpreter need not know how many dimensions a tensor has.
 
-With this interpreter, `formulas` recognizes all of 36 formulas written out by hand (`profile.formulas-recall`), the
-formulas of all 18 planted faults of fusible operators, and 20 of torch's own reference functions. Expressions that none
-of these formulas needs (lambdas, `var_mean`, `size`, reads through a mask) yield an unknown value, which can hide a
-formula but cannot produce a false one.
+With this interpreter, the module `formulas` recognizes all of 36 formulas written by hand (`profile.formulas-recall`),
+the formulas of all 18 planted faults of fusible operators, and 20 of torch's own reference functions. Kinds of
+expressions that none of these formulas contains (lambdas, `var_mean`, `size`, reads through a mask) yield an unknown
+value, which can hide a formula but cannot lead to a false result.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from shoestring.profile.analyses.statements import (
 )
 
 SHAPE = (4, 5, 6)
-"""Shape of the array for an unknown value; dimension numbers in the program are taken modulo its length."""
+"""Shape of the random array for an unknown value; dimensions in the program are taken modulo the number of its
+dimensions."""
 TINY = 1e-6
-"""Assumed value of names such as `self.eps`."""
+"""Assumed value of attributes such as `self.eps`."""
 _SAME = {
     "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "flatten", "unflatten", "view_as", "to",
     "float", "double", "half", "bfloat16", "type_as", "type", "detach", "clone", "contiguous", "broadcast_to",
@@ -65,7 +66,7 @@ class Value:
 
     @property
     def given(self) -> bool:
-        """Whether the value is an input, and neither a constant nor computed."""
+        """Whether the value is an input of the function, rather than a constant or a computed value."""
         return not self.operator and self.array.ndim > 0
 
 
@@ -83,7 +84,7 @@ class Interpreter:
     lines: range = range(0)
 
     def outside(self) -> Value:
-        """A new unknown value: an array of random numbers."""
+        """Make a new unknown value: an array of random numbers."""
         return Value(self.random.normal(size=SHAPE))
 
     def function(self, scope: Function | ast.Module) -> list[Value]:
@@ -99,7 +100,7 @@ class Interpreter:
         return self.values
 
     def numbers_of_class(self, scope: ast.AST) -> dict[str, Value]:
-        """Attributes that `__init__` of the method's class sets to numbers, if its parameters have their defaults."""
+        """Attributes that the class's `__init__` sets to numbers, if called with default arguments."""
         above = self.text.parents[scope]
         if not isinstance(above, ast.ClassDef) or getattr(scope, "name", "") == "__init__":
             return {}
@@ -112,7 +113,7 @@ class Interpreter:
         return {text: value for text, value in before.attributes.items() if value.array.ndim == 0}
 
     def arguments(self, arguments: ast.arguments) -> None:
-        """Bind each parameter to its default if that is a number, otherwise to an unknown value."""
+        """Bind each parameter to its default if the default is a number, otherwise to an unknown value."""
         named = [*arguments.posonlyargs, *arguments.args]
         defaults = [None] * (len(named) - len(arguments.defaults)) + list(arguments.defaults)
         for argument, default in zip([*named, *arguments.kwonlyargs], [*defaults, *arguments.kw_defaults], strict=True):
@@ -125,7 +126,7 @@ class Interpreter:
             self.statement(statement)
 
     def statement(self, node: ast.stmt) -> None:
-        """Execute a statement. Names that a loop or a condition may have changed are unknown after it."""
+        """Execute a statement. After a loop or a condition, the names that it may have changed are unknown."""
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr):
             self.lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         match node:
@@ -168,7 +169,7 @@ class Interpreter:
             self.names[name] = self.outside()
 
     def several(self, node: ast.expr, count: int) -> list[Value]:
-        """The `count` values of an expression that is assigned to several targets."""
+        """The values of an expression that is assigned to `count` targets."""
         match node:
             case ast.Tuple(elts=parts) if len(parts) == count:
                 return [self.expression(part) for part in parts]
@@ -177,7 +178,7 @@ class Interpreter:
                 return [self.outside() for _ in range(count)]
 
     def write(self, target: ast.Subscript, new: Callable[[Value], Value]) -> None:
-        """Write to items of a name; only after writes through a mask are the new values known."""
+        """Assign to items of an array; afterwards the array is unknown, unless a boolean mask chose the items."""
         assert isinstance(target.value, ast.Name)
         old, chosen = self.expression(target.value), self.expression(target.slice)
         if chosen.array.dtype != bool:
@@ -203,7 +204,7 @@ class Interpreter:
         try:
             with np.errstate(all="ignore"):
                 array = np.asarray(function(*(value.array for value in of)))
-        except (ValueError, TypeError):  # an argument has another shape or type than assumed
+        except (ValueError, TypeError):  # an argument's shape or type is not as assumed
             return self.outside()
         if array.ndim == 0:
             return Value(array)
@@ -212,7 +213,7 @@ class Interpreter:
         return value
 
     def expression(self, node: ast.expr) -> Value:
-        """The value of an expression; an unknown one if no rule applies."""
+        """The value of an expression; an unknown value if the interpreter does not support the expression."""
         match node:
             case ast.Constant(value=bool() | int() | float() as constant):
                 return Value(np.asarray(float(constant) if abs(constant) < 1e300 else math.inf))
@@ -254,15 +255,15 @@ class Interpreter:
         return self.compute(name, lambda x, y: counterparts.BINARY[name](number(x), number(y)), left, right)
 
     def subscript(self, node: ast.Subscript) -> Value:
-        """The value of an item: a known size for items of `shape`, otherwise an unknown value (see `by_text`)."""
+        """The value of an item: a size for items of `shape`, otherwise an unknown value (see `by_text`)."""
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             axis = integers(node.slice)
             return Value(np.asarray(float(SHAPE[axis[0] % len(SHAPE)]))) if axis else self.outside()
         return self.by_text(node)
 
     def by_text(self, node: ast.expr) -> Value:
-        """The unknown value of an attribute or item; equal texts get equal values."""
-        for name in ast.walk(node):  # an item of a computed value may differ each time
+        """An unknown value for an attribute or item; equal source texts get equal values."""
+        for name in ast.walk(node):  # an item of a computed value may change between reads
             if isinstance(name, ast.Name) and name.id in self.names and self.names[name.id].operator:
                 return self.outside()
         return self.attributes.setdefault(ast.unparse(node), self.outside())
@@ -277,7 +278,7 @@ class Interpreter:
         return self.by_text(node)
 
     def call(self, node: ast.Call) -> Value:
-        """The value of a call: of a function of torch, of a method of a tensor, or unknown."""
+        """The value of a call of a torch function or tensor method; an unknown value for other calls."""
         name, (positional, options) = last_name(node).removesuffix("_"), self.given(node)
         value = self.operator(name, positional, options)
         if value is None:
@@ -285,7 +286,7 @@ class Interpreter:
                 self.expression(argument)
             value = self.outside()
         if last_name(node).endswith("_") and positional and isinstance(positional[0], ast.Name):
-            self.names[positional[0].id] = value  # an operation in place
+            self.names[positional[0].id] = value  # an in-place operation
         return value
 
     def given(self, node: ast.Call) -> tuple[list[ast.expr], dict[str, ast.expr]]:
@@ -347,7 +348,7 @@ class Interpreter:
         return self.compute(name, lambda x: counterparts.REDUCTIONS[name](number(x), axes), value)
 
     def spread(self, name: str, arguments: list[ast.expr], options: dict[str, ast.expr]) -> Value:
-        """A variance or standard deviation; reads the option `correction`, `unbiased` or `ddof`."""
+        """A variance or standard deviation, with the option `correction`, `unbiased` or `ddof`."""
         rest = arguments[1:]
         correction = options.get("correction", options.get("unbiased", options.get("ddof")))
         if correction is None and rest and isinstance(rest[-1], ast.Constant) and isinstance(rest[-1].value, bool):
@@ -359,7 +360,7 @@ class Interpreter:
 
 
 def _axes(node: ast.expr | None) -> Any:
-    """The axes of a numpy array for `dim` of a torch operator; the last axis if `dim` is unknown."""
+    """Convert a torch operator's `dim` to numpy axes; the last axis if `dim` is unknown."""
     if node is None:
         return None
     return tuple({axis % len(SHAPE) for axis in integers(node)}) or (len(SHAPE) - 1,)

@@ -1,4 +1,4 @@
-"""Conversions of layout or data type back and forth: later conversions undo earlier ones."""
+"""Analysis of conversions of layout or data type back and forth: later conversions undo earlier conversions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAMED = {
     "byte": "uint8",
     "bool": "bool",
 } | {name: name for name in ("float16", "float32", "float64", "bfloat16", "int64", "int32", "uint8")}
-"""Maps names of torch's types and conversion methods to the data type that they convert to."""
+"""Maps names of torch's conversion methods and data types to the data type that they convert to."""
 FEWEST = 4
 """Minimum number of times that a conversion must run, for a finding."""
 TO_DENSE, TO_SPARSE = named("to_dense"), named("to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr")
 IN_DOUBLE = 0.5
-"""Fraction of an operator's time in double precision that is saved by single precision."""
+"""Fraction of an operator's time that single precision saves, compared to double precision."""
 
 
 def conversions(reading: Reading) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def _types(reading: Reading, calls: list[OperatorCall]) -> Iterator[Finding]:
 
 
 def _promoted(reading: Reading) -> Iterator[Finding]:
-    """Find operators in double precision because of one argument, if the result is converted back to single."""
+    """Find operators that compute in float64 because of one argument, if the result is converted back to float32."""
     calls = [call for call in reading.calls if call.made and call.place[0]]
     sources = [
         call
@@ -129,7 +129,7 @@ def _sparse(reading: Reading) -> Iterator[Finding]:
 
 
 def _pairs(reading: Reading, call: OperatorCall) -> list[tuple[str, str]]:
-    """Pairs (source, target) of data types that a line converts, by its first recorded call and by its source text."""
+    """Pairs (source, target) of data types that a line converts, from its first recorded call and its source text."""
     source, target = call.given[0].dtype, call.made[0].dtype
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None
@@ -152,18 +152,18 @@ def copying(reading: Reading) -> np.ndarray:
 def _function(
     reading: Reading, kind: str, calls: list[OperatorCall], *, taken_back: bool = False, to_and_fro: bool = False
 ) -> Iterator[Finding]:
-    """Report a function's conversions, if several are made in each run or one of the flags is set.
+    """Report a function's conversions, if each run makes several conversions or one of the flags is set.
 
     Args:
-        taken_back: another operator undoes all conversions, and takes as long again.
-        to_and_fro: a single line converts in both directions.
+        taken_back: whether another operator undoes all conversions, which takes as long as the conversions themselves.
+        to_and_fro: whether a single line converts in both directions.
     """
     runs = min(call.count for call in calls)
     if sum(call.count for call in calls) / runs < 2 and not taken_back and not to_and_fro:
         return
     taken = 0.0
     for call in calls:
-        # the gradient has the other layout too, so the operator that uses it next copies it
+        # the gradient also has the other layout, so the next operator of the backward pass copies it
         copied = call.forward if kind == "layout" and call.graphed else 0
         taken += call.forward + max(call.backward, copied)
     taken *= 2 if taken_back else 1

@@ -1,4 +1,4 @@
-"""Data loading stalls: steps wait for their batch."""
+"""Analysis of data loading stalls: steps wait for their batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _IN_WORKERS = re.compile(r"\t_MultiProcessingDataLoaderIter\.")
 _WORKERS = re.compile(r"/multiprocessing/(queues|connection)\.py\t|/queue\.py\t")
 _COMMUNICATES = re.compile(r"^(c10d::|_c10d_functional::)|/torch/distributed/distributed_c10d\.py\t")
 COMPUTES = 0.7
-"""Ratio of processor time to wall-clock time, above which loading is taken to compute and not to wait for files."""
+"""Minimum ratio of processor time to wall-clock time at which loading is assumed to compute rather than to wait for
+files."""
 LARGE = 0.2
 """Minimum share of the profiled time that waiting for batches must take, for a finding."""
 
@@ -63,11 +64,12 @@ def _finding(reading: Reading, place: Place, nodes: list[int], taken: int) -> Fi
     if slowest is not None and slowest[0]:
         where = f"; {nanoseconds(lines[slowest])} of it at {slowest[0].rsplit('/', 1)[-1]}:{slowest[1]}"
     facts = reading.profile.facts
-    computes = facts.processor > COMPUTES * facts.seconds  # then cores limit the loader's workers
+    computes = facts.processor > COMPUTES * facts.seconds  # then the number of cores limits the loader's workers
     saved = taken * (1 - 1 / facts.cores) if computes and facts.cores > 1 else taken
     saves = reading.gain("loading", saved, nodes)
     if waited > 0.5 * taken or (inside & reading.matching(_IN_WORKERS)).any():
-        saves = replace(saves, told=False)  # no figure, because more workers need more processors, which may not exist
+        # hide the gain, because more workers need more processors, which may not exist
+        saves = replace(saves, told=False)
     if waited > 0.5 * taken:
         how = "More workers, a larger prefetch_factor, or cheaper samples: the workers there are do not keep up."
     else:

@@ -1,4 +1,4 @@
-"""Unfused optimizers: parameters are updated one by one, each with several small operators."""
+"""Analysis of unfused optimizers: parameters are updated one by one, with several small operators each."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoestring.profile.findings import Finding
 UPDATES = named("add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ sqrt_ sign_ clamp_ fill_")
 FUNCTIONAL = named("add sub mul div lerp addcmul addcdiv")
 PARAMETERS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
-"""Methods of modules; a loop over what one of them returns is a loop over parameters."""
+"""Methods of modules that return parameters or buffers; a loop over their result counts as a loop over parameters."""
 _COUNTED = {"SGD": "add", "RMSprop": "addcdiv", "Adagrad": "addcdiv"}
-"""Maps optimizers to the in-place operator that they call once per parameter; `addcdiv_` for all others."""
+"""Maps optimizers to the in-place operator that they call once per parameter; other optimizers call `addcdiv_`."""
 FOREACH = 0.6
-"""Fraction of the time of a `foreach` step of SGD that its single operator takes."""
+"""Fraction of the time of a `foreach` step of SGD that the step's single operator takes."""
 FEWEST = 6
-"""Minimum number of parameters in a step for which updating them one by one matters."""
+"""Minimum number of parameters in a step, for a finding."""
 MANY = 6
-"""Minimum number of calls per step of a line that is assumed to loop over parameters."""
+"""Minimum number of calls per step at which a line is assumed to be in a loop over parameters."""
 
 
 def unfused_optimizers(reading: Reading) -> Iterator[Finding]:
-    """Find optimizer steps without `fused` or `foreach`, and the program's own loops that update parameters."""
+    """Find optimizer steps that use neither `fused` nor `foreach`, and the program's own loops over parameters."""
     known = [
         node for node in reading.spans if costs.known(f"{_class(reading, node)} single") and not _own(reading, node)
     ]
@@ -45,7 +45,7 @@ def _own(reading: Reading, node: int) -> bool:
 
 
 def _class(reading: Reading, node: int) -> str:
-    """The class name of an optimizer, from the span of its step."""
+    """The class name of an optimizer, from the name of the span of its step."""
     return reading.names(node).partition("#")[2].partition(".")[0]
 
 
@@ -58,7 +58,8 @@ def _step(reading: Reading, node: int) -> Iterator[Finding]:
             counts[call.name] = counts.get(call.name, 0) + call.count
     if any("_foreach_" in operator or "_fused_" in operator for operator in counts) or not tree.count[node]:
         return
-    optimizers = max(1, round(int(tree.count[node]) / reading.steps))  # on this line, such as one per layer
+    # number of optimizers that step on this line, such as one per layer
+    optimizers = max(1, round(int(tree.count[node]) / reading.steps))
     steps, taken = max(1, int(tree.count[node]) // optimizers), int(tree.inclusive[node])
     kind = "SGD momentum" if name == "SGD" and "aten::mul_" in counts else name
     updates = max(counts.get(f"aten::{_COUNTED.get(name, 'addcdiv')}_", 0), 0)
@@ -119,7 +120,7 @@ def _unknown_step(reading: Reading, node: int) -> Iterator[Finding]:
 
 
 def _mean_elements(reading: Reading, calls: list[OperatorCall]) -> float:
-    """Mean number of elements of the tensors that these calls update, at 4 bytes per element; 0 if unknown."""
+    """Mean number of elements of the tensors that these calls update, assuming 4 bytes per element; 0 if unknown."""
     tensors = sum(call.count * sum(tensor.elements > 1 for tensor in (*call.given, *call.made)) for call in calls)
     return float(sum(reading.tree.bytes[call.node] for call in calls)) / 4 / max(tensors, 1)
 
@@ -141,7 +142,7 @@ def _loops(reading: Reading, known: list[int]) -> Iterator[Finding]:
 
 
 def _replaces(reading: Reading, call: OperatorCall) -> bool:
-    """Whether a call is in a loop over parameters and computes a new tensor for each, such as its moving average."""
+    """Whether a call, in a loop over parameters, computes a new tensor per parameter, such as a moving average."""
     text = reading.syntax(call.place[0])
     statement = text.at(call.place[1]) if text else None
     loop = text.loop(statement) if text and statement else None

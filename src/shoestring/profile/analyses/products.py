@@ -1,8 +1,8 @@
-"""Wasted matrix products: a factor is nearly all zeros, or most of the result is not used.
+"""Analysis of wasted matrix products: a factor is nearly all zeros, or most of the result is not used.
 
-The recorder samples the share of zeros in factors (`native/zeros.h`). Zeros in the gradient of a product's result are
-not enough, because the gradient of a maximum has zeros as well; the operators that use the result must also leave most
-of it out.
+The recorder samples the share of zeros in factors (`native/zeros.h`). Zeros in the gradient of a product's result do
+not prove that the result is unused, because the gradient of a maximum has zeros as well. The operators that use the
+result must also select only a small part of the result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shoestring.profile.tree import NodeKind
 _ZEROS = re.compile(r"; argument \d is ([\d.e+]+)% zeros, as are ([\d.e+]+)% of its rows or columns")
 _FACTOR = re.compile(r"\[([\d,]+)\]")
 EMPTY = 0.9
-"""Fraction of zeros in a factor, above which a lookup or a sparse product is cheaper."""
+"""Minimum fraction of zeros in a factor at which a lookup or a sparse product is assumed to be cheaper."""
 UNUSED = 0.6
 """Minimum fraction of a product's rows that must be unused, for a finding."""
 SAVES = 0.1
 """Minimum share of the profiled time that the change must be expected to save, for a finding."""
 PASSES = 3.0
-"""Assumed number of passes over the non-zero elements: one each to select, to weight and to add them."""
+"""Assumed number of passes over the non-zero elements: selecting, weighting and adding take one pass each."""
 WITH_ZEROS = "a product of matrices computes with zeros"
 NOT_USED = "most of what a product of matrices makes is not used"
 ADVICE = {
@@ -37,7 +37,7 @@ ADVICE = {
     " before the product.",
 }
 BY_ROWS = named("linear addmm mm matmul bmm")
-"""Products in which each row of the result depends on one row of the first factor; in attention, it depends on all."""
+"""Products in which each row of the result depends on one row of the first factor only; attention is not among them."""
 LEAVES_OUT = named(
     "cross_entropy_loss nll_loss nll_loss_nd select slice narrow index index_select masked_select gather"
 )
@@ -49,15 +49,15 @@ class Waste:
     """The avoidable work of a matrix product."""
 
     calls: list[OperatorCall]
-    """The call of the product, and other calls that the change would avoid or shorten."""
+    """The product's call, and other calls that the recommended change would avoid or shorten."""
     saved: float
-    """Nanoseconds that the change could save."""
+    """Nanoseconds that the recommended change could save."""
     share: float
     """Fraction of the factor's elements that are zero, or of the product's rows that are unused."""
 
 
 def wasted_products(reading: Reading) -> Iterator[Finding]:
-    """Find lines with products of which a factor is nearly all zeros, or the result is mostly unused."""
+    """Find lines with products that have a factor of nearly all zeros or a result that is mostly unused."""
     waste: dict[tuple[Place, str], list[Waste]] = {}
     for call in reading.calls:
         if call.dense and call.place[0] and reading.share(call.time) >= SAVES / 4:
@@ -94,7 +94,7 @@ def _texts(reading: Reading, node: int) -> list[str]:
 
 
 def _unused(reading: Reading, call: OperatorCall) -> float:
-    """Fraction of a product's result that no operator uses; 0 if unknown."""
+    """Fraction of the rows of a product's result that no operator uses; 0 if unknown."""
     consumers = _consumers(reading, call) if call.name in BY_ROWS else []
     if not consumers or any(consumer.name not in LEAVES_OUT for consumer in consumers):
         return 0.0
@@ -110,7 +110,7 @@ def _unused(reading: Reading, call: OperatorCall) -> float:
 
 
 def _consumers(reading: Reading, call: OperatorCall) -> list[OperatorCall]:
-    """Calls that may use a product's result: an argument has as many elements, and they do more than view or move it.
+    """Calls that may use a product's result: an argument has the result's size, and the call does more than view it.
 
     Earlier calls are included, because in a loop they may use the result of the previous iteration.
     """
@@ -124,7 +124,7 @@ def _consumers(reading: Reading, call: OperatorCall) -> list[OperatorCall]:
 
 
 def _without_zeros(reading: Reading, call: OperatorCall, zeros: float) -> Waste:
-    """The waste of a product with a sparse factor: all of its time but a few passes over the non-zero elements."""
+    """The waste of a product with a sparse factor: its whole time, minus a few passes over the non-zero elements."""
     factor = next((kind.elements for kind in call.given), call.elements)
     makers = [
         maker
@@ -132,7 +132,8 @@ def _without_zeros(reading: Reading, call: OperatorCall, zeros: float) -> Waste:
         if maker.place == call.place and not maker.dense and [kind.elements for kind in maker.made] == [factor]
     ]
     sizes = _FACTOR.search(call.arguments)
-    columns = float(sizes[1].rpartition(",")[2]) if sizes else 1.0  # of the first factor; the sum runs over them
+    # columns of the first factor, over which the product sums
+    columns = float(sizes[1].rpartition(",")[2]) if sizes else 1.0
     width = call.made[0].elements * columns / factor if call.made else 1.0
     left = PASSES * (1 - zeros) * factor * width
     ways: list[costs.Direction] = ["forward", "backward"] if call.backward else ["forward"]

@@ -1,4 +1,4 @@
-"""Python-bound steps: Python itself computes, or calls operators that take less time than the calls themselves."""
+"""Analysis of Python-bound steps: Python itself computes, or operators take less time than calling them from Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from shoestring.profile.tree import NodeKind
 LARGE = 0.2
 """Minimum share of the profiled time that Python, or a loop over small operators, must take, for a finding."""
 ALONE = 15_000
-"""Minimum nanoseconds of Python per operator call on the same lines, at which Python itself is taken to compute."""
+"""Minimum time in Python per operator call on the same lines, in nanoseconds, at which Python itself is assumed to
+compute."""
 SMALL = 12_000.0
 """Maximum forward time of a small operator, in nanoseconds per call."""
 OFTEN = 12.0
@@ -53,7 +54,7 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
     for (file, _), lines in functions.items():
         calls = [call for call in reading.calls if call.place in lines]
         if jax & lines.keys() or any("::" not in call.name for call in calls):
-            continue  # this time is spent waiting for compiled code
+            continue  # these lines wait for compiled code
         taken = sum(lines.values())
         if reading.share(taken) < LARGE or taken < ALONE * sum(call.count for call in calls):
             continue
@@ -66,7 +67,7 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
             node for node in range(1, len(tree)) if reading.lines[node] == node and reading.place(node) in computing
         ]
         if sum(int(tree.own[node]) for node in nodes if reading.waiting[node]) > 0.5 * sum(computing.values()):
-            continue  # a busy wait does not get shorter if it computes less
+            continue  # a busy wait does not end earlier if it computes less
         yield reading.finding(
             "Python computes what operators could",
             place,
@@ -79,7 +80,7 @@ def _python_alone(reading: Reading) -> Iterator[Finding]:
 
 
 def _computes(reading: Reading, text: Text, place: Place) -> bool:
-    """Whether a line does not wait and belongs to a loop or comprehension that calls no operators."""
+    """Whether a line is in a loop or comprehension that calls no operators, and does not wait."""
     if _WAITS.search(reading.text(place)):
         return False
     inside = [node for node in ast.walk(text.module) if isinstance(node, _LOOPS) and _of(node, place[1])]
@@ -115,7 +116,7 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
     if any(call.forward > SMALL * max(reading.slower, 1.0) * call.count for call in often) or _carried(loop):
         return
     if all(call.name.endswith("_") for call in often):
-        return  # updates in place belong to an optimizer
+        return  # in-place updates belong to an optimizer
     once = sum(_once(reading, call, runs_per_step) for call in often)
     saved = taken + python - once
     place = max({call.place for call in often}, key=lambda place: sum(c.time for c in often if c.place == place))
@@ -137,7 +138,7 @@ def _loop(reading: Reading, loop: ast.AST, calls: list[OperatorCall]) -> Iterato
 
 
 def _once(reading: Reading, call: OperatorCall, runs: float) -> float:
-    """Estimated nanoseconds if every `runs` calls are replaced by one call on a tensor `runs` times as large."""
+    """Estimate the nanoseconds if one call on a tensor `runs` times as large replaces every `runs` calls."""
     elements = (call.made[0].elements if call.made else call.elements) or 1
     name = call.name if costs.known(call.name) else "aten::matmul" if call.dense else "aten::mul"
     grown = costs.nanoseconds(name, "forward", elements * runs) * reading.slower
@@ -158,7 +159,7 @@ def _carried(loop: ast.AST) -> bool:
 
 
 def _collected(statement: ast.stmt) -> set[str]:
-    """Names of the list, tensor or sum to which a statement adds its result and does nothing else."""
+    """Names of the list, tensor or sum to which a statement adds a result; empty if the statement does more."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         function = statement.value.func
         if isinstance(function, ast.Attribute) and function.attr in ("append", "add", "extend"):

@@ -1,4 +1,4 @@
-"""A profile prepared for analyses: the operators called by each line of the program, with times and gradients."""
+"""Prepares a profile for analyses: the operators that each line of the program calls, with times and gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ MATTERS = 0.07
 """Minimum share of the profiled time that a change must be expected to save, for a finding."""
 
 LARGEST_ENGINE = 0.4
-"""Maximum ratio of the backward pass's time outside backward functions to its time inside them; beyond it, the pass
-waits."""
+"""Maximum ratio of the backward pass's time outside backward functions to its time inside them; time beyond this ratio
+counts as waiting."""
 MOST = 0.85
-"""If the number of steps is inferred from call counts, the minimum fraction of counts that must be its multiples."""
+"""Minimum fraction of call counts that must be multiples of the number of steps, if this number is inferred from
+them."""
 
 Place = tuple[str, int]
 
@@ -66,15 +67,15 @@ def tensors_of(text: str) -> list[TensorKind]:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """All calls of an operator from one Python call path; times are nanoseconds, and include callees."""
+    """All calls of an operator from one Python call path; times are in nanoseconds and include callees."""
 
     node: int
     name: str
     place: Place
     """The line of the program that the calls are attributed to."""
     frame: tuple[int, int]
-    """Identifies the line's function and its caller: the caller's node, and the function's index in
-    `CallTree.names`."""
+    """Identifies the function that contains the line, and the function's caller: the node of the caller, and the
+    function's index in `CallTree.names`."""
     count: int
     forward: int
     backward: float
@@ -82,9 +83,10 @@ class OperatorCall:
     evaluated: int
     """Number of times that the operator's gradient was computed."""
     modules: int
-    """Modules of torch.nn between the line and the operator: 1 for `self.linear(x)`, more within nn.Sequential."""
+    """Number of torch.nn modules between the line and the operator: 1 for `self.linear(x)`, more within
+    nn.Sequential."""
     direct: bool
-    """Whether the line calls the operator directly, and not through a library."""
+    """Whether the line calls the operator directly rather than through a library."""
     arguments: str
     """Recorded arguments and results, as in `CallTree.inputs`; empty if unknown."""
     dense: bool
@@ -122,9 +124,9 @@ class Reading:
         self._sources: dict[str, list[str]] = {}
         self._syntax: dict[str, Text | None] = {}
         self.total = max(without_imports(self.tree), 1)
-        """Profiled nanoseconds, without imports."""
+        """Profiled nanoseconds without imports of packages."""
         self.lines: Integers = nearest_lines(self.tree, profile.facts.inside)
-        """For each node, the node of the program line that its time is attributed to; -1 for none."""
+        """For each node, the node of the program line that its time is attributed to; -1 if there is none."""
         self.behind: NDArray[np.bool_] = in_backward(self.tree)
         """Mask of the nodes in the backward pass."""
 
@@ -139,7 +141,7 @@ class Reading:
 
     @cached_property
     def calls(self) -> list[OperatorCall]:
-        """Calls of operators outside the backward pass, in the order of their first call.
+        """Calls of operators outside the backward pass, in the order of their first calls.
 
         Calls during tracing or compilation, and calls inside compiled code, are left out.
         """
@@ -191,7 +193,7 @@ class Reading:
         return called
 
     def _iterates(self, node: int) -> bool:
-        """Whether a function called on a line with `for` produces the loop's items and is not called in its body."""
+        """Whether a function called on a line with `for` produces the loop's items, rather than running in its body."""
         file, _, function = self.names(node).partition("\t")
         name, package = function.rpartition(".")[2], package_of(file)
         if package or name in ("__next__", "__iter__", "<genexpr>"):
@@ -213,12 +215,12 @@ class Reading:
 
     @cached_property
     def traced(self) -> NDArray[np.bool_]:
-        """Mask of the nodes that run while code is traced or compiled."""
+        """Mask of the nodes that ran while code was traced or compiled."""
         return self.under(_TRACING)
 
     @cached_property
     def slower(self) -> float:
-        """Ratio of times on this machine to times in the table of costs: the median over all calls, at least 1."""
+        """Median ratio, over all calls, of times on this machine to times in the table of costs; at least 1."""
         ratios = [
             call.forward / call.count / costs.nanoseconds(call.name, "forward", call.elements)
             for call in self.calls
@@ -228,7 +230,7 @@ class Reading:
 
     @cached_property
     def gradients(self) -> NDArray[np.float64]:
-        """Nanoseconds of gradients, for each node with all nodes below it, including a share of the engine's time."""
+        """Nanoseconds of the gradients of each node and all nodes below it, including a share of the engine's time."""
         tree = self.tree
         linked, below = np.zeros(len(tree)), np.zeros(len(tree))
         links = np.flatnonzero((tree.kind == NodeKind.LINK) & (tree.link >= 0))
@@ -253,7 +255,7 @@ class Reading:
 
     @cached_property
     def python(self) -> dict[Place, int]:
-        """Sampled nanoseconds of Python's own time by line of the program, including libraries that the line calls."""
+        """Sampled nanoseconds in Python by line of the program, including libraries that the line calls."""
         times: dict[Place, int] = {}
         for node in np.flatnonzero((self.tree.kind == NodeKind.PYTHON) & (self.tree.own > 0) & ~self.behind):
             place = self.place(int(node))
@@ -262,7 +264,7 @@ class Reading:
 
     @cached_property
     def line_itself(self) -> dict[Place, int]:
-        """Sampled nanoseconds of Python's own time by line of the program, without libraries that the line calls."""
+        """Sampled nanoseconds in Python by line of the program, without libraries that the line calls."""
         times: dict[Place, int] = {}
         for node in np.flatnonzero((self.lines == np.arange(len(self.tree))) & ~self.behind).tolist():
             times[self.place(node)] = times.get(self.place(node), 0) + int(self.tree.own[node])
@@ -270,13 +272,13 @@ class Reading:
 
     @cached_property
     def python_per_call(self) -> float:
-        """Mean nanoseconds of Python per operator call, limited to plausible values."""
+        """Mean nanoseconds in Python per operator call, limited to plausible values."""
         calling = {call.place for call in self.calls}
         spent = sum(time for place, time in self.python.items() if place in calling)
         return float(np.clip(spent / max(sum(call.count for call in self.calls), 1), 300, 5000))
 
     def python_of(self, places: Iterable[Place], calls: float) -> float:
-        """Nanoseconds of Python on lines that make `calls` calls: the mean of the samples and of `python_per_call`."""
+        """Nanoseconds in Python on lines that make `calls` calls: the mean of sampled time and of a typical time."""
         return (sum(self.python.get(place, 0) for place in places) + calls * self.python_per_call) / 2
 
     @cached_property
@@ -287,7 +289,7 @@ class Reading:
 
     @cached_property
     def steps(self) -> int:
-        """Number of training steps: recorded, else counted from optimizers, else inferred from call counts."""
+        """Number of training steps: as recorded, else counted from optimizer steps, else inferred from call counts."""
         if self.profile.facts.steps:
             return self.profile.facts.steps
         if self.spans:
@@ -297,7 +299,7 @@ class Reading:
         return max((steps for steps, share in multiples.items() if share >= MOST), default=1)
 
     def waits(self, place: Place) -> bool:
-        """Whether a line belongs to a busy wait, a loop that polls a clock or a condition."""
+        """Whether a line belongs to a busy wait: a loop that polls a clock or a condition."""
         text = self.syntax(place[0])
         return text is not None and any(
             loop.lineno <= place[1] <= (loop.end_lineno or 0) and waits(loop) for loop in text.loops
@@ -305,7 +307,7 @@ class Reading:
 
     @cached_property
     def waiting(self) -> NDArray[np.bool_]:
-        """Mask of the nodes in busy waits, and below: making them faster does not shorten the wait."""
+        """Mask of the nodes in busy waits and below them; making these nodes faster does not shorten the wait."""
         waiting = np.zeros(len(self.tree), bool)
         for node in range(1, len(self.tree)):
             own = self.lines[node] == node and self.waits(self.place(node))
@@ -313,14 +315,14 @@ class Reading:
         return waiting
 
     def text(self, place: Place) -> str:
-        """The source text of a line; empty if the profile lacks its file."""
+        """The source text of a line; empty if the profile does not contain the file."""
         if place[0] not in self._sources:
             self._sources[place[0]] = self.profile.sources.get(place[0], "").splitlines()
         lines = self._sources[place[0]]
         return lines[place[1] - 1] if 0 < place[1] <= len(lines) else ""
 
     def syntax(self, file: str) -> Text | None:
-        """The parsed source of a file; None if the profile lacks it or it cannot be parsed."""
+        """The parsed source of a file; None if the profile does not contain the file or the file cannot be parsed."""
         if file not in self._syntax:
             source = self.profile.sources.get(file, "")
             self._syntax[file] = Text.of(source) if source else None
@@ -335,7 +337,7 @@ class Reading:
         return inside
 
     def topmost(self, wanted: NDArray[np.bool_]) -> list[int]:
-        """The nodes in the mask `wanted` that have no such node above them."""
+        """The nodes in the mask `wanted` that have no other node of the mask above them."""
         covered, top = wanted.copy(), []
         for node in range(len(self.tree)):
             above = node > 0 and bool(covered[self.tree.parent[node]])
@@ -345,11 +347,11 @@ class Reading:
         return top
 
     def spent(self, time: float) -> str:
-        """Nanoseconds as text: "4.2 ms, 31% of the time"."""
+        """Format nanoseconds as text: "4.2 ms, 31% of the time"."""
         return f"{nanoseconds(time)}, {percent(self.share(time))} of the time"
 
     def share(self, nanoseconds: float) -> float:
-        """A time in nanoseconds as a share of the profiled time."""
+        """Convert nanoseconds to a share of the profiled time."""
         return nanoseconds / self.total
 
     def gain(self, analysis: str, saved: float, nodes: Sequence[int] = ()) -> PredictedGain:
@@ -357,7 +359,7 @@ class Reading:
 
         Args:
             saved: estimated saving in nanoseconds.
-            nodes: nodes whose times the estimate depends on; the variance of these times widens the interval.
+            nodes: the nodes on whose times the estimate depends; the variance of these times widens the interval.
         """
         tree, chosen = self.tree, list(nodes)
         count = np.maximum(tree.count[chosen], 1)
@@ -374,7 +376,7 @@ class Reading:
         gain: PredictedGain | None,
         nodes: Sequence[int] = (),
     ) -> Finding:
-        """Make a finding; `gain` is its predicted gain, or None if unknown."""
+        """Make a finding; `gain` is the predicted gain of the change, or None if unknown."""
         return Finding(
             title=title,
             file=place[0],
@@ -389,10 +391,10 @@ class Reading:
 
 
 def costliest(calls: Iterable[OperatorCall]) -> OperatorCall:
-    """The call that takes longest, forward and backward together."""
+    """The call that takes the most time, forward and backward together."""
     return max(calls, key=lambda call: call.forward + call.backward)
 
 
 def named(operators: str) -> frozenset[str]:
-    """Full names (`aten::add`) of torch's operators, from short names separated by spaces."""
+    """Convert a text of short operator names, separated by spaces, to a set of full names such as `aten::add`."""
     return frozenset(f"aten::{name}" for name in operators.split())

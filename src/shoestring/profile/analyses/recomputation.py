@@ -1,4 +1,4 @@
-"""Recomputation: the same value is computed in every step, or twice in one function."""
+"""Analysis of recomputation: a program computes the same value in every step, or twice in one function."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ DEEPEST = 12
 
 @dataclass(frozen=True)
 class Line:
-    """The operator calls and the time of a line of the program."""
+    """The operator calls and the time of one line of the program."""
 
     calls: list[OperatorCall]
     time: float
-    """Nanoseconds of the line, including Python's own time and gradients."""
+    """Nanoseconds of the line, including time in Python and gradients."""
 
     @property
     def count(self) -> int:
@@ -51,7 +51,7 @@ class Line:
 
 
 def recomputations(reading: Reading) -> Iterator[Finding]:
-    """Find lines that compute a value again that they, or an earlier line, have computed before."""
+    """Find lines that recompute a value that they, or an earlier line, have already computed."""
     lines = _lines(reading)
     same: dict[tuple[str, ast.AST], list[Place]] = {}
     for place, line in sorted(lines.items()):
@@ -95,7 +95,7 @@ def _again(
 
 
 def _lines(reading: Reading) -> dict[Place, Line]:
-    """Lines of the program that take enough time to be reported, with all operators below them."""
+    """Lines of the program that take enough time to be reported, with all operators below each line."""
     tree = reading.tree
     own = (reading.lines == np.arange(len(tree))) & (tree.kind == NodeKind.PYTHON) & ~reading.behind
     python = totals(tree.parent, np.where((tree.kind == NodeKind.PYTHON) & ~reading.behind, tree.own, 0))
@@ -135,10 +135,11 @@ def _always_the_same(text: Text, statement: Simple, line: Line) -> bool:
     if value is None or not called(value) or any(call.graphed for call in line.calls):
         return False
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FACTORIES:
-        return False  # the statement only creates a tensor, to which later statements may write
+        return False  # the statement only creates a tensor, and later statements may write to it
     loop, function = text.loop(statement), text.function(statement)
     written = names_written(loop) if loop else set[str]()
-    if isinstance(statement, ast.Assign):  # names that the statement sets without reading carry no values between runs
+    # a name that the statement sets but does not read carries no value from run to run
+    if isinstance(statement, ast.Assign):
         written -= {target.id for target in statement.targets if isinstance(target, ast.Name)} - names_read(value)
     return _Constant(text, function, loop, written).is_constant(value, DEEPEST)
 
@@ -200,7 +201,7 @@ class _Constant:
         return inputs and (of is None or library or self.is_constant(of, depth - 1))
 
     def _is_setting(self, node: ast.Attribute) -> bool:
-        """Whether an attribute of `self` is assigned once, and not from a call."""
+        """Whether an attribute of `self` is assigned exactly once, from an expression without calls."""
         name, values = ast.unparse(node), list[ast.expr]()
         for statement in self.text.statements:
             for target in statement.targets if isinstance(statement, ast.Assign) else ():
@@ -211,7 +212,7 @@ class _Constant:
         return len(values) == 1 and not any(isinstance(part, ast.Call) for part in ast.walk(values[0]))
 
     def _is_size(self, node: ast.AST, depth: int) -> bool:
-        """Whether an argument is constant, or an attribute of `self`, which is assumed to be a constant size."""
+        """Whether an argument is constant; an attribute of `self` is assumed to be a constant size."""
         of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
         if isinstance(node, ast.BinOp):
             return self._is_size(node.left, depth) and self._is_size(node.right, depth)
@@ -258,7 +259,7 @@ _FACTORIES |= {"tril_indices", "meshgrid", "hamming_window", "empty"}
 
 
 def _bound(statement: ast.AST) -> set[str]:
-    """Names that a statement itself assigns, without names assigned by statements inside it."""
+    """Names that a statement itself assigns, without the names that statements inside it assign."""
     if isinstance(statement, ast.For | ast.AsyncFor | ast.comprehension):
         statement = statement.target
     elif not isinstance(statement, Simple):
@@ -275,7 +276,7 @@ def _parameters(function: ast.AST) -> set[str]:
 
 
 def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line], place: Place) -> Place | None:
-    """An earlier line of the same block with the same costly call, if no name that it reads changes in between."""
+    """An earlier line of the same block with the same costly call, if the names that the call reads do not change."""
     own, after = _calls(statement), statement.lineno
     for other, line in lines.items():
         if other[0] != place[0] or other[1] >= after or not line.calls:
@@ -293,7 +294,7 @@ def _computed_before(text: Text, statement: Simple, lines: Mapping[Place, Line],
 
 
 def _calls(statement: ast.stmt) -> dict[str, ast.expr]:
-    """Calls in a statement that take arguments and do more than compute sizes, by their dumped syntax tree."""
+    """Map dumped syntax trees to calls: the calls in a statement that have arguments and do more than compute sizes."""
     calls: dict[str, ast.expr] = {}
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and (node.args or node.keywords) and not called(node) <= _SIZES:
@@ -302,7 +303,7 @@ def _calls(statement: ast.stmt) -> dict[str, ast.expr]:
 
 
 def _changed_between(text: Text, first: ast.stmt, second: ast.stmt) -> set[str]:
-    """Names changed by the first statement and by those before the second; an optimizer's step changes every name."""
+    """Names changed from the first statement up to the second; an optimizer step counts as changing every name."""
     changed = set[str]()
     for statement in text.statements:
         between = first.lineno <= statement.lineno < second.lineno

@@ -1,4 +1,4 @@
-"""Retracing, recompilation and graph breaks of compiled code."""
+"""Analysis of retracing, recompilation and graph breaks of compiled code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _JAX = re.compile(r"^jax (?:trace|lower|compile): (?:jit\()?(.*?)\)?$")
 _COMPILING = re.compile(r"/jax/_src/(pjit|stages|compiler|interpreters/\w+)\.py\t")
 _COMPILES = {"compile", "trace", "script", "make_fx", "export"}
 JITTED_AGAIN = 4
-"""Minimum number of compilations of a JAX function, for a finding; fewer are taken as intended shapes."""
+"""Minimum number of compilations of a JAX function, for a finding; fewer compilations are assumed to be for intended
+shapes."""
 _LOOKUP = re.compile(r"^TorchDynamo Cache Lookup")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)$")
 
 
 def retracings(reading: Reading) -> Iterator[Finding]:
-    """Find calls that trace or compile repeatedly, and lines that break compiled code into parts."""
+    """Find calls that trace or compile repeatedly, and lines that cause graph breaks in compiled code."""
     yield from _compiled_again(reading)
     yield from _jitted_again(reading)
     yield from _graph_breaks(reading)
@@ -61,7 +62,7 @@ def _compiled_again(reading: Reading) -> Iterator[Finding]:
 
 
 def _jitted_again(reading: Reading) -> Iterator[Finding]:
-    """Find functions that JAX traces and compiles again for many shapes or static values, from JAX's own events."""
+    """Find functions that JAX compiles again for many shapes or static values, by the events that JAX reports."""
     functions: dict[Place, dict[str, list[Events]]] = {}
     for name, events in reading.profile.facts.waits.items():
         if match := _JAX.match(name):
@@ -123,7 +124,7 @@ def _in_loop(reading: Reading, place: Place) -> bool:
 
 
 def _reason(reading: Reading) -> str:
-    """torch.compile's reason for the first recompilation, worded as the end of a sentence; empty if unknown."""
+    """Format torch.compile's reason for the first recompilation as the end of a sentence; empty if unknown."""
     for name, events in reading.profile.facts.waits.items():
         kind, _, reason = name.partition(": ")
         if kind in ("recompile", "retrace") and reason:

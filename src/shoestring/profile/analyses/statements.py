@@ -1,4 +1,4 @@
-"""Queries on the syntax tree of a program's file: the statement of a line, loops, functions, names read and written."""
+"""Queries on the syntax tree of a source file: the statement on a line, loops, functions, names read and written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Text:
 
     @staticmethod
     def of(source: str) -> Text | None:
-        """Parse a file; None if it is not valid in this version of Python, or nested too deeply."""
+        """Parse a file's source; None if the source is invalid in this version of Python or nested too deeply."""
         try:
             return Text(ast.parse(source))
         except (SyntaxError, ValueError, RecursionError):
@@ -38,7 +38,7 @@ class Text:
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """All loops."""
+        """All `for` and `while` loops in the file."""
         return [node for node in ast.walk(self.module) if isinstance(node, Loop)]
 
     def at(self, line: int) -> Simple | None:
@@ -56,7 +56,7 @@ class Text:
         return next((outer for outer in self.around(node) if isinstance(outer, Function)), self.module)
 
     def scopes(self, lines: Iterable[int]) -> list[Function]:
-        """The innermost functions around lines."""
+        """The innermost functions that contain these lines."""
         wanted, functions = set(lines), dict[Function, None]()
         for node in ast.walk(self.module):
             if isinstance(node, Simple) and wanted & set(range(node.lineno, (node.end_lineno or 0) + 1)):
@@ -87,7 +87,7 @@ class Text:
 
 @cache
 def waits(loop: Loop) -> bool:
-    """Whether a loop is a busy wait, which ends when time has passed or other code changes its condition."""
+    """Whether a loop is a busy wait, which ends when time has passed or when other code changes its condition."""
     if not isinstance(loop, ast.While):
         return False
     ends = [loop.test] if not isinstance(loop.test, ast.Constant) else []
@@ -104,11 +104,11 @@ CLOCKS = frozenset(
     {"time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime", "now", "utcnow", "time_ns"}
     | {"perf_counter_ns", "monotonic_ns", "process_time_ns", "thread_time_ns", "default_timer", "timer"}
 )
-"""Functions that return the time, by the last part of their dotted names."""
+"""Functions that return the time, as the last part of their dotted names."""
 
 
 def _times(loop: Loop) -> set[str]:
-    """Names whose values are times, or are computed from times."""
+    """Names whose values in a loop are times or are computed from times."""
     assignments = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     names, before = set[str](), -1
     while len(names) > before:
@@ -120,7 +120,7 @@ def _times(loop: Loop) -> set[str]:
 
 
 def _used(body: Iterable[ast.stmt], but: Iterable[int]) -> set[str]:
-    """Names that statements assign or pass to calls, except in the nodes with the ids in `but`."""
+    """Names that statements assign or pass to calls, ignoring syntax nodes whose ids are in `but`."""
     left_out, names = set(but), set[str]()
     for node in (node for statement in body for node in ast.walk(statement) if id(node) not in left_out):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -138,7 +138,7 @@ def names_read(node: ast.AST) -> set[str]:
 
 
 def names_written(node: ast.AST) -> set[str]:
-    """Names that a statement may change: it assigns them, or changes their objects in place."""
+    """Names that a statement may change, by assigning them or by changing their objects in place."""
     names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and not isinstance(name.ctx, ast.Load)}
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assign):
@@ -153,7 +153,7 @@ def names_written(node: ast.AST) -> set[str]:
 
 
 _CHANGE = {"append", "extend", "update", "add", "insert", "pop", "clear", "step", "backward"}
-"""Methods that change their object; tensor methods whose names end with `_` do so as well."""
+"""Methods that change their object. Tensor methods whose names end with `_` also count."""
 
 
 def called(node: ast.AST) -> set[str]:
@@ -167,7 +167,7 @@ def last_name(node: ast.Call) -> str:
 
 
 def is_module(node: ast.expr) -> bool:
-    """Whether an expression names a module with functions of tensors or numbers, such as `torch` or `np`."""
+    """Whether an expression names a module of numerical functions, such as `torch` or `np`."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math", "np")
@@ -179,7 +179,7 @@ def is_limits(node: ast.expr) -> bool:
 
 
 def only_widens(index: ast.expr) -> bool:
-    """Whether an index consists of `None`, `:` and `...` only, and so selects all elements."""
+    """Whether an index consists only of `None`, `:` and `...`, so that it selects all elements."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return all(
         (isinstance(part, ast.Constant) and (part.value is None or part.value is ...))
@@ -189,7 +189,7 @@ def only_widens(index: ast.expr) -> bool:
 
 
 def integers(node: ast.expr) -> list[int]:
-    """The integers in a literal integer, tuple or list; empty for other expressions."""
+    """The integers in a literal integer, tuple or list; an empty list for other expressions."""
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError):

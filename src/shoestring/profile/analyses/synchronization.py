@@ -1,4 +1,4 @@
-"""Synchronization in a loop: values are read out of tensors (`item()`) one at a time."""
+"""Analysis of synchronization in a loop: values are read out of tensors (`item()`) one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shoestring.profile.findings import Finding
 
 TAKES = frozenset({"aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 SMALL = 4_000
-"""Nanoseconds; an operator whose shortest call is quicker works on single values, and vectorizing avoids its calls."""
+"""Maximum duration of an operator's shortest call, in nanoseconds, at which the operator is assumed to work on single
+values, so that vectorizing avoids its calls."""
 OFTEN = 2.0
 """Minimum number of values per step that a line in a loop must read, for a finding."""
 
@@ -58,7 +59,7 @@ def _line(reading: Reading, place: Place, calls: list[OperatorCall]) -> Iterator
 
 
 def _loop_itself(reading: Reading, calls: list[OperatorCall]) -> int:
-    """Nanoseconds of Python on other lines of the functions that make these calls, such as the loop's head."""
+    """Nanoseconds in Python on other lines of the functions that make these calls, such as the head of a loop."""
     tree, frames = reading.tree, {call.frame for call in calls}
     calling = {call.place for call in reading.calls}
     nodes = [

@@ -1,4 +1,4 @@
-"""Thread oversubscription: more threads compute than there are cores, so they wait for each other."""
+"""Analysis of thread oversubscription: more threads compute than there are cores, so threads wait for each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOO_MANY = 1.5
 
 
 def too_many_threads(reading: Reading) -> Iterator[Finding]:
-    """Find the line that sets too large a number of threads, or else computes most in too many Python threads."""
+    """Find the line that sets too many threads, or else the line that computes most in too many Python threads."""
     facts = reading.profile.facts
     calls = [call for call in reading.calls if call.place[0]]
     taken = sum(call.time for call in calls)
@@ -43,7 +43,7 @@ def too_many_threads(reading: Reading) -> Iterator[Finding]:
 
 
 def _setting(reading: Reading) -> Place | None:
-    """The first line of executed functions that may set too large a number of threads; None if there is none."""
+    """The first line, in functions that ran, that may set the number of threads too high; None if there is none."""
     tree, places = reading.tree, list[Place]()
     ran = {tree.names[name] for name in set(tree.name[tree.kind == NodeKind.PYTHON].tolist())}
     functions = {(name.partition("\t")[0], name.rpartition(".")[2].rpartition("\t")[2]) for name in ran}
@@ -55,7 +55,7 @@ def _setting(reading: Reading) -> Place | None:
             assert text is not None
             within = (file, getattr(text.function(node), "name", "<module>"))
             number = node.args[0]
-            large = not isinstance(number, ast.Name)  # a plain variable usually restores an earlier number
+            large = not isinstance(number, ast.Name)  # a variable usually restores an earlier number
             if isinstance(number, ast.Constant):
                 large = isinstance(number.value, int) and number.value > reading.profile.facts.cores
             if within in functions and large:

@@ -1,4 +1,4 @@
-"""Un-jitted loops: JAX dispatches operations one by one, and each dispatch takes longer than the operation itself."""
+"""Analysis of code without jax.jit: JAX dispatches operations one by one, which takes longer than running them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shoestring.profile.tree import NodeKind
 SHARE = 0.25
 """Minimum share of the profiled time that a function must spend on dispatching operations, for a finding."""
 FEWEST = 3
-"""Minimum number of different operations that the function must dispatch, for a finding."""
+"""Minimum number of different operations that a function must dispatch, for a finding."""
 ONE_CALL = 20_000
-"""Nanoseconds to dispatch one compiled program; this time remains after the function is jitted."""
+"""Nanoseconds for dispatching one compiled program, which a jitted function still takes."""
 _STARTS = re.compile(r"/jax/_src/(numpy|lax|nn|scipy|random|dispatch|prng|api)\b|/profile/jax_calls\.py\t")
 _OPERATION = re.compile(r"/jax/_src/(numpy|lax|nn|scipy|random)/\w+\.py\t")
 _PART = re.compile(r"\.<locals>\.<(listcomp|genexpr|lambda|dictcomp|setcomp)>")
@@ -24,7 +24,7 @@ _JIT = re.compile(r"/jax/_src/(pjit|compiler|linear_util)\.py\t|/jax/_src/interp
 
 
 def unjitted(reading: Reading) -> Iterator[Finding]:
-    """Find functions whose operations Python dispatches one by one."""
+    """Find functions whose operations JAX dispatches one by one."""
     tree = reading.tree
     if not reading.matching(_OPERATION).any():
         return

@@ -1,1 +1,1 @@
-"""The page of a profile: one HTML file that works offline."""
+"""Writes the page of a profile: one HTML file that works offline."""

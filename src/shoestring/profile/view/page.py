@@ -1,4 +1,4 @@
-"""The page of a profile or of a comparison of two profiles: one HTML file that works offline and loads nothing."""
+"""Writes the page of a profile, or of a comparison of two profiles: one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -235,6 +235,6 @@ def _notes(facts: Facts) -> Markup:
 
 
 def _place(file: str, line: int) -> Markup:
-    """A button with a file and line, which shows the line in the page's source view."""
+    """A button, labelled with file and line, that shows the line in the page's source view."""
     text = f"{Path(file).name}:{abs(line)}{' (was)' if line < 0 else ''}"
     return tag("button", text, type="button", class_="place", title=file, data_file=file, data_line=line)

@@ -1,4 +1,4 @@
-"""The data for the script of a profile's page: compressed columns of the tree, names, sources, times of lines."""
+"""Prepares the data of a profile's page for its script: compressed columns of the tree, names, sources, line times."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _data(
     sources: Mapping[str, str],
     times: Mapping[str, Any],
 ) -> dict[str, Any]:
-    shown = ~imports(tree)  # shares of the time do not include imports
+    shown = ~imports(tree)  # times on the page exclude imports
     columns: list[tuple[str, str, NDArray[Any]]] = [("own", "f8", times_of_rank * shown) for times_of_rank in own]
     values = {name: getattr(tree, name) for name in _COLUMNS} | {"inclusive": totals(tree.parent, tree.own * shown)}
     columns += [(name, kind, values[name]) for name, kind in _COLUMNS.items()]

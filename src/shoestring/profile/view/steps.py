@@ -1,4 +1,4 @@
-"""A small chart of the time of each optimizer step, with the process's memory in words."""
+"""Draws a small chart of the optimizer steps' times, with a sentence on the process's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoestring.report.markup import Markup, tag
 
 
 def steps(facts: Facts) -> Markup:
-    """The chart with a summary in words; empty with fewer than three entries."""
+    """Draw the chart, with a summary in words; empty if there are fewer than three entries."""
     clock = facts.clock
     if len(clock) < 3:
         return Markup()

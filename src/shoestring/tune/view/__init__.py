@@ -1,1 +1,1 @@
-"""The page of a study, as one HTML file: `charts` draws the charts, `importance` estimates which settings matter."""
+"""Writes the page of a study: `charts` draws the charts, and `importance` estimates which settings matter."""

@@ -1,4 +1,4 @@
-"""The charts of a study's page."""
+"""Draws the charts of a study's page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from shoestring.tune.store import TrialLease
 from shoestring.tune.view.record import StudyRecord
 
 _CURVES, _LINES = 80, 120
-"""Maximum number of curves by step and of lines of settings; the best trials are drawn."""
+"""Maximum number of trials in the chart by step, and in the chart of settings; if there are more, the best are
+drawn."""
 
 
 def over_time(record: StudyRecord) -> Markup:
-    """A chart of each trial's last value against the trial's number, and of the best result so far."""
+    """Draw each trial's last value against the trial's number, and the best result so far."""
     last = {trial.number: _last(record, trial) for trial in record.trials}
     shown = {number: value for number, value in last.items() if value is not None and math.isfinite(value)}
     if not shown:
@@ -42,7 +43,7 @@ def over_time(record: StudyRecord) -> Markup:
 
 
 def parallel(record: StudyRecord) -> Markup:
-    """A parallel-coordinates chart: lines are trials with a result, axes are settings and the objective."""
+    """Draw parallel coordinates: a line for each trial with a result, an axis for each setting and the objective."""
     ranked = record.ranked[:_LINES]
     if not ranked or not record.space:
         return Markup()
@@ -93,7 +94,7 @@ def _short(key: str) -> str:
 
 
 def rungs(record: StudyRecord) -> Markup:
-    """A chart of each trial's objective by step; vertical lines are comparisons, dashed lines lead to forks."""
+    """Draw each trial's objective by step; vertical lines are comparisons, dashed lines lead to forks."""
     curves: dict[int, list[tuple[int, float]]] = {}
     for trial in record.trials:
         pairs = [(step, value) for step, value in record.reports.get(trial.trial, {}).items() if math.isfinite(value)]
@@ -139,7 +140,7 @@ def _ancestors(by_number: dict[int, TrialLease], number: int) -> set[int]:
 
 
 def effort(studies: Sequence[StudyRecord]) -> Markup:
-    """A chart of each study's best result against hours of work."""
+    """Draw each study's best result against hours of work."""
     lines = [(record.study.name, best, record.hours) for record in studies if (best := record.best_so_far())]
     if not lines:
         return Markup()
@@ -161,7 +162,7 @@ def _last(record: StudyRecord, trial: TrialLease) -> float | None:
 
 
 def _inside(values: Sequence[float], sign: int) -> list[float]:
-    """The values without very bad outliers, next to which all other values in a chart would look alike."""
+    """Drop very bad outliers, which would make all other values in a chart look alike."""
     ordered = sorted(sign * value for value in values)
     best, middle = ordered[0], ordered[len(ordered) // 2]
     limit = middle + 4 * (middle - best) if middle > best else ordered[-1]

@@ -1,4 +1,4 @@
-"""Importance of settings: total-effect Sobol indices of a Gaussian process fitted to the results, with intervals."""
+"""Estimates the importance of settings: total-effect Sobol indices of a Gaussian process fitted to the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLES, _POINTS = 20, 256
 
 @dataclass(frozen=True)
 class Importance:
-    """A setting's total effect, with 90% interval: the fraction of variance left when all other settings are fixed."""
+    """A setting's total effect (the variance that remains if all other settings are fixed), with 90% interval."""
 
     key: str
     mean: float
@@ -31,10 +31,10 @@ class Importance:
 def importances(
     space: Sequence[Dimension], settings: Sequence[Mapping[str, Any]], values: Sequence[float], seed: int = 0
 ) -> list[Importance]:
-    """The importance of each dimension, the largest first; empty if there are too few results.
+    """Estimate the importance of each dimension, the largest first; empty if there are too few results.
 
     Values are replaced by their normal scores, so that a few diverged trials do not dominate. The intervals come from
-    fits to random subsets of the results, each evaluated at other random points.
+    fits to random subsets of the results, with different random points of evaluation for each fit.
     """
     if len(values) < max(LEAST, 2 * len(space)):
         return []
@@ -66,12 +66,13 @@ def _effects(space: Sequence[Dimension], first: Array, second: Array, base: Arra
         column = columns.stop
         mixed = first.copy()
         mixed[:, columns] = second[:, columns]
-        effects.append(min(1.0, float(np.mean((base - at(mixed)) ** 2) / 2 / variance)))  # sampling may exceed 1
+        # a sampled estimate may exceed 1
+        effects.append(min(1.0, float(np.mean((base - at(mixed)) ** 2) / 2 / variance)))
     return effects
 
 
 def _encode(space: Sequence[Dimension], settings: Mapping[str, Any]) -> Array:
-    """Encode a trial's settings; a missing setting is encoded as the middle of its range, or as none of its choices."""
+    """Encode a trial's settings; a missing setting becomes the middle of its range, or zeros if it is a choice."""
     parts = [
         encode_all([dimension], settings)
         if dimension.key in settings
@@ -82,7 +83,7 @@ def _encode(space: Sequence[Dimension], settings: Mapping[str, Any]) -> Array:
 
 
 def _sample(space: Sequence[Dimension], chance: np.random.Generator) -> Array:
-    """Random encoded points of the space."""
+    """Draw random encoded points of the space."""
     columns = []
     for dimension in space:
         if dimension.choices:

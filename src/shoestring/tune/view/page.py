@@ -1,4 +1,4 @@
-"""The page of one study, with a comparison to other studies: one HTML file that works offline and loads nothing."""
+"""Writes the page of one study, with a comparison to other studies: one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = 200
 
 
 def write(studies: Sequence[StudyRecord], out: Path) -> Path:
-    """Write the page of the first study, with the hours that each of the studies needed for the same result.
+    """Write the page of the first study, with the hours that every study in `studies` took to reach the same result.
 
     Raises:
         ShoestringError: the page cannot be written.
@@ -94,7 +94,7 @@ def _facts(record: StudyRecord) -> Markup:
 
 
 def settings_of(trial: TrialLease) -> str:
-    """The settings of a trial in one line."""
+    """Format the settings of a trial in one line."""
     shown = {
         key: figures.plain(value) if isinstance(value, float) else value for key, value in trial.parameters.items()
     }
@@ -103,7 +103,7 @@ def settings_of(trial: TrialLease) -> str:
 
 def _importance(record: StudyRecord) -> Markup:
     if isinstance(record.schedule, Population):
-        return Markup()  # results depend on the settings of a trial and all its ancestors
+        return Markup()  # a result depends on the settings of the trial and of all its ancestors
     values = [record.sign * (trial.value or 0.0) for trial in record.done]
     rows = importances(record.space, [trial.parameters for trial in record.done], values)
     if not rows:
@@ -127,7 +127,7 @@ def _importance(record: StudyRecord) -> Markup:
 
 
 def _to_target(studies: Sequence[StudyRecord]) -> Markup:
-    """A table of the hours after which each study reached the target, which is the best result of the worst study."""
+    """Make a table of the hours in which each study reached the target, which is the worst study's best result."""
     usable = [record for record in studies if record.best_so_far()]
     if len(usable) < 2:
         advice = (

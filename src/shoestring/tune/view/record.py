@@ -1,4 +1,4 @@
-"""The data of a study, for its page and its progress display."""
+"""The data of a study, for the study's page and for the progress display."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoestring.tune.store import TrialLease
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study with its trials and the values that they have reported."""
+    """A study with its trials and their reported values."""
 
     study: Study
     space: Sequence[Dimension]
     schedule: Halving | Population | None
     trials: Sequence[TrialLease]
     reports: Mapping[int, Mapping[int, float]]
-    """Reported values by the trial's id and by step."""
+    """Maps a trial's id and a step to the reported value."""
 
     @property
     def sign(self) -> int:
@@ -43,7 +43,7 @@ class StudyRecord:
         return sum(trial.seconds for trial in self.trials) / 3600
 
     def best_so_far(self) -> list[tuple[float, float]]:
-        """(hours of work so far, best result so far) after each trial with a result, by trial number."""
+        """List (hours of work, best result) so far after each trial with a result, in the order of trial numbers."""
         points: list[tuple[float, float]] = []
         spent, best = 0.0, math.inf
         for trial in sorted(self.trials, key=lambda trial: trial.number):
