@@ -97,11 +97,11 @@ def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differ
 
 
 def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
-    """Resume from a checkpoint. If a run resumes from memory and has no steps left, it was killed before its last
-    checkpoint was on disk, so the state is then written to disk.
+    """Resume from a checkpoint. If a run resumes from memory and has no steps left, the run was killed before its last
+    checkpoint was on disk. In this case, the state is written to disk.
 
     Args:
-        total: number of steps in the run file; 0 if the run file does not set it.
+        total: number of steps in the run file; 0 if the run file does not set a number.
         where: "auto" for the newest checkpoint, or a path.
     """
     step = resume(checkpointer, where)
@@ -190,9 +190,7 @@ class Attached:
             message = (
                 f"`{settings.name}.differences` replays steps of a job, but `checkpoint.attach` works without a job"
             )
-            raise ConfigError(
-                message, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`"
-            )
+            raise ConfigError(message, hint="use `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`")
         _check_states(state, own)
         self._hooks: list[Callable[[], None]] = []
         states = {name: Kept(value, "shard", None) for name, value in state.items()}

@@ -70,8 +70,8 @@ class Plain(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiered(Feature):
-    """Checkpoints at three levels, each as often as the failures it guards against warrant: in this host's memory, in
-    the memory of other hosts, and on disk."""
+    """Checkpoints at three levels, each as often as the failures that it guards against require: in this host's memory,
+    in other hosts' memory, and on disk."""
 
     memory_every: int | str = "auto"
     """Steps between checkpoints in this host's shared memory, which survive a killed process. With a larger value, less
@@ -89,8 +89,8 @@ class Tiered(Feature):
     """Redundancy of the state that only one host holds: "copy" keeps a copy on a partner host, "parity" keeps parity
     over a set of hosts, which takes less memory but more time to restore, and "off" keeps no redundancy."""
     set_size: int = 4
-    """Number of hosts that share one parity; any one host of such a set may be lost. A larger set takes less memory (a
-    host's state divided by `set_size` - 1), and more traffic to restore."""
+    """Number of hosts in a set that shares one parity; any single host of the set may be lost. A larger set takes less
+    memory (a host's state divided by `set_size` - 1), and more traffic to restore."""
     slots: int = 3
     """Number of checkpoints for which this host's memory reserves room; each takes the size of the host's state. With a
     larger number, a checkpoint waits less often for the checksums or copies of the previous one."""

@@ -33,7 +33,7 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
     is the only rank.
 
     Args:
-        timeout: seconds that a collective waits for another rank before it fails.
+        timeout: seconds that a collective waits for another rank before the collective fails.
 
     Raises:
         WorldError: this host has more ranks than GPUs, or hosts have different numbers of ranks.

@@ -25,7 +25,7 @@ RESTART = (
     "--max-restarts"
 )
 
-# Gloo has no error class of its own. All of its messages except one begin with the path of a Gloo source file.
+# Gloo has no error class of its own. All Gloo messages except one begin with the path of a Gloo source file.
 _GLOO = re.compile(r"(?:\[\S*gloo/\S+:\d+\] *|(?=Application timeout caused pair closure))(.*)", re.DOTALL)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -37,7 +37,7 @@ class Membership:
     Args:
         rank: this rank.
         hosts: host name of each rank.
-        store: key-value store, under a prefix that no other start uses.
+        store: key-value store, with a key prefix that no other start of the job uses.
         address: host and port on which the store listens.
         timeout: seconds that a collective waits for other ranks.
     """
@@ -180,7 +180,7 @@ def register(store: Store, address: tuple[str, int], rank: int, size: int, timeo
 def _welcome(store: Store, ours: Store, token: str, size: int, timeout: float) -> None:
     """Run on the first rank: answer every request with the token of this start, until all ranks have registered.
 
-    Requests that dead ranks have left are answered as well, because they cannot be told from new ones.
+    Requests of dead ranks are answered too, because they cannot be distinguished from new requests.
     """
     missing, end = set(range(1, size)), time.monotonic() + timeout
     while missing:

@@ -8,7 +8,7 @@ fairscale generalises the formulas to c != S):
     sqr = |mean|^2 - var / S                                          the squared norm of the true gradient
     gain = (var + sqr) / (var / S + sqr)
 
-The gain of a step is computed from running averages of var and sqr over the steps before it. So a step waits neither
+The gain of a step is computed from running averages of var and sqr over the preceding steps. So a step waits neither
 for the all-reduce of its own norms nor for their copy to the host.
 """
 
@@ -93,7 +93,7 @@ class Gain:
         self.attachments, self.settings = attachments, settings
         self.averages = Averages(settings.decay)
         self.norms: list[Tensor] = []  # gradient norms of this step on this rank, one per parameter and micro-batch
-        self.calls: dict[str, int] = {}  # parameter -> number of its gradients in this step, one per micro-batch
+        self.calls: dict[str, int] = {}  # number of gradients in this step (one per micro-batch), by parameter
         # Divisor of this step's losses: during the backward passes, the count of the previous step stands in for this
         # step's count.
         self.divisor = 0.0
@@ -103,7 +103,7 @@ class Gain:
 
     @property
     def adam(self) -> bool:
-        """Whether gradients are divided by the root of Adam's second moments before they are measured."""
+        """Whether gradients are divided by the root of Adam's second moments before the measurement."""
         rule = self.settings.rule
         return rule == "adam" or (rule == "auto" and "betas" in self.attachments.optimizer.param_groups[0])
 

@@ -124,8 +124,8 @@ def _since(done: int | None, steps: int) -> int:
 
 
 def _begin(average: dict[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Add the weights that have no average yet: at the first call all weights, at later calls those that were
-    unfrozen."""
+    """Add the weights that have no average yet: all weights at the first call, and newly unfrozen weights at later
+    calls."""
     if len(average) < len(weights):
         average.update({name: weight.detach().clone() for name, weight in weights.items() if name not in average})
 
@@ -139,14 +139,15 @@ def _locals(order: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = 
 
 def _fill(average: dict[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Load a saved average in place."""
-    for name in average.keys() - saved.keys():  # the parameter was frozen when the state was saved; `_begin` adds it
+    for name in average.keys() - saved.keys():  # frozen when the state was saved; `_begin` will add its average
         del average[name]
     for name, tensor in average.items():
         fill(tensor, saved[name])
 
 
 def attach(attachments: Attachments, name: str, build: Callable[[], Average]) -> None:
-    """Update an average of the weights after each merge, save the average in checkpoints, and evaluate with it."""
+    """Attach an average of the weights: update the average after each merge, save it in checkpoints, and evaluate with
+    it."""
     check_steps_parameters(attachments, name)
     average = build()
     average.add(dict(attachments.trained), 0)

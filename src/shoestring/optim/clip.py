@@ -18,8 +18,8 @@ def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
 
     def clip() -> None:
         gradients = {name: tensor.grad for name, tensor in attachments.trained.items() if tensor.grad is not None}
-        # Torch's function gives the same bits as a loop that calls `clip_grad_norm_`. But it supports DTensors of one
-        # mesh only, without plain tensors among them.
+        # Torch's function gives the same bits as a loop that calls `clip_grad_norm_`. But that function supports only
+        # DTensors of a single mesh, without plain tensors among them.
         if attachments.parted or any(isinstance(gradient, DTensor) for gradient in gradients.values()):
             norm = global_norm(attachments, gradients)
         else:

@@ -73,7 +73,7 @@ def _finder(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     if not signed:
         bounds[0] = 0  # only 0 itself is encoded as 0
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
-    # The smallest of the negative floats with the same upper bits has the largest magnitude, so its lower bits are all
+    # For a negative sign, the smallest float with given upper bits has the largest magnitude, so its lower bits are all
     # ones.
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num()
     codes = torch.bucketize(smallest, bounds)

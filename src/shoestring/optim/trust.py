@@ -29,7 +29,7 @@ class DynamicBound:
 
     The definition is our own, because the publication that names dynamic clipping does not define it. Early in
     training, a few tensors have ratios far above the others; such ratios are harmful at first but normal later, so the
-    factor grows. The quantile is computed from previous steps, so that no tensor waits for the norms of the others;
+    factor grows. The quantile is computed from previous steps, so that no tensor waits for the norms of other tensors;
     only the first step uses the quantile of its own ratios.
     """
 

@@ -85,7 +85,7 @@ class Fields:
         return self._read(name, default, bool, "true or false")
 
     def text(self, name: str, default: T = REQUIRED) -> str | T:
-        """Read an entry that is a string; one with lone surrogates, which UTF-8 cannot encode, is refused."""
+        """Read an entry that is a string; refuses strings with lone surrogates, which UTF-8 cannot encode."""
         value = self._read(name, default, str, "a text")
         if value is not default and any("\ud800" <= character <= "\udfff" for character in value):
             self._refuse(name, value, "a text in Unicode")
@@ -110,5 +110,5 @@ class Fields:
         return value
 
     def entries(self, name: str) -> Fields:
-        """Wrap the nested table `name` in `Fields`; a missing table counts as an empty one."""
+        """Wrap the nested table `name` in `Fields`; a missing table counts as an empty table."""
         return Fields(self.table(name, {}), f"{self.where}: {name}", self.error, self.hint)

@@ -1,4 +1,4 @@
-"""Reads untrusted files, such as those of a model's folder, a data set, a profile or a study.
+"""Reads untrusted files, such as the files of a model's folder, a data set, a profile or a study.
 
 Only regular files are opened, since reading a pipe would block and reading a device may never end. File sizes are
 limited. Callers need to handle only two exceptions: malformed content (nesting beyond the parser's stack, numbers of a
@@ -27,9 +27,9 @@ from shoestring import figures
 from shoestring.storage.guarded import open_regular, read_regular
 
 CONFIG_LIMIT = 16 << 20
-"""Maximum size of a configuration, chat template or weight index, in bytes; known ones are below 1 MB."""
+"""Maximum size of a configuration, chat template or weight index, in bytes; known files are below 1 MB."""
 TOKENIZER_LIMIT = 256 << 20
-"""Maximum size of a tokenizer file in bytes; known ones have up to 35 MB."""
+"""Maximum size of a tokenizer file in bytes; known tokenizers have up to 35 MB."""
 COMPANION_LIMIT = 256 << 20
 """Maximum size of a file that is copied together with a model's weights, in bytes."""
 LINE_LIMIT = 64 << 20

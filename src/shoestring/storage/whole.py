@@ -109,11 +109,12 @@ def _remove_left(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder without waiting; returns False if another process is removing it as a leftover."""
+    """Lock a new file or folder without waiting; returns False if another process is removing the new entry as a
+    leftover."""
     with suppress(OSError):  # if this file system has no locks, other processes cannot remove leftovers either
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # the process that is removing it holds the lock
+        except BlockingIOError:  # the process that is removing the leftover holds the lock
             return False
     return os.fstat(descriptor).st_nlink > 0
 
@@ -140,8 +141,8 @@ def replaced_folder(path: Path, keep: Callable[[str], bool] | None = None) -> It
     """Context manager that yields a new folder to fill, which replaces the folder `path` atomically and durably at the
     end.
 
-    The former folder stays unchanged until the context ends, and after an exception. If `path` is a link, the folder
-    that it points to is replaced.
+    The former folder stays unchanged until the context ends, and after an exception. If `path` is a link, the link's
+    target folder is replaced.
 
     Args:
         keep: function that takes the name of an entry of the former folder and decides whether to copy the entry to the
@@ -174,7 +175,7 @@ def replaced_folder(path: Path, keep: Callable[[str], bool] | None = None) -> It
             _take_late(aside, path, keep)
         finally:
             os.close(descriptor)
-            # After the exchange, `aside` is the former folder; otherwise, it is the unfinished new one.
+            # After the exchange, `aside` is the former folder; otherwise, `aside` is the unfinished new folder.
             shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -218,7 +219,7 @@ def _exchange(new: Path, path: Path) -> None:
 
 
 def _rename_twice(new: Path, path: Path) -> None:
-    """Exchange the names of two folders by three renames; the second one puts the new folder in place.
+    """Exchange the names of two folders by three renames; the second rename puts the new folder in place.
 
     The former folder first gets the temporary name of the new folder with the suffix `.former`. If a folder with the
     temporary name still exists after an interruption, the new folder is not in place yet.
@@ -320,8 +321,8 @@ def _sync_below(folder: Path) -> None:
 
 @contextmanager
 def made_above(path: Path) -> Iterator[None]:
-    """Context manager that creates the missing parent folders of a path; after an exception, removes those that are
-    empty."""
+    """Context manager that creates the missing parent folders of a path; after an exception, removes the created
+    folders that are empty."""
     missing = [folder for folder in path.parents if not folder.exists()]
     make_folder(path.parent)
     try:

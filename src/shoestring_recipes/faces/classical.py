@@ -118,8 +118,8 @@ def contest(
 def similarities(taught: Pictures, people: Values, queries: Pictures, gallery: Pictures) -> dict[str, Values]:
     """Return the similarity of each query and each face of the gallery by several features: cosines, with shape (N, M).
 
-    Some features use only the upper half of the face, which masks leave free. Fisherfaces (Belhumeur et al., 1997)
-    learn from the faces `taught`, which show `people`, what distinguishes people.
+    Some features use only the upper half of the face, which masks leave free. Fisherfaces (Belhumeur et al., 1997) are
+    trained on the faces `taught` to distinguish the people given by `people`.
     """
     upper = np.arange(SIZE) < SIZE // 2
     components = PCA(min(100, *taught.reshape(len(taught), -1).shape), whiten=True, random_state=0).fit(pixels(taught))

@@ -26,7 +26,7 @@ class Judged:
     people."""
 
     kinds: list[str]
-    """For each face, the name of what covers the face."""
+    """Kind of cover of each face, such as `surgical` or `none`."""
     untaught: list[str]
     """Kinds of cover that were left out of training."""
     queries: Values

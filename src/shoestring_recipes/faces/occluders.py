@@ -1,4 +1,4 @@
-"""Draws onto the landmarks of a face what may cover the face: masks of four kinds, and five things that resemble masks.
+"""Draws covers onto the landmarks of a face: masks of four kinds, and five things that resemble masks.
 
 All covers are drawn on a sheet over the lower face. The sheet's column u goes from 0 to 1 from cheek to cheek, and its
 row v from the bridge of the nose to the chin. A homography maps the sheet onto the landmarks of a slightly turned face
@@ -132,8 +132,8 @@ OTHERS = {
     "scarf": Kind(_scarf, _woven, (0.0, 0.9)),
     "box": Kind(_box, _woven, (0.0, 1.0)),
 }
-"""Kinds that leave nose or mouth free. A beard is not listed, because it covers nothing and is drawn by darkening the
-face."""
+"""Kinds that leave nose or mouth free. A beard is not listed here, because a beard covers nothing and is drawn by
+darkening the face."""
 KINDS = (*MASKS, "none", "beard", *OTHERS)
 LOOK_ALIKES = ("hand", "scarf", "box")
 """Kinds similar to masks; one of these is left out of training together with a kind of mask."""
@@ -144,8 +144,8 @@ def cover(face: Values, kind: str, draws: Draws, any_fill: bool = False) -> Cove
 
     Args:
         kind: one of `KINDS`.
-        any_fill: whether to choose the fill and its grey value at random from all fills and greys instead of those of
-            the kind.
+        any_fill: whether to choose the fill and its grey value at random from all fills and greys instead of the kind's
+            own fill and greys.
     """
     if kind == "none":
         return Covered(face, np.zeros_like(face))

@@ -16,7 +16,7 @@ CELLS = len(MASKS) * len(LOOK_ALIKES)
 """Number of ways to leave out one kind of mask and one look-alike."""
 TAUGHT_PEOPLE = 70
 CELL = 4
-"""Height and width of the cells for which the network predicts whether they are covered, in pixels."""
+"""Height and width, in pixels, of the cells whose cover the network predicts."""
 
 
 class CoveredFaces(Dataset[dict[str, Tensor]]):

@@ -91,7 +91,9 @@ def _photos(names: list[str], pairs: list[tuple[Tensor, Tensor]], chosen: list[i
 def _by_stem(folder: Path) -> dict[str, Path]:
     """Map the names of a folder's files, without suffixes, to their paths; hidden files are left out."""
     if not folder.is_dir():
-        raise DataError(f"`{folder}` is no folder", hint="data.arguments.folder needs the folders `photos` and `masks`")
+        raise DataError(
+            f"`{folder}` is no folder", hint="data.arguments.folder must contain the folders `photos` and `masks`"
+        )
     return {path.stem: path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."}
 
 

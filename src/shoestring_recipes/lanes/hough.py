@@ -153,7 +153,8 @@ def _clustered(segments: np.ndarray, settings: HoughSettings) -> np.ndarray:
 
 
 def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """Fit polynomials (n, 3) of degree two to weighted points by ridge regression, which keeps them nearly straight.
+    """Fit polynomials (n, 3) of degree two to weighted points by ridge regression, which keeps the curves nearly
+    straight.
 
     Args:
         rows: rows of the points, (points,). columns: columns of the points, (points,) or (n, points). weights: weights

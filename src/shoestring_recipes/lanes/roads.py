@@ -1,7 +1,7 @@
 """Renders images of roads with known lane markings: the markings' geometry and wear, and disturbances such as rain.
 
-A marking starts below the vanishing point and widens towards the camera. Wear removes paint in runs of rows and leaves
-a trace of it. All random choices come from the given generator, so a seed determines an image.
+A marking starts below the vanishing point and widens towards the camera. Wear removes paint in runs of rows, where a
+trace of the paint remains. All random choices come from the given generator, so a seed determines an image.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from shoestring_recipes.lanes.roads import HEIGHT, KINDS, TAUGHT, WIDTH, Scene, 
 from shoestring_recipes.lanes.wearing import spoilt
 
 CELL = 4
-"""Height and width of the cells for which the network outputs one number each, in pixels."""
+"""Height and width, in pixels, of the cells; the network outputs one number per cell."""
 SURE = 0.4
 """Quality that all lanes of an image must exceed for the detection to count as sure."""
 MOST = 6

@@ -1,4 +1,5 @@
-"""A measure of quality with a reference, and measures of how well scores agree with it and with the order of levels."""
+"""Computes a measure of quality with a reference, and measures how well scores agree with that quality and with the
+order of levels."""
 
 from __future__ import annotations
 

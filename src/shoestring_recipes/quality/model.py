@@ -15,7 +15,7 @@ BACKBONES = {"plain": (plain, (32, 48, 80)), "residual": (HalvingResidual, (24, 
 ADDED = {"module": LocalGlobalGate, "plain": Bottleneck, "nothing": lambda channels: nn.Identity()}
 """Maps names to functions that build the module after a stage, given the stage's number of channels."""
 LAST = 2
-"""Number of stages, counted from the last one, that are followed by an added module."""
+"""Number of stages, counted from the end, that are followed by an added module."""
 
 
 class Quality(nn.Module):

@@ -68,8 +68,8 @@ def _matlab(path: Path) -> dict[str, Any]:
 
 
 def _live(root: Path) -> Iterator[Rated]:
-    """Read LIVE, release 2, which stores the ratings of all five kinds in one row, kind after kind; omits undistorted
-    images."""
+    """Read LIVE, release 2, which stores the ratings of all five kinds of distortion in one row, kind after kind; omits
+    undistorted images."""
     counts = {"jp2k": 227, "jpeg": 233, "wn": 174, "gblur": 174, "fastfading": 174}
     scores, names = _matlab(root / "dmos.mat"), _matlab(root / "refnames_all.mat")["refnames_all"].ravel()
     paths = [root / kind / f"img{number + 1}.bmp" for kind, count in counts.items() for number in range(count)]

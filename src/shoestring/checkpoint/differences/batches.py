@@ -1,7 +1,7 @@
 """Stores step differences on disk, in the folder of the checkpoints. A file holds the differences of one rank in
 several steps. Averaged gradients are equal on all ranks. So among the ranks that share a folder, only one rank writes
 the averages, and the other ranks write only their own states. A file is written completely or not at all. The name of a
-file contains the steps, the run, the start of the run and the rank, and each difference in the file repeats them. The
+file contains the steps, the run, the start of the run and the rank, and each difference in the file repeats these. The
 rank that wrote a file deletes the file once its steps are older than all checkpoints.
 """
 
@@ -39,7 +39,8 @@ WRITING = "writing differences to disk"
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A file with the differences of one rank from step `first` to step `last`; the fields are parsed from its name."""
+    """A file with the differences of one rank from step `first` to step `last`; the fields are parsed from the file's
+    name."""
 
     path: Path
     first: int

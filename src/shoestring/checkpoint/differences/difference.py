@@ -77,8 +77,8 @@ class StepContent:
 
     def _ratio(self) -> float | None:
         """Return the factor by which `core.step` multiplied averages, because the number of targets differed from the
-        expected number. The factor is None if it is not known. The factor is 1 if gradients are not averaged during the
-        backward pass (as they are in DDP), because then they are corrected before the exchange.
+        expected number. The factor is None if the expected number is not known. The factor is 1 if gradients are not
+        averaged during the backward pass, as in DDP, because such gradients are corrected before the exchange.
         """
         progress = self.attachments.progress
         if not self.attachments.averages_in_backward or not progress.count:
@@ -121,7 +121,7 @@ class StepContent:
 
     def step(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
         """Replay a step from its difference; returns whether the resulting weights and settings equal the recorded
-        ones."""
+        weights and settings."""
         attachments, basis = self.attachments, Basis(**header["basis"])
         vars(attachments.progress).update(basis.progress)
         device = attachments.world.device

@@ -74,7 +74,7 @@ class Differences:
         self.batches = Batches(claim, self.ring, steps // 2) if on_disk else None
         self.form = f"{crc32(averages.averages_form.encode()):08x} {attachments.world.size}"
         self.replayed = 0
-        """Number of steps that this start of the run replayed instead of training them again."""
+        """Number of steps that this start of the run replayed instead of training again."""
         self.nbytes, self.seconds = 0, 0.0
         """Number of bytes recorded by this start of the run, and seconds that recording took in the training thread."""
         self._total = attachments.progress.total
@@ -201,7 +201,8 @@ class Differences:
         return recorded[:agreed]
 
     def _reader(self, history: History) -> Callable[[int], Found | None]:
-        """Build a function that reads this rank's difference of a step from memory, or from disk if memory lacks it.
+        """Build a function that reads this rank's difference of a step from memory or, if memory lacks the difference,
+        from disk.
 
         The function returns None if there is no undamaged difference of that step in the run's history.
         """

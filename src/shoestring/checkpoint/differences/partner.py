@@ -3,7 +3,7 @@
 Averages are equal on all ranks, so the partner rank on the other host already has them. Only a rank's own states are
 sent, a few kilobytes per step. A message is sent during the next forward and backward pass, and has arrived before the
 next optimizer step. The partner stores the message in a separate ring buffer in its host's memory. A rank that has lost
-its differences gets them back from the partner, which adds its averages to them.
+its differences receives the stored copies from its partner, which adds its averages to the copies.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SPARE = 4096  # bytes added to a message's length, beside a quarter of the firs
 class Partner:
     """Exchanges differences between hosts. All methods are collectives.
 
-    Rank `keeper` stores this rank's differences, and this rank stores the differences of rank `kept`. Both other ranks
-    are on other hosts.
+    Rank `keeper` stores this rank's differences, and this rank stores the differences of rank `kept`. Ranks `keeper`
+    and `kept` are on other hosts.
 
     Args:
         local: number of ranks per host.

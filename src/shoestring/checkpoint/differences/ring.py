@@ -169,7 +169,7 @@ class Ring:
         self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
 
     def close(self, reason: str = "") -> None:
-        """Remove the file. If a reason is given, recording stops."""
+        """Remove the ring buffer's file. If `reason` is not empty, recording stops."""
         self._room, self.refused = None, reason
         self.slot.close()
 
@@ -224,7 +224,8 @@ def first(data: Tensor) -> Found | None:
 
 
 def _if_of_step(step: int, difference: Found | None) -> Found | None:
-    """Return the difference if it belongs to this step; None if it belongs to another step that uses the same cell."""
+    """Return the difference if it belongs to the given step; None if it belongs to another step, which uses the same
+    cell."""
     return difference if difference is not None and difference[0]["step"] == step else None
 
 

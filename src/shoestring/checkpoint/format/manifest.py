@@ -67,8 +67,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """Lists the parts of a checkpoint that are in one place: it is the seal of a slot in memory, or the manifest of a
-    folder on disk."""
+    """List of a checkpoint's parts in one place. In memory, the record is the seal of a slot; on disk, the record is
+    the manifest of a folder."""
 
     checkpoint: CheckpointId
     parts: Mapping[str, Entry]

@@ -25,7 +25,7 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular
 
 HEADER_LIMIT = 100_000_000  # maximum size of a header in bytes, as in safetensors
-ROOM = 1 << 10  # header sizes are multiples of this, so that a number with more digits does not move the pieces
+ROOM = 1 << 10  # headers are padded to multiples of this, so that longer numbers in them do not move the pieces
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -115,7 +115,7 @@ def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 def _entry_name(leaf: Leaf, taken: Mapping[str, Any]) -> str:
-    """Return a name for a piece that no other entry of the header has."""
+    """Return a name for a piece, different from the names of all other entries of the header."""
     whole = leaf.box.shape == leaf.shape
     name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
     while name in taken or name == "__metadata__":  # a tensor may have a piece's name, such as `a@5`

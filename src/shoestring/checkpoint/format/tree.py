@@ -36,8 +36,7 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
 
     Args:
         path: path of the value; a prefix of the paths of nested values; see `root`.
-        leaves: mapping to which tensors and arrays are added by their paths, without copying them. DTensors stay
-            DTensors.
+        leaves: mapping to which tensors and arrays are added by their paths, without copies. DTensors stay DTensors.
 
     Raises:
         CheckpointError: a value cannot be saved; the error names its path.

@@ -65,7 +65,7 @@ def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no process group on purpose
         try:
             save(states, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # it wraps the errors of all ranks, here of one rank
+        except CheckpointException as error:  # wraps the errors of all ranks, here of one rank
             raise error.failures[0][0] from None
 
 
@@ -354,7 +354,7 @@ def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, 
 
     Args:
         model: name of the model in `states`; empty if `states` itself is the model's state dict.
-        optimizer: name of the optimizer in `states`, which may be missing.
+        optimizer: name of the optimizer in `states`; `states` may lack an optimizer.
 
     Raises:
         CheckpointError: `states` has no such model.

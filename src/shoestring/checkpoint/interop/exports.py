@@ -191,7 +191,7 @@ def one_file(path: Path) -> Saved:
 
 
 def held(name: str, tensor: Tensor) -> Stored:
-    """Wrap a tensor in memory as a `Stored`, so that it can be used like a tensor in a checkpoint."""
+    """Wrap a tensor in memory as a `Stored`, to use the tensor like a tensor in a checkpoint."""
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return Stored(name, tensor.dtype, tuple(tensor.shape), ((whole, lambda box: tensor[box.inside(whole)]),))
 
@@ -225,7 +225,7 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of one safetensors file, or of all such files in a folder, by name.
+    """Memory-map the tensors of one safetensors file, or of all safetensors files in a folder, by name.
 
     Raises:
         CheckpointError: there is no safetensors file, a file is damaged, or two files contain a tensor with the same

@@ -1,8 +1,8 @@
-"""Parse pickles without running them.
+"""Parses pickles without running their instructions.
 
 A pickle is a program for a stack machine, with instructions that import objects and call functions. This parser imports
-and calls nothing. For such instructions, it only creates placeholders (`Name`, `Call`, `Outside`), which describe the
-import or call, and which the caller interprets.
+and calls nothing. For these instructions, the parser only creates placeholders (`Name`, `Call`, `Outside`), which
+describe the import or call. The caller interprets the placeholders.
 """
 
 from __future__ import annotations

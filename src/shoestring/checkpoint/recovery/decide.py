@@ -7,8 +7,8 @@ a single process.
 
 The usable checkpoint of the newest step is chosen, no matter where its parts are. A checkpoint is usable if it is part
 of the run's history, if the private part of each rank exists or can be rebuilt from parity, if no part is known to be
-damaged, and if the last attempts to load it did not end the process. If a step has both a checkpoint of `Tiered` and a
-single file of `Plain`, the checkpoint of `Tiered` is preferred.
+damaged, and if the last attempts to load the checkpoint did not end the process. If a step has both a checkpoint of
+`Tiered` and a single file of `Plain`, the checkpoint of `Tiered` is preferred.
 """
 
 from __future__ import annotations

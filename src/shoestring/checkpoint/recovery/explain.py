@@ -127,7 +127,7 @@ def _verify(plan: ResumePlan) -> tuple[Damage, str]:
     reader = Reader(World(), RankGroup(0, 1, None), list(plan.offers))
     if damaged := reader.open():
         return damaged, ""
-    if plan.rebuilds:  # rebuilding would write a part, so only read the parts needed for it
+    if plan.rebuilds:  # rebuilding would write a file, so only read the parts needed to rebuild
         for index, part in reader.parts.items():
             try:
                 part.verify()
@@ -143,8 +143,8 @@ def _verify(plan: ResumePlan) -> tuple[Damage, str]:
 
 
 def _replayed(plan: ResumePlan) -> int:
-    """Return the last step that could be replayed: every rank that has differences on this host must have those of all
-    steps up to this one."""
+    """Return the last step that could be replayed, up to which every rank with differences on this host has the
+    differences of all steps."""
     history, checkpoint = plan.history, plan.checkpoint
     if not plan.replays or history is None or checkpoint is None or plan.wish.memory is None:
         return plan.step

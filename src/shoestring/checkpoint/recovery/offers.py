@@ -32,7 +32,7 @@ class Wish:
     """Folder of the run's slots in this host's memory; None if the user named a path, which is always a path on
     disk."""
     only: Path | None = None
-    """Folder of the only checkpoint to use, if the user named one; otherwise None."""
+    """Folder of the only checkpoint to use; None if the user did not name a checkpoint."""
 
     @property
     def auto(self) -> bool:

@@ -58,7 +58,7 @@ class Reader:
     offers: list[Offer]
     parts: dict[int, Part] = field(default_factory=dict)
     pieces: dict[str, list[tuple[Box, tuple[int, int]]]] = field(default_factory=dict)
-    """Maps the name of a tensor to its readable boxes, as (box, (offer, piece)); those on the nearest hosts come
+    """Maps the name of a tensor to its readable boxes, as (box, (offer, piece)), sorted by distance, the nearest
     first."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """Maps the name of a tensor to its data type and shape."""
@@ -216,8 +216,8 @@ def gather_damage(group: RankGroup, damaged: Sequence[tuple[Offer, CheckpointErr
 
 
 _Region = tuple[list[tuple[Box, Box]], DTensor | None]
-"""Boxes of a tensor, as pairs (box of the whole tensor, box of the local tensor), and the DTensor to load them into, if
-any."""
+"""Boxes of a tensor, as pairs (box of the whole tensor, box of the local tensor), and the DTensor into which to load
+the boxes, or None."""
 
 
 # -- what a rank wants ------------------------------------------------------------------------------------------------

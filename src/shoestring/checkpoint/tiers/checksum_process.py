@@ -1,7 +1,7 @@
 """Computes checksums in a child process, so that the training thread is not delayed.
 
 Threads of the training process would take the global interpreter lock (GIL) once for every chunk, and a checkpoint of
-19 GB has 4,500 chunks. Taking the GIL so often would delay the training thread when it launches kernels on a GPU.
+19 GB has 4,500 chunks. If other threads took the GIL so often, the training thread would launch kernels on a GPU late.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChecksumProcess:
 
     Args:
         threads: number of threads in either process.
-        child: whether to use a child process; it has no benefit for training on a CPU.
+        child: whether to use a child process, which has no benefit for training on a CPU.
     """
 
     def __init__(self, threads: int, *, child: bool = True) -> None:

@@ -55,7 +55,7 @@ class Claim:
         """Whether all hosts share one folder; None until this is known."""
         self.unrecorded = ""
         """Reason why the history cannot be written; without a history, no run could resume from checkpoints in memory.
-        Empty if it can be written."""
+        The reason is empty if the history can be written."""
         self.replaced = False
         """Whether another start of the run has taken over the folder."""
         self._token = ""
@@ -84,8 +84,8 @@ class Claim:
         return f"process {os.getpid()} on {socket.gethostname()} {self._token}"
 
     def _lock_folder(self, group: RankGroup) -> None:
-        """Let one rank lock each folder of checkpoints. The first host locks first, because other hosts may share its
-        folder."""
+        """Lock each folder of checkpoints by one of the ranks that share the folder. The first host locks first,
+        because other hosts may share its folder."""
         first = self._grab() if self.world.first else None
         self.unrecorded = str(_agreed(group, first)[0] or "")
         if self.unrecorded:

@@ -49,7 +49,7 @@ class Disk:
     _rooted: bool = field(default=False, init=False)
 
     def aside(self, checkpoint: CheckpointId) -> Path:
-        """Return the folder in which a checkpoint is written before it is committed."""
+        """Return the folder into which a checkpoint is written before the commit."""
         return self._aside(checkpoint.name)
 
     def _aside(self, name: str) -> Path:
@@ -149,8 +149,7 @@ class Disk:
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove files of this run's interrupted checkpoints. Only exact names match, so other files are not
-        removed."""
+        """Remove files of this run's interrupted checkpoints. Only files whose names match exactly are removed."""
         for path in self.folder.iterdir():
             name = path.name
             if path.is_symlink():

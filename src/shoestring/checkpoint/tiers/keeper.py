@@ -42,7 +42,7 @@ REBUILT = "rebuilt-"
 
 
 def kind_of(reason: str) -> str:
-    """Remove the file names from a failure's reason, because they differ between checkpoints."""
+    """Remove the file names, which differ between checkpoints, from the reason of a failure."""
     return re.sub(r"`[^`]*`", "", reason)
 
 
@@ -84,7 +84,7 @@ class Keeper:
     schedule: CheckpointSchedule
     standing: Standing
     pinned: Slot | None = None
-    """This rank's slot with the checkpoint that is copied on other hosts; this slot must not be refilled."""
+    """This rank's slot with the checkpoint of which other hosts hold copies; this slot must not be refilled."""
 
     def __post_init__(self) -> None:
         self.group = RankGroup.join(self.world, "copying a checkpoint to peers or to disk")
@@ -161,7 +161,7 @@ class Keeper:
     # -- on the other thread ------------------------------------------------------------------------------------------
 
     def _any(self, reason: str) -> str:
-        """Return the first rank's reason that is not empty; a collective."""
+        """Return the first non-empty reason of all ranks; a collective."""
         return next(filter(None, self.group.all_gather(reason)), "")
 
     def _keep(self, sealing: Future[str], slot: Slot, levels: frozenset[str], record: Record) -> None:

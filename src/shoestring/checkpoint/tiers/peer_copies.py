@@ -2,9 +2,9 @@
 of its host.
 
 A copy is sent to a partner host. Hosts form pairs, because pairs survive more combinations of two lost hosts than a
-ring does. Parity is the XOR code of the SCR library. In a set of N ranks, each rank divides its part of B bytes into N
-- 1 segments, sends one segment to each of the other ranks, and stores the XOR of the segments that it receives. Parity
-takes B / (N - 1) bytes per rank instead of B, and the part of any single lost rank can be rebuilt.
+ring does. Parity is the XOR code of the SCR library. In a set of N ranks, each rank divides its part of B bytes into
+(N-1) segments, sends one segment to each of the other ranks, and stores the XOR of the segments that it receives.
+Parity takes B/(N-1) bytes per rank instead of B, and the part of any single lost rank can be rebuilt.
 """
 
 from __future__ import annotations

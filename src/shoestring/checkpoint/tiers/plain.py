@@ -213,7 +213,7 @@ class Restorer:
 
 @dataclass(frozen=True)
 class OneFiles:
-    """Summary of the checkpoints of `Plain` in one host's folder, without abandoned checkpoints."""
+    """Summary of the checkpoints of `Plain` in one host's folder; abandoned checkpoints are left out."""
 
     newest: str = ""
     """File name of the newest checkpoint; empty if there is none."""

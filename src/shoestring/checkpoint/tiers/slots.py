@@ -141,8 +141,8 @@ class Slot:
 
     def resume(self, history: History) -> None:
         """Keep the slot's content if its checkpoint is part of the run's history; otherwise remove the seal.
-        Checkpoints older than the restored checkpoint are kept too: if a host is lost before the next checkpoint, the
-        other hosts need the checkpoint of which peers hold copies.
+        Checkpoints older than the restored checkpoint are kept too. The reason is that peers hold copies of an older
+        checkpoint, which the run needs if a host is lost before the next checkpoint.
         """
         record = sealed(self.seal_path)
         if record is not None and history.holds(record.checkpoint):
@@ -152,8 +152,8 @@ class Slot:
 
     def room(self, part: str, nbytes: int) -> Tensor:
         """Return memory for a part, uint8 with shape (nbytes,), mapped from the slot's file. If the host's shared
-        memory is full, the result is this process's own memory. From there, the part can still be written to disk, but
-        it does not survive the process.
+        memory is full, the result is this process's own memory. From this memory, the part can still be written to
+        disk, but the memory does not survive the process.
         """
         self._parts[part] = self._room(part.partition("-")[0], nbytes).data[:nbytes]
         return self._parts[part]

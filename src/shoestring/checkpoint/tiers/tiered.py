@@ -96,7 +96,7 @@ class Checkpointer:
         """Claim the right to write the run's checkpoints, before searching for checkpoints; a collective.
 
         Raises:
-            CheckpointError: another start of the run has claimed it; raised on all ranks.
+            CheckpointError: another start of the run has claimed this right; raised on all ranks.
         """
         self.claim.take(self.group)
         self._claimed = True
@@ -197,8 +197,8 @@ class Checkpointer:
     def _agree(self, sealed: float, lasts: float, since: float) -> tuple[int, bool]:
         """Return the newest step that all ranks have sealed, and whether its checkpoint survives the end of all ranks'
         processes. The arguments are the minima of `_told` over all ranks. Some ranks may have sealed later steps than
-        the agreed step. On such a rank, the agreed step survives if it is not before the rank's `since`. The argument
-        `since` is negated, so that its minimum over ranks is the latest step.
+        the agreed step. On each rank, the agreed step survives if the step is not before the rank's `since`. The
+        argument `since` is negated, so that its minimum over ranks is the latest step.
         """
         lasting = lasts > 0 and sealed >= -since
         self.safe[MEMORY] = int(sealed) if lasting else 0
@@ -211,9 +211,9 @@ class Checkpointer:
         has no free slot.
 
         Args:
-            unless: the negated step that must be sealed on all ranks before the slot may be filled, if the newest
-                checkpoint does not survive on all ranks.
-            needed: the negated step that must be sealed on all ranks, if the newest checkpoint survives on all ranks.
+            unless: minimum over ranks of the negated step that all ranks must have sealed before the slot may be
+                filled; used if the newest checkpoint does not survive on all ranks.
+            needed: the same minimum for the case that the newest checkpoint survives on all ranks.
         """
         step, lasting = self._agree(sealed, lasts, since)
         most_needed = -(needed if lasting else unless)
@@ -225,8 +225,8 @@ class Checkpointer:
         """Return the slot to fill next; None if no slot is free.
 
         A slot is not free while it is being filled, sealed or read. A slot is not free while it holds the newest
-        checkpoint that all ranks have sealed, or a newer one. A slot is not free while it holds the checkpoint of which
-        peers have copies, because all other hosts need this checkpoint after the loss of a host. If the newest
+        checkpoint that all ranks have sealed, or a newer checkpoint. A slot is not free while it holds the checkpoint
+        of which peers have copies, because all other hosts need this checkpoint after the loss of a host. If the newest
         checkpoint does not survive the end of all processes, its slot is free. But then the slot of the newest
         surviving checkpoint is not free.
 

@@ -4,7 +4,7 @@ The package waits for the following things, and each wait has the limit stated h
 
 - work on another thread: `result_of` gives up after `PATIENCE` seconds, plus extra time for large data;
 - other ranks: the timeout of the process group, which `RankGroup` takes from the run's process group. Destroying a
-group waits only for exchanges that have begun, and the same timeout applies to these;
+  group waits only for exchanges that have begun, and the same timeout applies to these;
 - locks: `Files.lock` polls for `WAIT` seconds; `storage.whole` does not wait for locks;
 - the process that computes checksums: `ChecksumProcess` ends the process, and computes the checksums itself;
 - a GPU: only background threads wait for it (`Stager`); the training thread waits for these threads by `result_of`;
@@ -39,7 +39,7 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
         what: name of the work in the error, such as "sealing a checkpoint".
         nbytes: bytes that the work reads or writes; each megabyte allows one more second.
         patience: seconds that the work may take beside the time for its bytes; defaults to `PATIENCE`. Work that waits
-            for other ranks needs more.
+            for other ranks needs more patience.
 
     Raises:
         CheckpointError: the work did not end in time. Any exception of the work is raised again.
@@ -58,8 +58,8 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
 class BackgroundThread:
     """A thread that executes submitted functions one after the other.
 
-    When the process ends, it waits for this thread for at most `PATIENCE` seconds. For an executor's threads, Python
-    would wait without limit, so a stuck device would keep the process and its batch job alive.
+    At the end of the process, Python waits for this thread for at most `PATIENCE` seconds. For an executor's threads,
+    the wait would have no limit, so a stuck device would keep the process and its batch job alive.
     """
 
     def __init__(self, name: str) -> None:

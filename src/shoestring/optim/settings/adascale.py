@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class AdaScale(Feature):
     """Scale the learning rate of a large batch by a gain measured from the gradient noise (Johnson et al., 2020).
 
-    `run.steps`, the learning rate and its schedule stay those of the small batch. Each large-batch step counts as
-    several small-batch steps; the gain is their number.
+    `run.steps`, the learning rate and its schedule keep their values for the small batch. Each large-batch step counts
+    as several small-batch steps; the gain is their number.
     """
 
     scale: float = 0.0
@@ -31,8 +31,8 @@ class AdaScale(Feature):
     """Factor of the learning rate: the gain (`sgd`), or the square root of the gain, which is then measured after
     Adam's scaling (`adam`); `auto` follows the optimizer."""
     decay: float = -1.0
-    """Decay rate of the running averages of gradient variance and squared norm, below 1; a negative value takes 1 -
-    scale / 1000."""
+    """Decay rate, below 1, of the running averages of gradient variance and squared norm; a negative value takes `1 -
+    scale/1000`."""
     consecutive: bool = False
     """Estimate the noise from the gradients of consecutive steps, which takes memory for one more gradient. Required
     with one rank and one micro-batch, and with FSDP, whose ranks have no gradients of their own."""
@@ -77,7 +77,7 @@ class AdaScale(Feature):
         inexact = exchanges[0].name if exchanges else ""
         if apart is not None:
             raise ConfigError(
-                f"`{self.name}` needs the gradients of all ranks at each step, and `{apart.name}` exchanges none",
+                f"`{self.name}` needs the gradients of all ranks at each step, but `{apart.name}` exchanges none",
                 hint=f"remove [{apart.name}] or [{self.name}]",
             )
         if inexact or has_hook(attachments.model):

@@ -49,7 +49,7 @@ class Schedule(Feature):
     cooldown: float = 0.2
     """Fraction of all steps in which a `trapezoid` decays."""
     final: float = 0.1
-    """Learning rate after the last step, as a fraction of the highest one."""
+    """Learning rate after the last step, as a fraction of the highest learning rate."""
     function: str = ""
     """Schedule of your own: `package.module:callable`, a function that takes the step and the total steps and returns
     the factor of the learning rate; replaces all other settings of the schedule."""

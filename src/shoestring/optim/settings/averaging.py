@@ -31,7 +31,7 @@ def check_not_divided(feature: Feature, attachments: Attachments) -> None:
     for owner in attachments.features:
         if owner.divided != "optimizer":
             continue
-        copies = getattr(owner, "steps_copies", None)  # also true on one rank if weights are offloaded
+        copies = getattr(owner, "steps_copies", None)  # with offloading, copies are updated even on one rank
         if attachments.world.ranks_over(owner.over) > 1 or (copies and copies(attachments.trained.values())):
             raise ConfigError(
                 f"`{feature.name}` cannot evaluate its weights: `{owner.name}` updates copies of the parameters",

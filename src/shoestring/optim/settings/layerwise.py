@@ -25,7 +25,7 @@ class LARS(Feature):
     """
 
     lr: float = 1.0
-    """Learning rate of matrices and larger tensors before any schedule; it multiplies their trust ratio."""
+    """Learning rate of matrices and larger tensors before any schedule; multiplied by their trust ratio."""
     vector_lr: float = 0.0
     """Learning rate of biases and norms, which have no trust ratio; required."""
     trust_coefficient: float = 0.001

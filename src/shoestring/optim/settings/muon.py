@@ -59,7 +59,7 @@ class Muon(Feature):
         if self.iterations < 1:
             raise ConfigError(f"`{self.name}.iterations` must be at least 1, got {self.iterations}")
         check_groups(self, self.groups, attachments, betas=True)
-        if not any(feature.adds_parameters for feature in attachments.features):  # those are added after the checks
+        if not any(feature.adds_parameters for feature in attachments.features):  # added parameters do not exist yet
             from shoestring.optim.muon import matrices_of
 
             matrices_of(attachments, self)
