@@ -26,8 +26,10 @@ def features(pictures: Tensor) -> Tensor:
 
 
 def frechet(first: Tensor, second: Tensor) -> Tensor:
-    """The Fréchet distance of two normal distributions with the moments of two sets of features, (n, F) and (m, F): |µ₁
-    - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017). The distance is NaN if a set is empty."""
+    """Compute the Fréchet distance of normal distributions with the moments of two sets of features, (n, F) and (m, F).
+
+    The distance is |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017), or NaN if a set is empty.
+    """
     if not len(first) or not len(second):
         return first.new_tensor(torch.nan)
     mean = (first.double().mean(0) - second.double().mean(0)).square().sum()

@@ -31,8 +31,8 @@ class AdaScale(Feature):
     """Factor of the learning rate: the gain (`sgd`), or the square root of the gain, which is then measured after
     Adam's scaling (`adam`); `auto` follows the optimizer."""
     decay: float = -1.0
-    """Decay rate, below 1, of the running averages of gradient variance and squared norm; a negative value takes `1 -
-    scale/1000`."""
+    """Decay rate, below 1, of the running averages of gradient variance and squared norm; a negative value takes
+    1 - scale / 1000."""
     consecutive: bool = False
     """Estimate the noise from the gradients of consecutive steps, which takes memory for one more gradient. Required
     with one rank and one micro-batch, and with FSDP, whose ranks have no gradients of their own."""
