@@ -38,7 +38,8 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
     """Set a rank's budget of its host's memory: `max_memory_gb` if the user has set it, else most of the memory that is
     free at the peak of a step. A collective. Without `max_memory_gb`, a budget that is already set does not change.
     Slots of an earlier start of the run will be filled again, so their memory counts as free. If the system has killed
-    a process for lack of memory since that start, the budget is halved.
+    a process for lack of memory since that start, checkpoints may take at most half of the memory that was free at that
+    start.
     """
     if settings.max_memory_gb:
         world.memory.budget = settings.max_memory_gb * 1e9 / world.local_size

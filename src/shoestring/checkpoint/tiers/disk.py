@@ -99,7 +99,7 @@ class Disk:
         """Add notes to a checkpoint that has been committed.
 
         Raises:
-            OSError: as `write`.
+            OSError: as for `write`.
             CheckpointError: the checkpoint's manifest is missing or damaged.
         """
         path = self.folder / record.checkpoint.name / MANIFEST

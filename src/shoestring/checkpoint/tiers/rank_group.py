@@ -109,7 +109,7 @@ class RankGroup:
         return damaged
 
     def start_exchange(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> Callable[[], None]:
-        """Start to send a contiguous tensor to one rank and to receive a tensor from another; returns a function that
+        """Start to send a contiguous tensor to a rank and to receive a tensor from a rank; returns a function that
         waits for both transfers."""
         works = (
             dist.irecv(receive[1], receive[0], group=self.process_group),

@@ -141,8 +141,8 @@ class Slot:
 
     def resume(self, history: History) -> None:
         """Keep the slot's content if its checkpoint is part of the run's history; otherwise remove the seal.
-        Checkpoints older than the restored checkpoint are kept too. The reason is that peers hold copies of an older
-        checkpoint, which the run needs if a host is lost before the next checkpoint.
+        Checkpoints older than the restored checkpoint are kept too. The reason is that peers may hold copies of an
+        older checkpoint, which the run needs if a host is lost before the next checkpoint.
         """
         record = sealed(self.seal_path)
         if record is not None and history.holds(record.checkpoint):
