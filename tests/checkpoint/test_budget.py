@@ -16,6 +16,7 @@ from shoestring.checkpoint.tiers import budget
 from shoestring.checkpoint.tiers.budget import HELD, OWN, STAGING
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import ConfigError
+from shoestring.planning import system
 from shoestring.testing.pool import Pool
 from tests.rigs.checkpointing.known import BETWEEN, RunSetup, Trainee, build_checkpointer, trained
 from tests.rigs.checkpointing.surroundings import listening, tmpfs
@@ -45,7 +46,9 @@ def test_slots_are_leased_and_given_back(tmp_path):
     assert memory.leases == {}
 
 
-def test_where_memory_is_short_checkpoints_go_to_disk_from_one_copy(tmp_path):
+@pytest.mark.parametrize("spare", [system.SPARE, 0.0], ids=["free", "none free"])
+def test_where_memory_is_short_checkpoints_go_to_disk_from_one_copy(tmp_path, monkeypatch, spare):
+    monkeypatch.setattr(system, "SPARE", spare)  # the share of the free memory that the copy may take
     checkpointer, *rest = limited(tmp_path / "disk", max_memory_gb=SMALL)
     with listening() as said:
         trained(checkpointer, *rest, range(1, 4 * BETWEEN + 1))
@@ -54,6 +57,8 @@ def test_where_memory_is_short_checkpoints_go_to_disk_from_one_copy(tmp_path):
         list(checkpointer.world.memory.leases) == [STAGING] and slots(checkpointer) == [] and len(checkpointer.own) == 1
     )
     assert checkpointer.safe == {"memory": 0, "peers": 0, "disk": 4 * BETWEEN}
+    on_disk = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{tmp_path}/disk/" in line]
+    assert bool(on_disk) == (not spare) and all(line.endswith("(deleted)") for line in on_disk)
     checkpointer.close()
     again, state, progress = limited(tmp_path / "disk", max_memory_gb=SMALL)
     assert resume(again, "auto") == 4 * BETWEEN
@@ -271,7 +276,7 @@ def test_a_run_is_not_killed_for_the_activations_that_its_slots_leave_no_room_fo
 
 def test_settings_that_cannot_work_are_refused_and_say_what_to_do():
     with pytest.raises(
-        ConfigError, match=r"slots` must be at least 3 .* copies, got 2 \(hint: one .* set slots = 3, or"
+        ConfigError, match=r"slots` must be at least 3 .* copies, got 2 \(hint: .* a slot each; set slots = 3, or"
     ):
         checkpoint.Tiered(slots=2).validate(2)
     checkpoint.Tiered(slots=2).validate(1)

@@ -1,19 +1,25 @@
-"""Reads free memory, peak memory, memory pressure and out-of-memory kills from the operating system."""
+"""Reads free memory, peak memory, memory pressure and out-of-memory kills from the operating system; finds room."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from shoestring.processors import ROOT, cgroups
 
 _KIB = 1024
+SPARE = 0.5
+"""Share of the free memory that a temporary copy may take; the other ranks of a host need memory as well."""
 
 
 class _Group(NamedTuple):
@@ -106,6 +112,22 @@ def return_memory() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def memory_or_disk(nbytes: int, folder: Path | None) -> np.ndarray:
+    """Room for a temporary copy: (nbytes,) uint8, uninitialized. It is freed with the last array that views it.
+
+    The room is this process's own memory, or a deleted file in `folder` if the copy would take more than `SPARE` of the
+    free memory. The system writes pages of such a file to disk and frees them when memory runs short, where it would
+    otherwise kill the process. If the disk is full, the room is this process's own memory after all.
+    """
+    if folder is not None and nbytes > SPARE * free_memory():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                return np.memmap(file, np.uint8, mode="r+", shape=(nbytes,))
+    return np.empty(nbytes, np.uint8)
 
 
 def forget_peak(root: Path = ROOT) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoestring import figures, report
 from shoestring.core.feature import Feature, export_weights
@@ -33,6 +35,7 @@ from shoestring.models.loading import build_model, origin_of, origin_trust
 from shoestring.models.quantized import rounded_parameters
 from shoestring.models.saving import PRETRAINED, base_name, save_in_place_of_model, save_model
 from shoestring.naming import Trust
+from shoestring.planning.system import memory_or_disk
 from shoestring.report import history_file, timeline
 from shoestring.report.console import Console
 from shoestring.report.findings import Findings
@@ -48,6 +51,7 @@ from shoestring.training.throughput import Meter, memory_gib
 
 log = logging.getLogger("shoestring")
 
+_ALIGNED = 64  # bytes to a multiple of which tensors begin in a room
 SAMPLE_TOKENS = 160  # number of tokens in a sample of generated text
 FEW_STEPS = 60
 """Number of optimizer steps below which the log suggests more steps, if `run.epochs` sets the length of the run."""
@@ -283,7 +287,7 @@ def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     Adapters are written to the same folder; if they are not merged into the model, only the adapters are written.
     `folder` is replaced atomically.
     """
-    whole = _whole(job, about)
+    whole = _whole(job, about, folder.parent)
     attachments = attachments_of(job)
     writers = [feature.write_beside(attachments, about.base) for feature in attachments.features]
     beside = [write for write in writers if write is not None]
@@ -301,10 +305,13 @@ def export(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     return whole
 
 
-def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
+def _whole(job: Job, about: ExportedModel, folder: Path) -> nn.Module | None:
     """The model to export: unsharded and without features, but computing the same outputs as the job's model.
 
     None on ranks other than the first if the model must be gathered or converted. A collective.
+
+    Args:
+        folder: folder on disk for the gathered weights, where memory has no room for them.
     """
     attachments = attachments_of(job)
     state = attachments.weights()
@@ -316,53 +323,84 @@ def _whole(job: Job, about: ExportedModel) -> nn.Module | None:
         with attachments.evaluating():  # recomputes buffers that depend on averaged weights (batch norm statistics)
             pass
     weights = {}
+    gathered = [value for value in state.values() if isinstance(value, DTensor)]
+    room = _Room(sum(map(_padded, gathered)) if job.world.first else 0, folder)
     for name, value in state.items():
         full = attachments.whole(name, value)  # a collective, so every rank calls it
+        if isinstance(value, DTensor) and job.world.first:
+            full = room.tensor(full.shape, full.dtype).copy_(full)
         if job.world.first or parted:
             weights[name] = full.cpu() if isinstance(full, Tensor) else full
     if parted:
-        weights = _of_all_ranks(job.world, weights)
+        weights = _of_all_ranks(job.world, weights, folder)
     if not job.world.first:
         return None
     states = {name: entry.state.state_dict() for name, entry in job.kept.items()} if changing else {}
     origin = about.origin
-    whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
-    known = isinstance(whole, GPT) or hf.is_pretrained(whole)  # other modules may also hold a parameter elsewhere
-    if known:
-        _drop_weights(whole)
+    module = attachments.module
+    known = isinstance(module, GPT) or hf.is_pretrained(module)  # other modules may also hold a parameter elsewhere
+    with _valueless_parameters() if known else nullcontext():
+        whole = build_model(origin["model"], origin["arguments"], origin["offered"], weights=False, trust=about.trust)
     slorb.fill(whole, export_weights(changing, weights, states), assign=known)
     if hf.is_pretrained(whole):
         cast(Any, whole).tie_weights()
     return whole
 
 
-def _of_all_ranks(world: World, weights: Mapping[str, Any]) -> dict[str, Any]:
+class _Room:
+    """Room for gathered weights, which are more than a rank holds in training: in memory, or else on disk."""
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        self._data, self._used = torch.from_numpy(memory_or_disk(nbytes, folder)), 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor in the room, uninitialized."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        data = self._data[self._used : self._used + nbytes]
+        self._used += -(-nbytes // _ALIGNED) * _ALIGNED
+        return data.view(dtype).view(tuple(shape))
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes that a tensor, or the whole tensor of a DTensor, takes of a room."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+
+
+def _of_all_ranks(world: World, weights: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Gather the weights of all ranks to the first rank, each tensor from the first rank that has it. A collective."""
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     own = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()}
-    gathered, known = dict(weights), set[str]()
+    senders = dict[str, int]()
+    empty = dict[str, Tensor]()
     for rank, names in enumerate(json.loads(data) for data in world.gather(json.dumps(own).encode())):
         for name, (shape, dtype) in names.items():
-            if name in known or not rank:
-                continue
-            if world.rank == rank:
-                dist.send(tensors[name].contiguous().to(world.device), 0)
-            elif world.first:
-                dist.recv(tensor := torch.empty(shape, dtype=getattr(torch, dtype), device=world.device), rank)
-                gathered[name] = tensor.cpu()
-        known.update(names)
+            if senders.setdefault(name, rank) == rank:
+                empty[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    gathered = dict(weights)
+    received = [tensor for name, tensor in empty.items() if senders[name]]
+    room = _Room(sum(map(_padded, received)) if world.first else 0, folder)
+    for name, rank in senders.items():
+        if rank and world.rank == rank:
+            dist.send(tensors[name].contiguous().to(world.device), 0)
+        elif rank and world.first:
+            here = room.tensor(empty[name].shape, empty[name].dtype)
+            dist.recv(there := here.to(world.device), rank)
+            gathered[name] = here.copy_(there) if there is not here else here
     return gathered
 
 
-def _drop_weights(model: nn.Module) -> None:
-    """Free the memory of a model's parameters, because their values are loaded later; buffers keep their values."""
-    dropped: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in dropped:
-                    dropped[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = dropped[parameter]
+@contextmanager
+def _valueless_parameters() -> Iterator[None]:
+    """Context in which modules get parameters without values, because these are loaded later; buffers have values."""
+
+    def valueless(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(cast(Any, valueless))  # may return, unlike its annotation
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _samples(model: nn.Module, prompts: Sequence[str], data: DataSets, folder: Path) -> list[dict[str, str]]:

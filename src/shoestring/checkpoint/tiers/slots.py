@@ -26,6 +26,7 @@ from shoestring.checkpoint.format.manifest import CheckpointId, Entry, Record
 from shoestring.checkpoint.format.part import Draft, Form, mapped
 from shoestring.checkpoint.tiers.file_acts import Files
 from shoestring.core.errors import CheckpointError, ShoestringError
+from shoestring.planning.system import memory_or_disk
 from shoestring.storage.guarded import open_regular, private_folder
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Slot:
     """Reason why the content will not survive the end of the process; empty if the content will survive."""
     order: object = None
     """The stager's `CopyOrder` for this slot, valid as long as the slot keeps its memory."""
+    overflow: Path | None = None
+    """Folder on disk for a copy that neither shared memory nor this process's own memory has room for."""
     _no_room: str = ""
     _rooms: dict[str, Room] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -181,7 +184,7 @@ class Slot:
     def _mapped(self, key: str, nbytes: int) -> Room:
         path = self._path(key)
         if self._no_room:
-            return Room(torch.empty(nbytes, dtype=torch.uint8))
+            return self._private(nbytes)
         try:
             self.files.before("folder", path.parent)
             check_private(path.parent)  # another user may have replaced the folder
@@ -193,12 +196,16 @@ class Slot:
                 return Room(mapped(file, nbytes, writable=True), (path, status.st_dev, status.st_ino))
         except ShoestringError as error:
             self.lacking = self._no_room = error.parts()[1]
-            return Room(torch.empty(nbytes, dtype=torch.uint8))
+            return self._private(nbytes)
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.lacking = self._no_room = f"no room for {figures.memory(nbytes)} in `{path.parent}`: {error.strerror}"
-            return Room(torch.empty(nbytes, dtype=torch.uint8))
+            return self._private(nbytes)
+
+    def _private(self, nbytes: int) -> Room:
+        """Memory that does not survive this process; on disk, if neither shared memory nor this process has room."""
+        return Room(torch.from_numpy(memory_or_disk(nbytes, self.overflow)))
 
     def _path(self, key: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{key}")

@@ -70,7 +70,8 @@ class Checkpointer:
         self.schedule = CheckpointSchedule(self.settings, self.world.hosts)
         self._checksums = ChecksumProcess(threads_beside(self.world.local_size), child=self.world.device.type == "cuda")
         names = [f"own-{local}-{index}" for index in range(self.settings.slots)]
-        self.own = [Slot(self.folder / name, self.files, self._checksums.sums) for name in names]
+        overflow = Path(self.settings.folder)
+        self.own = [Slot(self.folder / name, self.files, self._checksums.sums, overflow=overflow) for name in names]
         self.stager = Stager(self.world, self.stable, self.settings.overlap)
         self.standing = Standing(self.world.first, local == 0)
         self.safe, self.schedule.lacking = self.standing.safe, self.standing.lacking
