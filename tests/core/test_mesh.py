@@ -45,7 +45,7 @@ def test_a_world_with_other_hosts_shares_no_mesh():
     ("axis", "added", "size", "message"),
     [
         (LOCAL, "tensor", 3, "the 4 ranks over local cannot be split into groups of 3 for tensor"),
-        ("nowhere", "tensor", 2, "the 1 ranks over nowhere do not divide"),
+        ("nowhere", "tensor", 2, "the 1 ranks over nowhere cannot be split into groups of 2"),
         (LOCAL, "tensor", 0, "cannot be split into groups of 0 for tensor"),
         (LOCAL, HOSTS, 4, "the mesh already has an axis hosts of 2 ranks, not 4"),
     ],

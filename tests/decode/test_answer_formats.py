@@ -278,7 +278,11 @@ def test_any_tokenizer_writes_the_format_or_is_refused_in_one_line(kind, begins,
         answer = complete(server, prompt="the cat", n=4, structured_outputs={"json": {**SCHEMA, "required": ["legs"]}})
         if kind not in READABLE:
             error = answer.json()["error"]
-            assert answer.status_code == 400 and "need a tokenizer" in error["message"] and "\n" not in error["message"]
+            assert (
+                answer.status_code == 400
+                and "need a byte-level tokenizer" in error["message"]
+                and "\n" not in error["message"]
+            )
             return
         assert answer.status_code == 200, answer.text
         ended = [each["text"] for each in answer.json()["choices"] if each["finish_reason"] == "stop"]

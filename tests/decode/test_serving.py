@@ -114,7 +114,8 @@ def test_a_chat_uses_the_models_template_and_streams_the_same(server, client):
     streamed = [
         entry for piece in pieces for entry in (piece.choices[0].logprobs.content if piece.choices[0].logprobs else [])
     ]
-    assert [entry.logprob for entry in streamed] == [entry.logprob for entry in entries]
+    # The cache may hold a part of the prompt by now, and sums of another order differ in the last bits.
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in entries], abs=1e-9)
     newer = {"model": "small", "messages": asked["messages"], "seed": 2, "max_completion_tokens": 30}
     parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     for other in (newer, asked | {"messages": parts}):

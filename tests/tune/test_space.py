@@ -55,7 +55,7 @@ BAD = {
     "condition": ({"run.steps": {"int": [1, 2], "when": {"run.x": 1}}}, "`run.x` names no key of the space"),
     "never": (
         {"run.steps": {"int": [1, 2], "when": {"run.batch": 3}}, "run.batch": {"choice": [1, 2]}},
-        "can never hold: 3 is none",
+        "can never hold: 3 is not one of its choices",
     ),
     "unknown_key": ({"optim.adamw.lrr": {"float": [0.1, 0.2]}}, r"unknown key `lrr`.*did you mean `lr`"),
     "unknown_technique": ({"optim.adamww.lr": {"float": [0.1, 0.2]}}, "unknown technique.*did you mean `adamw`"),

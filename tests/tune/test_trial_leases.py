@@ -207,7 +207,7 @@ def test_another_study_or_version_is_refused(tmp_path):
     store = store_at(tmp_path / "a.db")
     store.create({"a": 1})
     store.create({"a": 1})
-    with pytest.raises(ConfigError, match="another study `s`"):
+    with pytest.raises(ConfigError, match="already has a study `s`"):
         store.create({"a": 2})
     with pytest.raises(ConfigError, match="holds no study `t`"):
         store_at(tmp_path / "a.db", "t").document()
