@@ -5,6 +5,8 @@ import fcntl
 import os
 import resource
 import signal
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +120,7 @@ def taking(monkeypatch):
 
 @pytest.mark.parametrize("make", [open_aside, lambda path: replaced_folder(path).__enter__()])
 def test_a_lock_that_another_process_holds_is_not_waited_for(make, tmp_path, monkeypatch):
-    with taking(monkeypatch), pytest.raises(OSError, match="removes each"):
+    with taking(monkeypatch), pytest.raises(OSError, match="removes every"):
         make(tmp_path / "x")
 
 
@@ -318,3 +320,22 @@ def test_weights_of_an_earlier_model_do_not_stay(tmp_path):
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     save_model(gpt(1), None, tmp_path / "model", MADE_BY)
     assert names(tmp_path / "model") == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_model_is_written_without_a_copy_of_its_weights_in_memory(tmp_path):
+    script = """
+import resource
+from pathlib import Path
+from shoestring.models.gpt import GPT, GPTConfig
+from shoestring.models.saving import save_model
+model = GPT(GPTConfig(vocab_size=257, dim=512, layers=16, heads=8, kv_heads=8, hidden=1408, context=16))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small = GPTConfig(vocab_size=257, dim=16, layers=1, heads=2, kv_heads=1, hidden=32, context=16)
+save_model(GPT(small), None, Path("small"), {})
+before = peak()
+save_model(model, None, Path("model"), {})
+print((peak() - before) / sum(parameter.nbytes for parameter in model.parameters()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.1

@@ -12,6 +12,7 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shoestring.core.errors import CheckpointError, ConfigError
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.storage import foreign
 from shoestring.storage.fields import Fields
-from shoestring.storage.whole import write_atomic
+from shoestring.storage.whole import write_atomic, write_by
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Data types of weights, by their names in the header of a safetensors file."""
@@ -91,8 +92,9 @@ def save_state(
     total = len(shards)
     files = [SINGLE] if total == 1 else [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
     for file, names in zip(files, shards, strict=True):
-        data = safetensors.torch.save({name: tensors[name].contiguous() for name in names}, {"format": "pt"})
-        write_atomic(folder / file, data)
+        pieces = {name: tensors[name].contiguous() for name in names}
+        # `safetensors.torch.save` would copy all weights twice in memory.
+        write_by(folder / file, partial(safetensors.torch.save_file, pieces, metadata={"format": "pt"}))
     current = {*files, INDEX} if total > 1 else set(files)
     for path in [*folder.glob("model*.safetensors"), folder / INDEX]:  # files of an earlier model with more shards
         if path.name not in current:

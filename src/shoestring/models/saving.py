@@ -19,7 +19,7 @@ from shoestring.models.beside import NOTHING, Beside, complete, copy_beside_weig
 from shoestring.models.gpt import GPT
 from shoestring.naming import USER, Trust, names_in
 from shoestring.storage import foreign
-from shoestring.storage.whole import recover, replaced_folder, write_atomic
+from shoestring.storage.whole import recover, replaced_folder, write_atomic, write_by
 
 MARKER = "shoestring"
 """Key in config.json under which shoestring's own entries are stored; their `format` selects one of
@@ -273,9 +273,4 @@ def source_folder(target: str) -> Path | None:
 
 def _save_weights(built: nn.Module, path: Path) -> None:
     """Write weights as safetensors, atomically; shared weights are written once."""
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        save_weights(built, str(aside))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_by(path, lambda new: save_weights(built, str(new)))

@@ -62,6 +62,26 @@ def put_aside(path: Path) -> Iterator[BinaryIO]:
                 file.close()
 
 
+def write_by(path: Path, write: Callable[[Path], None]) -> None:
+    """Let a library write a file, atomically and durably; see `write_atomic`.
+
+    Args:
+        write: function that writes the file at the path that it gets; the file may be another one than was there.
+    """
+    with made_above(path), writing(path):
+        _remove_left(path)
+        aside, descriptor = _make_aside(path)
+        try:
+            new = aside / path.name
+            write(new)
+            sync_folder(new)
+            new.replace(path)
+            sync_folder(path.parent)
+        finally:
+            os.close(descriptor)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
 def open_aside(path: Path) -> BinaryIO:
     """Open a new temporary file beside `path`, for `put_in_place` to rename; removes leftovers of killed processes.
 
