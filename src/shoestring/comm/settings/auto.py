@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoestring.comm.settings.base import Transport, check_types
+from shoestring.comm.settings.base import Exchange, Transport, check_types
 from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, SparseLoCo
-from shoestring.comm.settings.per_step import Dense, Exchange
+from shoestring.comm.settings.per_step import Dense
 from shoestring.comm.settings.worth import estimate_worth
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, HOSTS, Feature, Inexact, Reduction, Seam, splitting

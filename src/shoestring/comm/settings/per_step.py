@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.attachments import Attachments
 
-__all__ = ["BF16", "DGC", "Dense", "Exchange", "PowerSGD", "Quantize", "RandomK", "Sign", "TernGrad", "TopK"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Exchange):
