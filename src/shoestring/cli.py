@@ -17,6 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from importlib import import_module
 from importlib.metadata import version
+from itertools import pairwise
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
@@ -452,16 +453,32 @@ def _flags_of(verb: type) -> Iterator[str]:
 
 
 def _show_keys(arguments: list[str]) -> None:
-    """Print the keys of the run file or recipe that the arguments name; if they name none, print how to list keys."""
+    """Print the keys of the run file or recipe that the arguments name, and of the tables that overrides among them
+    turn on; if they name none, print how to list keys."""
     from shoestring import recipes
     from shoestring.commands.printing import say_lines
     from shoestring.verbs.keys import keys_of_run
 
     for argument in arguments:
         if argument in recipes.find() or (not argument.startswith("-") and Path(argument).exists()):
-            say_lines(keys_of_run(argument))
+            say_lines(keys_of_run(argument, list(_dotted_overrides(arguments))))
             return
     say(f"The keys of a recipe, with their help: shoestring train NAME --help; recipes: {', '.join(recipes.find())}")
+
+
+def _dotted_overrides(arguments: list[str]) -> Iterator[str]:
+    """The overrides of tables among the arguments, with their values: flags of verbs have no dots. A key without a
+    value, whose help somebody asks for, becomes its table."""
+    for flag, following in pairwise([*arguments, "--"]):
+        name, equals, _ = flag.partition("=")
+        if not name.startswith("--") or "." not in name:
+            continue
+        if equals:
+            yield flag
+        elif not following.startswith("--") and following != "-h":
+            yield from (flag, following)
+        else:
+            yield ".".join(name.split(".")[:2])
 
 
 def _as_user_error(error: Exception) -> ShoestringError | None:

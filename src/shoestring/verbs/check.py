@@ -87,6 +87,7 @@ def check(run: Run, workers: int = 1) -> Iterator[str]:
             micro = run.settings.batch // world.ranks_over(attachments_of(job).data_axes) // run.settings.accumulate
             yield from _memory(job, micro, run, seen.data)
         yield from occupied
+        yield "what a setting does: shoestring keys NAME"
 
 
 def _job(run: Run, code: UserCode, world: World, seen: DataPreview) -> Job:
