@@ -1,5 +1,5 @@
-"""Recipes: run files that prove the features on real work.
+"""Recipes: ready-made run files that test shoestring's features on real tasks.
 
-A recipe is a folder here with a `run.toml`; `shoestring.run.recipes` lists them, so a new folder is all that
-`shoestring train NAME` needs.
+A recipe is a subfolder of this package with a `run.toml`. `shoestring.run.recipes` lists these subfolders, so
+`shoestring train NAME` needs only a new subfolder.
 """

@@ -91,9 +91,9 @@ def test_the_rate_of_a_step_is_set_before_it_and_the_base_is_the_optimizers():
 @pytest.mark.parametrize(
     ("feature", "message"),
     [
-        (optim.Schedule(warmup=10), "`optim.schedule.warmup` of 10 steps leaves nothing of a run of 10"),
+        (optim.Schedule(warmup=10), "`optim.schedule.warmup` of 10 steps fills the run of 10 steps"),
         (optim.Schedule(warmup=-1), "`optim.schedule.warmup` must be zero or positive, got -1"),
-        (optim.Schedule(final=1.5), "`optim.schedule.final` is a share"),
+        (optim.Schedule(final=1.5), "`optim.schedule.final` is a fraction"),
         (optim.Schedule(cooldown=math.nan), "`optim.schedule.cooldown` must be zero or positive, got nan"),
         (optim.Clip(max_norm=0.0), "`optim.clip.max_norm` must be a positive number, got 0.0"),
         (optim.Clip(max_norm=math.nan), "`optim.clip.max_norm` must be a positive number, got nan"),

@@ -100,7 +100,7 @@ def test_a_schedule_scales_the_rate_of_each_group():
         ([Group(pattern="*"), Group(pattern="0.*")], r"in the group `0\.\*` .*`0.weight` is in an earlier group"),
         ([Group(pattern="*", lr_scale=-1.0)], r"`optim.sgd.groups\[0\].lr_scale` must be zero or positive"),
         ([Group(pattern="*", decay_scale=-1.0)], r"`optim.sgd.groups\[0\].decay_scale` must be zero or positive"),
-        ([Group(pattern="*", betas=(0.0, 0.9))], r"`optim.sgd` has no betas by group, which `groups\[0\]` sets"),
+        ([Group(pattern="*", betas=(0.0, 0.9))], r"`optim.sgd` has no betas per group, but `groups\[0\]` sets them"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(groups, said):
@@ -113,7 +113,7 @@ def test_betas_are_two_numbers_below_one(betas):
     with pytest.raises(ConfigError, match=r"`optim.adamw.groups\[0\].betas` must be two numbers in \[0, 1\)"):
         trained(optim.AdamW(groups=(Group(pattern="*", betas=betas),)))
     for settings in (optim.LAMB, optim.ScheduleFree):
-        with pytest.raises(ConfigError, match="has no betas by group"):
+        with pytest.raises(ConfigError, match="has no betas per group"):
             trained(settings(groups=(Group(pattern="*", betas=(0.0, 0.9)),)))
 
 

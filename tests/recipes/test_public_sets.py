@@ -111,7 +111,7 @@ def test_an_incomplete_set_is_refused_in_one_line(name, tmp_path):
     [
         ([("dist_img", "dmos")], "has no ratings"),
         ([("dist_img", "ref_img"), ("a.png", "b.png")], "not laid out"),
-        ([("dist_img", "ref_img", "dmos"), ("I01_01_01.png", "I01.png", "nan")], "no number"),
+        ([("dist_img", "ref_img", "dmos"), ("I01_01_01.png", "I01.png", "nan")], "not a finite number"),
         ([("dist_img", "ref_img", "dmos"), ("I01_01_01.png", "I01.png", "good")], "not laid out"),
         ([("dist_img", "ref_img", "dmos"), ("../../x.png", "I01.png", "1")], "leads out|No such file"),
     ],
@@ -152,7 +152,7 @@ def test_a_set_is_split_by_content(several):
     everything = [one.path for fold in range(3) for one in data("kadid10k", str(several), fold, 3)[1].rated]
     assert len(everything) == len(set(everything)) == 12
     for fold, folds in ((3, 3), (0, 7), (-1, 2)):
-        with pytest.raises(ConfigError, match="of 6 contents"):
+        with pytest.raises(ConfigError, match="6 scenes have no fold"):
             data("kadid10k", str(several), fold, folds)
     with pytest.raises(DataError, match="at least 96"):
         public_sets.grid(torch.zeros(96, 95, dtype=torch.uint8), 4)

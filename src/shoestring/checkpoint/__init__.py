@@ -24,11 +24,12 @@ def attach(
 ) -> Attached:
     """Write and restore checkpoints in a program with a training loop of its own.
 
-    On the result, call `.restore()` once before the loop, and `.step()` after each optimizer step.
+    Call `.restore()` of the returned object once before the loop, and `.step()` after each optimizer step.
 
     Args:
         state: objects that all ranks replicate or shard, such as the model, the optimizer and a schedule.
-        own: objects that differ from rank to rank, such as a data loader. Random number generators are saved anyway.
+        own: objects that differ from rank to rank, such as a data loader. The states of random number generators are
+            always saved.
         settings: settings of the checkpoints; defaults to `Tiered()`.
 
     Raises:

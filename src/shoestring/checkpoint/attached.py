@@ -31,11 +31,12 @@ from shoestring.core.world import World
 log = logging.getLogger("shoestring")
 
 OURS = ("progress", "random", "checkpoint")
-"""Names of the states that are saved in addition to the states that the program passes; it may not use these names."""
+"""Names of the states that are saved in addition to the program's own states; the program must not use these names."""
 
 
 def install(attachments: Attachments, settings: Tiered) -> None:
-    """Attach multi-level checkpoints to a job: restored at the start, written after steps, completed on exit."""
+    """Attach multi-level checkpoints to a job: restore a checkpoint at the start, write checkpoints after steps, and
+    complete them on exit."""
 
     def stable() -> set[int]:
         states = (entry.state for entry in attachments.kept.values())
@@ -64,7 +65,8 @@ def install(attachments: Attachments, settings: Tiered) -> None:
 
 
 def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differences | None:
-    """Create the recorder of differences since the newest checkpoint; None for a single rank, which exchanges nothing.
+    """Create the recorder of step differences since the newest checkpoint; returns None for a single rank, which
+    exchanges no gradients.
 
     Raises:
         ConfigError: steps of this job cannot be replayed; raised on all ranks.
@@ -95,12 +97,11 @@ def _differences(attachments: Attachments, checkpointer: Checkpointer) -> Differ
 
 
 def _restore(checkpointer: Checkpointer, total: int, where: str) -> int | None:
-    """Resume from a checkpoint. If the run has no steps left, write its state to disk.
-
-    A finished run that resumes from memory was killed before its last checkpoint was on disk.
+    """Resume from a checkpoint. If a run resumes from memory and has no steps left, the run was killed before its last
+    checkpoint was on disk. In this case, the state is written to disk.
 
     Args:
-        total: number of steps that the run file asks for; 0 if it gives no number.
+        total: number of steps in the run file; 0 if the run file does not set a number.
         where: "auto" for the newest checkpoint, or a path.
     """
     step = resume(checkpointer, where)
@@ -114,7 +115,7 @@ def restore(attachments: Attachments, settings: Tiered, where: str) -> int | Non
     """Resume a job without `Tiered`, possibly from checkpoints that an earlier start wrote with `Tiered`.
 
     Args:
-        settings: settings that say in which folders checkpoints are looked for; none is written.
+        settings: settings with the folders to search for checkpoints; no checkpoint is written.
         where: "auto" for the newest checkpoint, or a path.
     """
     slots = attachments.world.agree(lambda: slots_folder(settings, attachments.world, make=False))
@@ -126,14 +127,15 @@ def restore(attachments: Attachments, settings: Tiered, where: str) -> int | Non
 
 
 def close(checkpointer: Checkpointer) -> None:
-    """Stop writing checkpoints. If the run has finished, delete its checkpoints in memory: the last one is on disk."""
+    """Stop writing checkpoints. If the run has finished, delete its checkpoints in memory, because the last checkpoint
+    is on disk."""
     checkpointer.close()
     if checkpointer.finished and checkpointer.world.local_rank == 0:
         forget_all(checkpointer.folder.parent)
 
 
 def addresses(owners: Iterable[object]) -> set[int]:
-    """Storage addresses of all tensors that stay unchanged until the next optimizer step.
+    """Return the storage addresses of all tensors that do not change until the next optimizer step.
 
     These tensors are parameters, optimizer state, and metrics of the newest step that are still on the device.
     """
@@ -149,7 +151,7 @@ def _tensors(owner: object) -> Iterator[Tensor]:
     elif isinstance(owner, Optimizer):
         for state in owner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-    elif isinstance(unread := getattr(owner, "unread", None), Tensor):  # an attribute of `Progress` and `NewestRows`
+    elif isinstance(unread := getattr(owner, "unread", None), Tensor):  # in `Progress` and `NewestRows`
         yield unread
 
 
@@ -157,22 +159,23 @@ def _check_states(state: Mapping[str, Stateful], own: Mapping[str, Stateful]) ->
     """Raise ConfigError if an object has no state to save, or two objects would be saved under the same name."""
     for key, states in (("state", state), ("own", own)):
         if not isinstance(states, Mapping):
-            raise ConfigError(f"`{key}` must be a mapping, got a {type(states).__name__}", hint='as {"model": model}')
+            raise ConfigError(f"`{key}` must be a mapping, got a {type(states).__name__}", hint='pass {"model": model}')
         for name, value in states.items():
             if not isinstance(value, Stateful):
                 message = f"`{name}` in `{key}` is a {type(value).__name__}, without `state_dict` and `load_state_dict`"
-                raise ConfigError(message, hint="give the object itself, such as the model, not its state dict")
+                raise ConfigError(message, hint="pass the object itself, such as the model, not its state dict")
     for name in OURS:
         if name in state or name in own:
             raise ConfigError(
-                f"`{name}` is reserved for a state that `checkpoint.attach` adds", hint="give yours another name"
+                f"`{name}` is reserved for a state that `checkpoint.attach` adds", hint="rename your state"
             )
     if both := state.keys() & own.keys():
-        raise ConfigError(f"`{min(both)}` is in `state` and in `own`", hint="give one of them another name")
+        raise ConfigError(f"`{min(both)}` is in `state` and in `own`", hint="rename one of them")
 
 
 class Attached:
-    """Checkpoints of a program with a training loop of its own; a context manager, whose end stops the threads.
+    """Writes and restores checkpoints in a program with a training loop of its own; a context manager that stops its
+    threads on exit.
 
     All ranks call `restore` before the loop, and `step` after every optimizer step.
     """
@@ -187,9 +190,7 @@ class Attached:
             message = (
                 f"`{settings.name}.differences` replays steps of a job, but `checkpoint.attach` works without a job"
             )
-            raise ConfigError(
-                message, hint="attach it with `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`"
-            )
+            raise ConfigError(message, hint="use `ss.attach(model, optimizer, comm.…, checkpoint.Tiered(…))`")
         _check_states(state, own)
         self._hooks: list[Callable[[], None]] = []
         states = {name: Kept(value, "shard", None) for name, value in state.items()}
@@ -205,16 +206,17 @@ class Attached:
                 self._hooks.append(owner.register_step_pre_hook(lambda *_: self.checkpointer.wait()).remove)
 
     def restore(self, where: str | Path = "auto") -> int:
-        """Resume from the newest checkpoint, or from the one at a path; returns its step, or 0 if there is none."""
+        """Resume from the newest checkpoint or from the checkpoint at a path; returns the checkpoint's step, or 0 if
+        there is no checkpoint."""
         return resume(self.checkpointer, str(where)) or 0
 
     def step(self, *, last: bool = False) -> None:
-        """Count a step, and make a checkpoint if one is due. If `last`, wait until the checkpoint is on disk."""
+        """Count a step, and write a checkpoint if one is due. If `last`, write a checkpoint to disk and wait for it."""
         if self.closed:
             raise CheckpointError("the checkpoints are closed", hint="call `step` inside the `with` block")
         self.progress.step += 1
         self.checkpointer.capture(last)
-        if not self._hooks:  # without a hook before the next optimizer step, nothing would wait for the copy
+        if not self._hooks:  # without an optimizer hook, nothing else would wait for the copy
             self.checkpointer.wait()
 
     def close(self) -> None:

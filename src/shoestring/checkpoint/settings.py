@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Feature):
-    """Checkpoints in one file each, written by the first rank while training waits; no file is ever half written."""
+    """Checkpoints as single files, which the first rank writes while training waits; files are written atomically."""
 
     every: int = 0
-    """Steps between checkpoints. With a larger value training waits for the disk less often, and more steps are
-    repeated after a kill. With 0 checkpoints are written at the end and on a signal only."""
+    """Steps between checkpoints. With a larger value, training waits for the disk less often, and more steps are
+    repeated after a kill. With 0, checkpoints are written only at the end and on a signal."""
     keep: int = 2
-    """Number of the newest checkpoints to keep. A larger number takes more disk space, and allows resuming from older
-    steps."""
+    """Number of the newest checkpoints to keep. A larger number takes more disk space, and allows the run to resume
+    from older steps."""
     folder: str = "checkpoints"
     """Folder of the checkpoints; a relative path lies in the run folder."""
 
@@ -70,57 +70,57 @@ class Plain(Feature):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiered(Feature):
-    """Checkpoints at three levels, each as often as the failures it guards against warrant: in this host's memory, in
-    the memory of other hosts, and on disk."""
+    """Checkpoints at three levels, each as often as the failures that it guards against require: in this host's memory,
+    in other hosts' memory, and on disk."""
 
     memory_every: int | str = "auto"
-    """Steps between checkpoints in this host's shared memory, which survive a killed process. With a larger value less
-    is copied, and more steps are repeated after a kill. "auto" plans the interval from the measured time of copies and
-    rate of failures; 0 turns the level off."""
+    """Steps between checkpoints in this host's shared memory, which survive a killed process. With a larger value, less
+    data is copied, and more steps are repeated after a kill. "auto" plans the interval from the measured duration of a
+    copy and rate of failures; 0 turns the level off."""
     peers_every: int | str = "auto"
-    """Steps between copies in the memory of other hosts, which survive the loss of this host. With a larger value less
-    is sent, and more steps are repeated after the loss. "auto" plans the interval from the measured time of copies and
-    rate of failures; 0 turns the level off."""
+    """Steps between copies in the memory of other hosts, which survive the loss of this host. With a larger value, less
+    data is sent, and more steps are repeated after the loss. "auto" plans the interval from the measured duration of a
+    copy and rate of failures; 0 turns the level off."""
     disk_every: int | str = "auto"
-    """Steps between checkpoints on disk, which survive the loss of all hosts. With a larger value less is written, and
-    more steps are repeated after the loss. "auto" plans the interval from the measured time of writing and rate of
-    failures; 0 writes at the end and on a signal only."""
+    """Steps between checkpoints on disk, which survive the loss of all hosts. With a larger value, less data is
+    written, and more steps are repeated after the loss. "auto" plans the interval from the measured duration of a write
+    and rate of failures; 0 writes only at the end and on a signal."""
     redundancy: Literal["copy", "parity", "off"] = "copy"
     """Redundancy of the state that only one host holds: "copy" keeps a copy on a partner host, "parity" keeps parity
-    over a set of hosts, which takes less memory but longer to restore, and "off" keeps none."""
+    over a set of hosts, which takes less memory but more time to restore, and "off" keeps no redundancy."""
     set_size: int = 4
-    """Number of hosts that share one parity; any one host of such a set may be lost. A larger set takes less memory
-    (the state of a host divided by the size minus 1), and more traffic to restore."""
+    """Number of hosts in a set that shares one parity; any single host of the set may be lost. A larger set takes less
+    memory (a host's state divided by `set_size` - 1), and more traffic to restore."""
     slots: int = 3
-    """Number of checkpoints that this host's memory has room for; each takes the size of the host's state. With a
+    """Number of checkpoints for which this host's memory reserves room; each takes the size of the host's state. With a
     larger number, a checkpoint waits less often for the checksums or copies of the previous one."""
     differences: int = 0
     """Number of the newest steps whose averaged gradients are kept in this host's memory, in the codec's compact form.
-    After a process is killed they are replayed on the newest checkpoint, so that at most the newest step is trained
-    again. A larger value takes more memory, and allows more steps between checkpoints: up to half of the value. With 0
-    none are kept."""
+    After a process is killed, the gradients are replayed on the newest checkpoint, so that at most the newest step is
+    trained again. A larger value takes more memory, and allows more steps between checkpoints: up to half of the value.
+    With 0, no gradients are kept."""
     differences_on: Literal["memory", "peers", "disk"] = "memory"
-    """Place where differences are kept. "memory" is this host's memory, which survives a killed process. "peers" adds
-    the memory of another host for the states that only one rank has, which survives the loss of one host; other hosts
-    then get a checkpoint at least every `differences / 2` steps. "disk" does both, and also writes files of
-    `differences / 2` steps, which survive the loss of all hosts; a checkpoint is then written to disk at least every
-    `4 * differences` steps, and older files are deleted."""
+    """Place where differences are kept. "memory" is this host's memory, which survives a killed process. "peers" also
+    keeps the states that only one rank has in another host's memory, which survives the loss of one host; other hosts
+    then get a checkpoint at least every `differences / 2` steps. "disk" uses both places, and also writes files of
+    `differences / 2` steps, which survive the loss of all hosts; a checkpoint is then written to disk at least every `4
+    * differences` steps, and older files are deleted."""
     overlap: bool = True
-    """Copy weights and optimizer state during the next forward and backward pass. Set false if anything but the
-    optimizer changes them; training then waits for the copy."""
+    """Copy weights and optimizer state during the next forward and backward pass. Set to false if anything but the
+    optimizer changes weights or optimizer state; training then waits for the copy."""
     keep: int = 2
-    """Number of the newest checkpoints on disk to keep. A larger number takes more disk space, and allows resuming from
-    older steps."""
+    """Number of the newest checkpoints on disk to keep. A larger number takes more disk space, and allows the run to
+    resume from older steps."""
     max_memory_gb: float = 0.0
-    """Memory of this host that checkpoints may take, in GB. A level that needs more is turned off, with a warning. With
-    0 the limit is the memory that is free at the peak of a step."""
+    """Maximum memory of this host that checkpoints may take, in GB. A level that needs more is turned off, with a
+    warning. With 0, the limit is the memory that is free at the peak of a step."""
     deadline: float = 0.0
     """Seconds from a signal until this machine is shut down. If writing to disk takes longer, the last checkpoint goes
-    to the memory of other hosts instead. With 0 the machine is not expected to be shut down."""
+    to the memory of other hosts instead. 0 means that no shutdown is expected."""
     folder: str = "checkpoints"
     """Folder of the checkpoints on disk; a relative path lies in the run folder."""
     memory_folder: str = "/dev/shm"
-    """Folder of a file system in memory (tmpfs), which holds the checkpoints of the memory level."""
+    """Folder in a file system in memory (tmpfs) for the checkpoints of the memory level."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -135,7 +135,7 @@ class Tiered(Feature):
         self.validate(attachments.world.hosts)
         from shoestring.checkpoint.tiers.slots import slots_folder
 
-        if attachments.world.hosts == 1:  # several hosts check and agree on this when the feature is attached
+        if attachments.world.hosts == 1:  # several hosts validate the settings together when the feature is attached
             slots_folder(self, attachments.world, make=False)
         if self.differences:
             from shoestring.checkpoint.differences.averages import check
@@ -158,13 +158,13 @@ class Tiered(Feature):
         if self.slots < 3 and hosts > 1 and self.redundancy != "off" and self.peers_every:
             raise ConfigError(
                 f"`{self.name}.slots` must be at least 3 if other hosts keep copies, got {self.slots}",
-                hint="one slot holds what peers have, one the newest checkpoint, one the next; set slots = 3, or "
+                hint="peers' copies, the newest checkpoint and the next one need a slot each; set slots = 3, or "
                 "peers_every = 0",
             )
 
     def _validate_differences(self) -> None:
-        """Raise ConfigError if checkpoints at a level are too far apart for the differences that follow them."""
-        most = self.differences // 2  # half, because completing a checkpoint on all ranks takes some steps
+        """Raise ConfigError if checkpoints at a level are too far apart for the number of differences."""
+        most = self.differences // 2  # half, because it takes some steps to complete a checkpoint on all ranks
         if self.differences_on != "memory" and not self.differences:
             message = f'`{self.name}.differences_on` is "{self.differences_on}", but no differences are kept'
             raise ConfigError(message, hint="set differences = 16")
@@ -196,7 +196,7 @@ class Tiered(Feature):
         from shoestring.checkpoint.tiers.save_schedule import CheckpointSchedule
 
         alone = attachments.world.ranks_over(DATA) == 1
-        # Once the feature is attached, the job's own schedule knows which levels work, and their intervals.
+        # Once the feature is attached, the job's schedule has the current intervals, and knows which levels work.
         known = attachments.kept["checkpoint"].state if "checkpoint" in attachments.kept else None
         schedule = known if isinstance(known, CheckpointSchedule) else CheckpointSchedule(self, attachments.world.hosts)
         if schedule is not known:

@@ -89,8 +89,7 @@ class Predict:
     folder: Positional[Path]
     """Folder with the files; its subfolders are searched as well."""
     out: Path = Path("predictions.csv")
-    """File to write the rows to, .csv or .jsonl; a page with the same name and the suffix .html is written beside
-    it."""
+    """File to write the rows to, .csv or .jsonl; a page of the same name with the suffix .html is written beside it."""
     pictures: Path | None = None
     """Folder to write predicted pictures to, as PNG files; the rows then hold the files' names. By default pictures are
     only on the page."""

@@ -22,21 +22,22 @@ from shoestring.core.world import World
 from shoestring.distributed.rendezvous import Membership, register
 
 OWN_RUN = "shoestring-agent-"
-"""Beginning of the run's id that `launch` gives to torchrun's agent; the number of the agent's process follows."""
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_POLL = 0.5  # seconds between checks whether the agent is alive, where the kernel sends no signal when it dies
+"""Prefix of the run id that `launch` passes to torchrun's agent; the agent's process id follows the prefix."""
+_PARENT_DEATH_SIGNAL = 1  # the constant PR_SET_PDEATHSIG of linux/prctl.h
+_POLL = 0.5  # seconds between checks that the agent is alive, on systems without PR_SET_PDEATHSIG
 
 
 @contextmanager
 def join(*, timeout: float = 600.0) -> Iterator[World]:
-    """Context in which this process is a rank of the process group of torchrun's ranks, or the only rank without it.
+    """Context manager that joins the process group of the ranks that torchrun started; without torchrun, this process
+    is the only rank.
 
     Args:
-        timeout: seconds that a collective waits for another rank before it fails.
+        timeout: seconds that a collective waits for another rank before the collective fails.
 
     Raises:
         WorldError: this host has more ranks than GPUs, or hosts have different numbers of ranks.
-        PeerError: the ranks do not find each other; or a rank, or the link to it, is lost inside the context.
+        PeerError: the ranks cannot connect to each other, or inside the context a rank dies or becomes unreachable.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=own_device(0))
@@ -47,15 +48,16 @@ def join(*, timeout: float = 600.0) -> Iterator[World]:
     device = own_device(local_rank)
     if device.type == "cuda" and local_size > torch.cuda.device_count():
         raise WorldError(
-            f"{local_size} workers on a host with {torch.cuda.device_count()} GPUs", hint="start one worker a GPU"
+            f"{local_size} workers on a host with {torch.cuda.device_count()} GPUs", hint="start one worker per GPU"
         )
     if size % local_size:
         raise WorldError(
-            f"{size} ranks do not divide into hosts of {local_size}", hint="start the same number on each host"
+            f"{size} ranks cannot be divided evenly among hosts with {local_size} ranks",
+            hint="start equally many ranks on every host",
         )
     if local_size == size:
-        # By default Gloo listens on the address of the host's name, which other hosts can reach; on one host loopback
-        # is enough.
+        # By default, Gloo listens on the address that the host name resolves to, which other hosts can reach. On one
+        # host, loopback is enough.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     members = _rendezvous(timeout)
@@ -73,13 +75,13 @@ def end_with_agent() -> None:
     """Make sure that this process is killed when the elastic agent that started it ends, for any reason.
 
     Otherwise workers of a killed agent would continue to train, beside the workers that the next agent starts.
-    Checkpoints in shared memory survive the end of the workers. For a process that no elastic agent started, this
-    function does nothing.
+    Checkpoints in shared memory survive when the workers are killed. This function does nothing in a process that no
+    elastic agent started.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    # Our own agent names itself in the run's id, because it may have ended while this process imported torch.
-    # Others name anything there: a job's number in Slurm is no process.
+    # `launch` writes the agent's process id into the run id. The parent's process id is not reliable: the agent may
+    # have ended while this process imported torch. Other launchers may put any number there, such as a Slurm job id.
     before, own, number = os.environ["TORCHELASTIC_RUN_ID"].partition(OWN_RUN)
     agent = int(number) if own and not before and number.isdecimal() else os.getppid()
     if not _killed_with_parent():
@@ -89,7 +91,8 @@ def end_with_agent() -> None:
 
 
 def _killed_with_parent() -> bool:
-    """Ask the kernel to kill this process when its parent ends; False if it cannot, as outside of Linux."""
+    """Ask the kernel to kill this process when its parent ends; returns False if the kernel cannot do so, as on systems
+    other than Linux."""
     try:
         return ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) == 0
     except (OSError, AttributeError):
@@ -97,7 +100,7 @@ def _killed_with_parent() -> bool:
 
 
 def _watch(agent: int) -> None:
-    """Wait until the agent has ended, so that it is no longer this process's parent; then kill this process."""
+    """Kill this process as soon as the agent is no longer its parent, which means that the agent has ended."""
     while os.getppid() == agent:
         time.sleep(_POLL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -111,21 +114,21 @@ def _rendezvous(timeout: float) -> Membership:
     except (RuntimeError, ValueError) as error:
         raise PeerError(
             f"the ranks did not find each other at {address[0]}:{address[1]}: {str(error).splitlines()[0]}",
-            hint="check that the address is right and that this host can reach it",
+            hint="check that the address is right and that this host can connect to it",
         ) from error
 
 
 def wait_for_gloo_threads(patience: float = 10.0) -> None:
-    """Wait until Gloo's threads have released the tensors of the last exchange.
+    """Wait until Gloo's threads have released the tensors of the last collective.
 
-    Gloo's threads release the tensors a moment after the exchange has returned, and need Python's global interpreter
-    lock (GIL) for that. At shutdown, Python (up to 3.13) unwinds a thread that waits for the GIL, here through a
-    destructor, so a process that has finished its work would end with SIGABRT
+    Gloo's threads release the tensors shortly after a collective has returned, and need Python's global interpreter
+    lock (GIL) to do so. At shutdown, Python (up to 3.13) unwinds the stack of a thread that waits for the GIL. A Gloo
+    thread waits for the GIL in a destructor, so a process that has finished its work would end with SIGABRT
     (github.com/pytorch/pytorch/issues/190489). Destroying a process group stops its threads only if nothing else holds
     a reference to the group, but a model in DDP does.
 
-    The GIL is free while this thread sleeps. So a Gloo thread that stays asleep is not waiting for the GIL, but for
-    another exchange, which will not come.
+    This function sleeps between checks, and the GIL is free meanwhile. So a Gloo thread that stays asleep is not
+    waiting for the GIL. The thread is idle until the next collective, and no collective follows.
 
     Args:
         patience: seconds after which this function returns even if threads are still busy.
@@ -140,7 +143,8 @@ def wait_for_gloo_threads(patience: float = 10.0) -> None:
 
 
 def gloo_threads() -> list[int | None]:
-    """For each Gloo thread of this process: how often it has fallen asleep so far, or None if it is awake."""
+    """Return how often each Gloo thread of this process has fallen asleep so far, or None for a thread that is
+    awake."""
     sleeps: list[int | None] = []
     for task in Path("/proc/self/task").glob("*/status"):  # there are no such files on systems other than Linux
         try:

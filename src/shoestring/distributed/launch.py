@@ -27,7 +27,7 @@ from shoestring.processors import processors
 
 LOOPBACK = "127.0.0.1"
 AGENTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals for which the agent installs handlers
-GRACE = 600  # seconds after a signal in which workers may finish their step and save; always 30 before torch 2.12
+GRACE = 600  # seconds to finish the step and write a checkpoint after a signal; always 30 before torch 2.12
 _GRACE: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
@@ -82,16 +82,16 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `python -m shoestring COMMAND` as `workers` ranks of this host.
 
     Args:
-        restarts: how many times all workers are started again after a worker has died. After an error that the user
-            must correct (exit code 2) they are not started again.
+        restarts: how many times all workers are started again after a worker has died. Workers are not started again
+            after an error that the user must correct (exit code 2).
 
     Returns:
-        The exit code: 0 if all workers succeeded, the exit code of the worker that failed first, or `STOPPED` after a
-        signal to this process or to a worker.
+        The exit code: 0 if all workers succeeded, `STOPPED` after a signal to this process or to a worker, and
+        otherwise the exit code of the worker that failed first.
     """
     if "shoestring-local" not in registry._registry:
         registry.register("shoestring-local", _build_handler)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says what failed
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` reports failures instead
     options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -99,7 +99,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
         "run_id": f"{OWN_RUN}{os.getpid()}",
         "rdzv_backend": "shoestring-local",
         "rdzv_endpoint": LOOPBACK,
-        "max_restarts": 0,  # the agent would also restart after errors that a restart cannot help
+        "max_restarts": 0,  # the agent would also restart workers after errors that a restart cannot fix
         "monitor_interval": 0.1,
         "local_addr": LOOPBACK,
         **_GRACE,
@@ -109,7 +109,7 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
     for _ in range(restarts + 1):
         try:
             folder = TemporaryDirectory(prefix="shoestring-workers-", ignore_cleanup_errors=True)
-            with _handlers_restored(), folder as logs:  # by default the agent leaves a folder behind
+            with _handlers_restored(), folder as logs:  # the agent's default log folder would remain after the run
                 specs = DefaultLogsSpecs(log_dir=logs)
                 config = LaunchConfig(logs_specs=specs, **options)
                 elastic_launch(config, sys.executable)("-P", "-m", "shoestring", *command)
@@ -126,10 +126,11 @@ def launch(command: Sequence[str], workers: int, restarts: int = 0) -> int:
 
 @contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """Context that afterwards restores the signal handlers that the agent replaces.
+    """Context manager that restores the signal handlers at its end, because the agent replaces them.
 
-    The agent's handlers would end this process at a later signal. Inside the context, SIGUSR1, by which batch systems
-    announce the end of a job, is turned into SIGTERM, at which workers write a checkpoint and end.
+    The agent's handlers would remain installed and would end this process at a later signal. Inside the context,
+    SIGUSR1 is turned into SIGTERM. Batch systems send SIGUSR1 shortly before they end a job, and workers respond to
+    SIGTERM by writing a checkpoint and ending.
     """
     before = {number: signal.getsignal(number) for number in (*AGENTS, signal.SIGUSR1)}
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -145,10 +146,11 @@ def _build_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _explain(error: ChildFailedError) -> int:
-    """Print which worker failed first and why (the worker's own message if there is one); return the exit code.
+    """Print which worker failed first and why, with the worker's own message if there is one; return the exit code.
 
-    A worker killed by SIGTERM comes after all others: the agent ends the other workers with it after a failure, and
-    its timestamps are whole seconds.
+    A worker killed by SIGTERM is reported only if all failed workers were killed by SIGTERM. After a failure, the agent
+    ends the remaining workers with SIGTERM, and its timestamps, in whole seconds, do not show which worker failed
+    first.
     """
     rank, failure = min(
         error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
@@ -157,6 +159,6 @@ def _explain(error: ChildFailedError) -> int:
         sys.stderr.write(f"error: rank {rank} was killed by {failure.signal_name()}\n")
         return 128 - failure.exitcode
     if failure.exitcode == ShoestringError.code:
-        message: object = failure.message  # if the worker left an error file: a mapping with time and call stack
+        message: object = failure.message  # a mapping with time and call stack if the worker wrote an error file
         sys.stderr.write(f"{message['message'] if isinstance(message, dict) else message}\n")
     return failure.exitcode

@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # documented under this name
+from torch.distributed import PrefixStore  # the documented path of the class
 
 from shoestring._torch import Store
 from shoestring.core.errors import PeerError, WorldError
 
-ANSWER = 5.0  # seconds in which ranks must answer; ranks that are alive notice a failure within a step of each other
+ANSWER = 5.0  # seconds in which ranks must answer; all live ranks notice a failure within the duration of one step
 POLL = 0.02  # seconds between two reads of the store
 RESTART = (
     'start again to resume from the newest checkpoint: the same command with run.resume = "auto", or torchrun with '
     "--max-restarts"
 )
 
-# Gloo has no error class of its own. All but one of its messages begin with a source file of Gloo.
+# Gloo has no error class of its own. All Gloo messages except one begin with the path of a Gloo source file.
 _GLOO = re.compile(r"(?:\[\S*gloo/\S+:\d+\] *|(?=Application timeout caused pair closure))(.*)", re.DOTALL)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -37,7 +37,7 @@ class Membership:
     Args:
         rank: this rank.
         hosts: host name of each rank.
-        store: key-value store, under a prefix that no other start uses.
+        store: key-value store, with a key prefix that no other start of the job uses.
         address: host and port on which the store listens.
         timeout: seconds that a collective waits for other ranks.
     """
@@ -49,14 +49,15 @@ class Membership:
     timeout: float
 
     def missing_ranks(self) -> list[int] | None:
-        """Announce that this rank is alive, and return the ranks that do not do so within `ANSWER` seconds.
+        """Announce that this rank is alive, and return the ranks that do not announce themselves within `ANSWER`
+        seconds.
 
         The result is None if the store cannot be reached.
         """
         missing, end = set(range(len(self.hosts))), time.monotonic() + ANSWER
         try:
-            # If the link to the store is cut, calls of the store block for as long as TCP retries. A new connection
-            # fails after its timeout.
+            # If the network link to the store is cut, calls of the store block for as long as TCP retries. Opening a
+            # new connection, in contrast, fails after the timeout that is passed here.
             socket.create_connection(self.address, ANSWER).close()
             self.store.set(f"alive/{self.rank}", "")
             while missing and time.monotonic() < end:
@@ -67,12 +68,13 @@ class Membership:
         return sorted(missing)
 
     def unequal_loops(self, missing: Sequence[int]) -> str:
-        """Describe the ranks whose training loops have ended while other ranks' loops continue; empty if none have."""
+        """Describe the ranks whose training loops have ended while other ranks' loops continue; returns "" if there are
+        none."""
         steps: dict[str, dict[int, int]] = {"ended": {}, "left": {}}
         for event, by_rank in steps.items():
             for rank in range(len(self.hosts)):
                 if self.store.check([f"{event}/{rank}"]):
-                    by_rank[rank] = int(self.store.get(f"{event}/{rank}"))  # -1 for a loop that has not ended
+                    by_rank[rank] = int(self.store.get(f"{event}/{rank}"))  # -1 if the loop has not ended
         ended = {rank: step for rank, step in steps["ended"].items() if step >= 0}
         later = {rank: step for rank, step in steps["left"].items() if rank not in missing and rank not in ended}
         if not ended or not any(step >= min(ended.values()) for step in later.values()):
@@ -81,15 +83,15 @@ class Membership:
         return f"{done}, and {self.describe(list(later))} continued to step {max(later.values()) + 1}"
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Text that names the ranks and their hosts, as "rank 1 on host1 and rank 3 on host3"."""
+        """Return a text that names the ranks and their hosts, such as "rank 1 on host1 and rank 3 on host3"."""
         return " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in ranks)
 
     @contextmanager
     def explain_failures(self) -> Iterator[None]:
-        """Context that turns the error of a failed collective into one that says which ranks are lost.
+        """Context manager that replaces the error of a failed collective by an error that names the lost ranks.
 
-        The new error is a PeerError with the name of the exchange and the lost ranks, or a WorldError if some ranks
-        have ended their training loops and others have not.
+        The new error is a PeerError with the name of the failed collective and the lost ranks, or a WorldError if some
+        ranks have ended their training loops and others have not.
         """
         try:
             yield
@@ -126,7 +128,8 @@ class Membership:
 
 @contextmanager
 def _sigterm_ignored() -> Iterator[None]:
-    """Context that ignores SIGTERM, by which the elastic agent might end this rank before it can report the failure."""
+    """Context manager that ignores SIGTERM, which the elastic agent might send before this rank has reported the
+    failure."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -138,9 +141,9 @@ def _sigterm_ignored() -> Iterator[None]:
 
 
 def failure_cause(error: BaseException) -> tuple[str, str] | None:
-    """(name of the failed exchange, the backend's reason in one line); None if the error is not a failed collective.
+    """Return (name of the failed collective, the backend's reason in one line); None if the error has another cause.
 
-    The name is the text that `comm` puts before Gloo's message; it may be empty.
+    The name is the text that `comm` puts before Gloo's message. The name may be empty.
     """
     exchange, why = "", str(error)
     if gloo := _GLOO.search(why):
@@ -153,10 +156,10 @@ def failure_cause(error: BaseException) -> tuple[str, str] | None:
 def register(store: Store, address: tuple[str, int], rank: int, size: int, timeout: float) -> Membership:
     """Wait for all ranks, and agree on a prefix of the store's keys that no earlier start has used.
 
-    An elastic agent gives restarted ranks the store of the ranks that died. In it torch would find the addresses of
-    dead ranks, and try to connect to them. So the first rank draws a random token for this start, which becomes the
-    prefix. Each other rank writes a random token of its own, and the first rank writes its answer under that token. So
-    no rank can mistake an entry of an earlier start for an answer.
+    An elastic agent gives restarted ranks the same store as the ranks that died. Without a new prefix, torch would read
+    the addresses of dead ranks from the store and try to connect to them. So the first rank draws a random token for
+    this start, which becomes the prefix. Every other rank writes a random token of its own to the store, and the first
+    rank writes its answer under that rank's token. So no rank can mistake an entry of an earlier start for an answer.
 
     Raises:
         PeerError: some ranks have not registered within `timeout` seconds.
@@ -175,15 +178,15 @@ def register(store: Store, address: tuple[str, int], rank: int, size: int, timeo
 
 
 def _welcome(store: Store, ours: Store, token: str, size: int, timeout: float) -> None:
-    """On the first rank: answer every request with the token of this start, until all ranks have registered.
+    """Run on the first rank: answer every request with the token of this start, until all ranks have registered.
 
-    Requests that dead ranks have left are answered as well, because they cannot be told from new ones.
+    Requests of dead ranks are answered too, because they cannot be distinguished from new requests.
     """
     missing, end = set(range(1, size)), time.monotonic() + timeout
     while missing:
         if time.monotonic() > end:
             message = f"rank {min(missing)} of {size} did not join within {timeout:g} s"
-            raise PeerError(message, hint="check that its host is up")
+            raise PeerError(message, hint="check that the host of this rank is up")
         for rank in missing:
             if store.check([f"hello/{rank}"]):
                 store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", token)

@@ -1,14 +1,14 @@
-"""AdaScale: measures the gain of a step, the number of small-batch steps that make the same progress as this one step.
+"""AdaScale: measures the gain of a step, which is the number of small-batch steps that make the same progress.
 
 A step averages c gradients g_i, one per rank and micro-batch, each computed on the same number of samples. The batch of
-a step is S times the small batch, the one that the learning rate was chosen for. The estimates are (arXiv:2007.05105;
+a step is S times the small batch, for which the learning rate was chosen. The estimates are (arXiv:2007.05105;
 fairscale generalises the formulas to c != S):
 
     var = S / c / (c - 1) * sum |g_i|^2 - S / (c - 1) * |mean|^2     the variance of a small batch's gradient
     sqr = |mean|^2 - var / S                                          the squared norm of the true gradient
     gain = (var + sqr) / (var / S + sqr)
 
-The gain of a step is computed from running averages of var and sqr over the steps before it. So a step waits neither
+The gain of a step is computed from running averages of var and sqr over the preceding steps. So a step waits neither
 for the all-reduce of its own norms nor for their copy to the host.
 """
 
@@ -39,8 +39,8 @@ WIDE = torch.float32
 class Averages:
     """Running averages of `var` (gradient variance) and `sqr` (squared norm of the true gradient).
 
-    Over the first steps they are plain means, where the newest of n steps has weight 1 / n. They become exponential
-    averages once 1 / n falls below the constant weight that exponential averaging gives the newest step.
+    Over the first n steps, the averages are plain means, and the newest step has weight 1 / n. The averages become
+    exponential once 1 / n falls below the constant weight that exponential averaging gives the newest step.
     """
 
     def __init__(self, smoothing: float) -> None:
@@ -62,8 +62,8 @@ class Averages:
 
     @property
     def gain(self) -> float:
-        """Number of small-batch steps that one step is worth, between 1 and `scale`."""
-        sqr = max(self.sqr, 0.0)  # the estimate is unbiased, and so may be negative
+        """Number of small-batch steps that make the same progress as one step, between 1 and `scale`."""
+        sqr = max(self.sqr, 0.0)  # the estimate of a squared norm is unbiased, so it may be negative
         denominator = self.var / self.scale + sqr if self.scale else 0.0
         return min(max((self.var + sqr) / denominator, 1.0), self.scale) if denominator > 0 else 1.0
 
@@ -75,7 +75,7 @@ class Averages:
 
 
 def estimates(squares: float, mean: float, count: int, scale: float) -> tuple[float, float]:
-    """Estimate (var, sqr) of one step from the norms of its gradients.
+    """Estimate `var` and `sqr` (see `Averages`) of one step from the norms of the step's gradients.
 
     Args:
         squares: sum of the squared norms of `count` gradients.
@@ -87,27 +87,29 @@ def estimates(squares: float, mean: float, count: int, scale: float) -> tuple[fl
 
 
 class Gain:
-    """Measures the gain, and scales the learning rate and the run's progress by it."""
+    """Measures the gain of every step, and multiplies the learning rate and the run's progress by the gain."""
 
     def __init__(self, attachments: Attachments, settings: AdaScale) -> None:
         self.attachments, self.settings = attachments, settings
         self.averages = Averages(settings.decay)
         self.norms: list[Tensor] = []  # gradient norms of this step on this rank, one per parameter and micro-batch
-        self.calls: dict[str, int] = {}  # parameter -> number of its gradients in this step, one per micro-batch
-        # Divisor of this step's losses: the count of the previous step, corrected after the backward passes.
+        self.calls: dict[str, int] = {}  # number of gradients in this step (one per micro-batch), by parameter
+        # Divisor of this step's losses: during the backward passes, the count of the previous step stands in for this
+        # step's count.
         self.divisor = 0.0
-        self.pending: tuple[list[Tensor], int, dist.Work | None] | None = None  # newest values, count, all-reduce
+        self.pending: tuple[list[Tensor], int, dist.Work | None] | None = None  # newest measurement, count, all-reduce
         self.before: dict[str, Tensor] = {}  # gradients of the previous step
         self.rates: list[Any] = []  # learning rates of the parameter groups, as the schedule set them
 
     @property
     def adam(self) -> bool:
-        """Whether gradients are divided by the root of Adam's second moments before they are measured."""
+        """Whether gradients are divided by the root of Adam's second moments before the measurement."""
         rule = self.settings.rule
         return rule == "adam" or (rule == "auto" and "betas" in self.attachments.optimizer.param_groups[0])
 
     def scaled(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """This rank's shard of a gradient of `tensor`; with Adam it is divided by the root of the second moment."""
+        """Return this rank's shard of a gradient of `tensor`; with Adam, the shard is divided by the root of the second
+        moment."""
         state = self.attachments.optimizer.state.get(tensor, {}) if self.adam else {}
         if "exp_avg_sq" not in state:
             return local(gradient)
@@ -142,7 +144,7 @@ class Gain:
         (self.measure_consecutive if self.settings.consecutive else self.measure)()
 
     def restore(self) -> None:
-        """After the optimizer step, reset the learning rates to those of the schedule, and record facts for the
+        """After the optimizer step, reset the learning rates to those of the schedule, and record measurements for the
         report."""
         for group, rate in zip(self.attachments.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
@@ -155,7 +157,7 @@ class Gain:
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def take_in(self) -> None:
-        """Wait for the newest step's all-reduce, and add its measurement to the averages."""
+        """Wait for the newest step's all-reduce, and add the step's measurement to the averages."""
         if self.pending is None:
             return
         (values, count, work), self.pending = self.pending, None
@@ -166,7 +168,7 @@ class Gain:
             return
         scale = self.settings.scale or float(count)
         if self.settings.consecutive:
-            self.averages.add(scale * first / 2, second, scale)  # (squared difference, dot product)
+            self.averages.add(scale * first / 2, second, scale)  # first: squared difference; second: dot product
         else:
             self.averages.add(*estimates(first, second, count, scale), scale)
 
@@ -178,7 +180,7 @@ class Gain:
         divisor_unknown = attachments.progress.count and not self.divisor  # true in the first step
         if not self.norms or divisor_unknown:
             return
-        # A hook sees a gradient that is divided by the number of micro-batches and multiplied by the loss scale; undo
+        # The gradient in a hook has been divided by the number of micro-batches and multiplied by the loss scale; undo
         # both.
         squares = torch.stack(self.norms).double().square().sum() * (micro / loss_scale(attachments.scaler)) ** 2
         if self.divisor:
@@ -192,7 +194,7 @@ class Gain:
         """Squared norm of the averaged gradient, before clipping."""
         attachments = self.attachments
         if not self.adam and any(feature.name == "optim.clip" for feature in attachments.features):
-            return torch.as_tensor(attachments.numbers["grad_norm"]).square()  # the clipping has measured it
+            return torch.as_tensor(attachments.numbers["grad_norm"]).square()  # already measured by gradient clipping
         gradients = {
             name: part_of(tensor, self.scaled(tensor, tensor.grad))
             for name, tensor in attachments.trained.items()
@@ -201,9 +203,9 @@ class Gain:
         return global_norm(attachments, gradients).square()
 
     def measure_consecutive(self) -> None:
-        """Measure the gradients of this step and of the previous step. Half the squared norm of their difference
-        estimates the variance of a step's gradient; their dot product estimates the squared norm of the true
-        gradient."""
+        """Measure the noise from the gradients of this step and of the previous step. Half the squared norm of the two
+        gradients' difference estimates the variance of a step's gradient. The gradients' dot product estimates the
+        squared norm of the true gradient."""
         now = {name: tensor.grad for name, tensor in self.attachments.trained.items() if tensor.grad is not None}
         if now.keys() == self.before.keys():
             tensors = [self.attachments.trained[name] for name in now]
@@ -217,7 +219,7 @@ class Gain:
             newer, older, difference = (total(squares[row], list(now)) for row in range(3))
             self.pending = [difference, (newer + older - difference) / 2], 1, None
             foreach_copy_(list(map(local, self.before.values())), list(map(local, now.values())))
-        else:  # the first step, or parameters were frozen or unfrozen
+        else:  # in the first step, or after parameters were frozen or unfrozen
             self.before = {name: gradient.clone() for name, gradient in now.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class Gain:
 
 
 def follow_gain(attachments: Attachments, settings: AdaScale) -> None:
-    """Attach AdaScale: measure each step, and scale the learning rate and the progress by the gain."""
+    """Attach AdaScale: measure the gain of every step, and multiply the learning rate and the progress by the gain."""
     gain = Gain(attachments, settings)
     if not settings.consecutive:
         for name, parameter in attachments.module.named_parameters():

@@ -1,8 +1,8 @@
 """Averages of the weights over steps (EMA, LAWA). Evaluations and exports use the averages; training continues with the
-weights.
+weights themselves.
 
-Under local steps each replica has weights of its own between two merges. So averages are updated after merges only,
-when all ranks have the same weights; the averages are then equal on all ranks too.
+Under local steps, each replica has its own weights between two merges. So averages are updated only after merges, when
+all ranks have the same weights. The averages are then equal on all ranks too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shoestring.optim.swapping import swapped
 
 
 class Average(Protocol):
-    """A running average of weights, by parameter name. Each rank averages its own shards of sharded tensors."""
+    """A running average of weights, by parameter name. For sharded tensors, each rank averages its own shards."""
 
     def add(self, weights: dict[str, Tensor], steps: int) -> None:
         """Update the average with the weights after step `steps` of the run.
 
-        Under local steps several steps pass between two calls. The average of a parameter that was not in earlier calls
-        starts at the parameter's present value.
+        Under local steps, several steps pass between two calls. The average of a parameter that was not in earlier
+        calls starts at the parameter's current value.
         """
         ...
 
@@ -46,13 +46,13 @@ class MovingAverage:
 
     def __init__(self, decay: float) -> None:
         self.decay, self.average, self.steps = decay, {}, 0
-        self.done: int | None = 0  # step of the latest `add`; None in states of earlier versions
+        self.done: int | None = 0  # step of the latest `add`; None in states saved by earlier versions
 
     def add(self, weights: dict[str, Tensor], steps: int) -> None:
         _begin(self.average, weights)
         first, self.steps = self.steps + 1, self.steps + max(1, _since(self.done, steps))
         self.done = steps
-        # One update stands for all steps since the latest call, with the product of their decays.
+        # One update covers all steps since the latest call; its decay is the product of the decays of these steps.
         decay = prod(min(self.decay, (1 + step) / (10 + step)) for step in range(first, self.steps + 1))
         foreach_lerp_(_locals(self.average), _locals(self.average, weights), 1 - decay)
 
@@ -68,7 +68,7 @@ class MovingAverage:
 
 
 class LatestAverage:
-    """The mean of the latest `count` snapshots of the weights, one every `every` steps.
+    """The mean of the latest `count` snapshots of the weights, which are taken every `every` steps.
 
     Under local steps, a snapshot that is due between two merges is taken at the later merge.
     """
@@ -118,40 +118,43 @@ class LatestAverage:
 
 
 def _since(done: int | None, steps: int) -> int:
-    """Steps since the latest `add`, which was after step `done`; 1 if `done` is None, as in states of earlier
-    versions."""
+    """Number of steps since the latest `add`, which followed step `done`; 1 if `done` is None, as in states saved by
+    earlier versions."""
     return 1 if done is None else steps - done
 
 
 def _begin(average: dict[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Add weights that have no average yet: all weights at the first call, later parameters that were unfrozen."""
+    """Add the weights that have no average yet: all weights at the first call, and newly unfrozen weights at later
+    calls."""
     if len(average) < len(weights):
         average.update({name: weight.detach().clone() for name, weight in weights.items() if name not in average})
 
 
 def _locals(order: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """This rank's shards of `tensors` (None: of `order` itself), in the order of the names in `order`."""
+    """Return this rank's shards of `tensors`, in the order of the names in `order`; if `tensors` is None, the shards of
+    `order`."""
     tensors = order if tensors is None else tensors
     return [local(tensors[name]).detach() for name in order]
 
 
 def _fill(average: dict[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Load a saved average in place."""
-    for name in average.keys() - saved.keys():  # the parameter was frozen when the state was saved; `_begin` adds it
+    for name in average.keys() - saved.keys():  # frozen when the state was saved; `_begin` will add its average
         del average[name]
     for name, tensor in average.items():
         fill(tensor, saved[name])
 
 
 def attach(attachments: Attachments, name: str, build: Callable[[], Average]) -> None:
-    """Update an average after each merge, save it in checkpoints, and evaluate with it."""
+    """Attach an average of the weights: update the average after each merge, save it in checkpoints, and evaluate with
+    it."""
     check_steps_parameters(attachments, name)
     average = build()
     average.add(dict(attachments.trained), 0)
 
     def add() -> None:
         weights = dict(attachments.trained)
-        if frozen := average.value().keys() - weights.keys():  # parameters that were frozen since
+        if frozen := average.value().keys() - weights.keys():  # parameters frozen after their average began
             named = attachments.named()
             weights |= {name: named[name] for name in frozen}
         average.add(weights, attachments.progress.step + 1)
@@ -172,6 +175,6 @@ def check_steps_parameters(attachments: Attachments, name: str) -> None:
 def exported(
     weights: dict[str, Tensor], average: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], name: str
 ) -> dict[str, Tensor]:
-    """Replace weights and running statistics by the averages of the feature `name`, in the types of `weights`."""
+    """Replace weights and running statistics by the averages of the feature `name`, in the data types of `weights`."""
     averages = {**average, **exported_statistics(states, name)}
     return weights | {name: value.to(weights[name].dtype) for name, value in averages.items() if name in weights}

@@ -13,12 +13,13 @@ from shoestring.optim.norms import global_norm
 
 
 def clipper(attachments: Attachments, max_norm: float) -> Callable[[], None]:
-    """Build the function for Phase.CLIP: it clips by the global norm, and publishes the norm before clipping as
-    `grad_norm`."""
+    """Build the function for Phase.CLIP, which clips gradients by the global norm and publishes the norm before
+    clipping as `grad_norm`."""
 
     def clip() -> None:
         gradients = {name: tensor.grad for name, tensor in attachments.trained.items() if tensor.grad is not None}
-        # The same bits as in a loop that clips by torch, which takes one mesh at most, and no plain tensors beside it.
+        # Torch's function gives the same bits as a loop that calls `clip_grad_norm_`. But that function supports only
+        # DTensors of a single mesh, without plain tensors among them.
         if attachments.parted or any(isinstance(gradient, DTensor) for gradient in gradients.values()):
             norm = global_norm(attachments, gradients)
         else:

@@ -2,11 +2,11 @@
 
 Each block of 256 elements is divided by its largest magnitude, and each quotient is rounded to the nearest of 256
 values (a code table). The table is dense near 0 and spans seven decades down to 1e-7, so that small elements keep some
-precision in a block with large ones.
+precision in a block that also has large elements.
 
-Unlike the paper, this code stores the root of the second moment, and never rounds it to 0. The root spans half as many
-decades as the second moment. A second moment rounded to 0 would make the step unbounded where the first moment is not
-0.
+Unlike the paper, this code stores the square root of the second moment, and never rounds the root to 0. The root spans
+only half as many decades as the second moment. If a second moment were rounded to 0 and the first moment were not 0,
+the step would be unbounded.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 SMALL = 4096
-"""Parameters with fewer elements keep float32 moments: biases and norms, a negligible part of the memory."""
+"""Parameters with fewer elements (biases and norms) keep float32 moments, because their part of the memory is
+negligible."""
 
 
 @cache
 def values(signed: bool) -> Tensor:
     """The code table: 256 float32 values in ascending order, from -1 (signed) or 0 to 1.
 
-    Decade d, from 0 to 6, is [0.1, 1] x 10^(d - 6). It is divided into 2^d equal intervals, or twice as many in the
-    unsigned table, which spends no bit on the sign. The table holds the midpoints of all intervals (in the signed table
-    also their negatives), 0 and 1.
+    Decade d, from 0 to 6, is [0.1, 1] x 10^(d - 6). Decade d is divided into 2^d equal intervals, or into twice as many
+    in the unsigned table, which spends no bit on the sign. The table holds the midpoints of all intervals (in the
+    signed table also their negatives), 0 and 1.
     """
     positive = []
     for decade in range(7):
@@ -60,18 +61,20 @@ def _values_on(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _finder(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Build two tables that give the nearest code of a float32 in [-1, 1] by its upper 16 bits, without a search.
+    """Build two tables that give the nearest code of a float32 in [-1, 1] without a search, indexed by its upper 16
+    bits.
 
-    The first table has the code of the smallest float with these upper bits. The second has the threshold above which
-    the next code is nearer. Two tables suffice because at most one threshold lies among floats that share their upper
-    16 bits.
+    The first table holds the code of the smallest float with these upper bits. The second table holds the threshold
+    above which the next code is nearer. Two tables suffice because at most one threshold lies among floats that share
+    their upper 16 bits.
     """
     table = values(signed)
     bounds = (table[1:] + table[:-1]) / 2
     if not signed:
-        bounds[0] = 0  # only 0 itself is rounded to 0
+        bounds[0] = 0  # only 0 itself is encoded as 0
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
-    # Among negative floats the smallest has the largest magnitude, so its lower bits are all ones.
+    # For a negative sign, the smallest float with given upper bits has the largest magnitude, so its lower bits are all
+    # ones.
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num()
     codes = torch.bucketize(smallest, bounds)
     next_bounds = torch.cat([bounds, torch.tensor([torch.inf])])[codes]
@@ -82,10 +85,10 @@ def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantize a tensor.
 
     Args:
-        signed: whether to use the signed code table. With the unsigned one, only 0 is encoded as 0.
+        signed: whether to use the signed code table. With the unsigned table, only 0 is encoded as 0.
 
     Returns:
-        uint8 codes of the shape of `x`, and each block's largest magnitude in float32.
+        The uint8 codes, in the shape of `x`, and the largest magnitude of each block, in float32.
     """
     flat = x.detach().float().flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
@@ -100,7 +103,7 @@ def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
     """Dequantize the codes and scales that `encode` returned, to float32."""
     flat = _values_on(signed, numbers.device).index_select(0, numbers.flatten().int())
-    whole = len(flat) // BLOCK * BLOCK  # elements in complete blocks
+    whole = len(flat) // BLOCK * BLOCK  # number of elements in complete blocks
     flat[:whole].view(-1, BLOCK).mul_(largest[: whole // BLOCK, None])
     flat[whole:].mul_(largest[-1])
     return flat.view(numbers.shape)
@@ -109,8 +112,9 @@ def decode(numbers: Tensor, largest: Tensor, *, signed: bool) -> Tensor:
 class EightBitAdamW(Stepping):
     """AdamW (Loshchilov and Hutter, 2019) with 8-bit moments; small parameters keep float32 moments.
 
-    State of a large parameter: `step`, `first` and `root` (uint8, of its shape) with `first_scale` and `root_scale`
-    (float32, one per block). State of a small parameter: `step`, `exp_avg` and `exp_avg_sq`, as torch's AdamW has them.
+    The state of a large parameter is `step`, `first` and `root` (uint8, in the parameter's shape), and `first_scale`
+    and `root_scale` (float32, one per block). The state of a small parameter is `step`, `exp_avg` and `exp_avg_sq`, as
+    in torch's AdamW.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class EightBitAdamW(Stepping):
         state["step"] += 1
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if "first" in state:  # float32 moments were updated in place
+        if "first" in state:  # float32 moments, in contrast, were updated in place
             for name, moment, signed in (("first", first, True), ("root", second.sqrt(), False)):
                 codes, scales = encode(moment, signed=signed)
                 state[name].copy_(codes)
@@ -147,7 +151,8 @@ class EightBitAdamW(Stepping):
         parameter.addcdiv_(first.to(parameter.dtype), root.to(parameter.dtype), value=-group["lr"] / (1 - beta1**count))
 
     def _averages(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Both moments in float32: decoded copies, or the state itself for small parameters."""
+        """Return both moments in float32: decoded copies for large parameters, the state itself for small
+        parameters."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -163,10 +168,11 @@ class EightBitAdamW(Stepping):
 
 
 def build(attachments: Attachments, settings: AdamW) -> Callable[[Params], Optimizer]:
-    """Return the factory of the optimizer, for `Attachments.build_with`.
+    """Return the optimizer's factory function, for `Attachments.build_with`.
 
     Raises:
-        ConfigError: raised by the factory if parameters are sharded, because it quantizes blocks of whole tensors.
+        ConfigError: raised by the factory if parameters are sharded, because the optimizer quantizes blocks of whole
+            tensors.
     """
 
     def make(parameters: Params) -> Optimizer:

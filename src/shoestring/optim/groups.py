@@ -1,4 +1,5 @@
-"""Parameter groups by name pattern, which scale the learning rate and the weight decay, and set Adam's betas."""
+"""Parameter groups, selected by name pattern, which scale the learning rate and the weight decay and set Adam's
+betas."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachm
     """Raise ConfigError if a setting is out of range, or a group contains no trained parameter.
 
     Args:
-        betas: whether groups may have betas of their own.
+        betas: whether the optimizer supports betas per group.
     """
     for index, group in enumerate(groups):
         for key, value in (("lr_scale", group.lr_scale), ("decay_scale", group.decay_scale)):
@@ -57,9 +58,9 @@ def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachm
                 raise ConfigError(f"`{feature.name}.groups[{index}].{key}` must be zero or positive, got {value}")
         if group.betas and not betas:
             hint = "use optim.adamw, optim.adamw8bit or optim.muon"
-            raise ConfigError(f"`{feature.name}` has no betas by group, which `groups[{index}]` sets", hint=hint)
+            raise ConfigError(f"`{feature.name}` has no betas per group, but `groups[{index}]` sets them", hint=hint)
         if group.betas and (len(group.betas) != 2 or not all(0 <= beta < 1 for beta in group.betas)):
             got = list(group.betas)
             raise ConfigError(f"`{feature.name}.groups[{index}].betas` must be two numbers in [0, 1), got {got}")
-    if not any(other.adds_parameters for other in attachments.features):  # a group may be for parameters added later
+    if not any(other.adds_parameters for other in attachments.features):  # a group may select parameters added later
         check_matched(groups, attachments.trained)

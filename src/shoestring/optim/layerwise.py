@@ -1,6 +1,6 @@
 """LARS and LAMB: optimizers that scale each tensor's step by its trust ratio, without waiting for the device.
 
-Norms are taken in fp32 over whole tensors, after gradients were averaged over ranks, unscaled and clipped. On a CPU,
+Norms are computed in fp32 over whole tensors, after gradients were averaged over ranks, unscaled and clipped. On a CPU,
 native loops process tensors in groups that fit into the cache, so that a step does not read tensors from memory a
 second time after computing their norms.
 """
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class Lars(Layerwise):
     """SGD with a trust ratio for each tensor: `trust * |w| / (|g| + weight_decay * |w| + eps)` (arXiv:1708.03888).
 
-    The ratio multiplies the learning rate. It is 1 if a norm is 0, and in parameter groups with `adapts` False.
+    The ratio multiplies the learning rate. The ratio is 1 if a norm is 0, and in parameter groups whose `adapts` is
+    False.
 
     Args:
         params: parameters or parameter groups, which may set `adapts`, `lr` and `weight_decay`.
@@ -77,7 +78,7 @@ class Lars(Layerwise):
         dynamic = self.clip if isinstance(self.clip, DynamicBound) else None
         running = dynamic.running if dynamic else None
         bound = dynamic.bound() if dynamic else None
-        is_first = dynamic is not None and bound is None  # bounded by the quantile of its own ratios
+        is_first = dynamic is not None and bound is None  # the first step's bound is the quantile of its own ratios
         kernel = _lars() if now.native else None
         # The native loop computes norms itself, unless ranks must exchange the norms or the bound depends on them.
         lengths, free = torch.empty(0), now.rates.new_zeros(0)
@@ -102,14 +103,15 @@ class Lars(Layerwise):
         self._record(bounded, free)
         if dynamic is not None and len(free):
             if not any(isinstance(group["lr"], Tensor) or group["lr"] for group in self.param_groups):
-                dynamic.running = running  # rates of 0: the step only creates the state, to load a checkpoint into
+                dynamic.running = running  # learning rates are 0 in a step that only creates the state for a checkpoint
                 return
             dynamic.step += 1
             if not is_first:
                 dynamic.see(free)
 
     def _norms(self, now: Now) -> Tensor:
-        """Norms of the n weights, and of their gradients, with 0 for tensors that do not adapt; (2, n)."""
+        """Return the norms of the n weights and of their gradients, with shape (2, n); 0 for tensors that do not
+        adapt."""
         adapting = [now.tensors[index] for index in now.adapting]
         if not adapting:
             return now.rates.new_zeros(2, len(now.tensors))
@@ -118,7 +120,8 @@ class Lars(Layerwise):
         return torch.stack([now.spread(of_weights, 0.0), now.spread(of_gradients, 0.0)])
 
     def _by_torch(self, now: Now, velocities: list[Tensor], ratios: Tensor) -> None:
-        """Step by torch's foreach operators, which read rates and ratios on the device: the host does not wait."""
+        """Make a step with torch's foreach operators, which read rates and ratios on the device, so that the host does
+        not wait."""
         inner = now.rates * ratios if self.rate_in_velocity else ratios
         change = foreach_mul(now.weights, _scalars(now.decays, now.weights))
         foreach_add_(change, now.gradients)
@@ -136,7 +139,8 @@ class Lars(Layerwise):
 class Lamb(Layerwise):
     """Adam with a trust ratio for each tensor: |w| / |Adam's step|, at most `max_ratio` (arXiv:1904.00962).
 
-    The ratio multiplies the learning rate. It is 1 if a norm is 0, and in parameter groups with `adapts` False.
+    The ratio multiplies the learning rate. The ratio is 1 if a norm is 0, and in parameter groups whose `adapts` is
+    False.
 
     Args:
         params: parameters or parameter groups, which may set `adapts`, `lr` and `weight_decay`.
@@ -182,10 +186,10 @@ class Lamb(Layerwise):
         first_corrections: list[float],
         root_corrections: list[float],
     ) -> tuple[Tensor, Tensor]:
-        """Step by torch's foreach operators.
+        """Make a step with torch's foreach operators.
 
         Returns:
-            The ratios of the m tensors that adapt, after and before the upper bound; (m,) each.
+            The ratios of the m tensors that adapt, after and before clipping to the upper bound, each with shape (m,).
         """
         beta1, beta2 = self.betas
         foreach_lerp_(first, now.gradients, 1 - beta1)
@@ -208,7 +212,8 @@ class Lamb(Layerwise):
 
 
 def _scalars(numbers: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The entries of `numbers` (n,) as 0-d tensors, each in the type of its tensor, as foreach operators want them."""
+    """Return the n entries of `numbers` as 0-d tensors, each in the data type of its tensor, as foreach operators
+    require."""
     if len({tensor.dtype for tensor in tensors}) == 1:
         return list(numbers.to(tensors[0].dtype).unbind())
     return [number.to(tensor.dtype) for number, tensor in zip(numbers.unbind(), tensors, strict=True)]
@@ -273,10 +278,10 @@ def build_lamb(attachments: Attachments, settings: LAMB) -> None:
 
 
 def publish(attachments: Attachments, settings: LARS | LAMB) -> None:
-    """Publish the median trust ratio and the share of clipped tensors of each step, and save the dynamic bound.
+    """Publish the median trust ratio and the fraction of clipped tensors of each step, and save the dynamic bound.
 
-    The bound is saved as a state of its own and restored after the optimizer's state: loading an optimizer's state
-    first runs a step to create the tensors, and that step would change the bound.
+    The bound is saved separately and restored after the optimizer's state. Loading the optimizer's state first runs a
+    step to create the tensors, and this step would change the bound.
     """
     if isinstance(clip := getattr(attachments.optimizer, "clip", None), DynamicBound):
         attachments.keep(settings.name, clip)
@@ -290,11 +295,12 @@ def publish(attachments: Attachments, settings: LARS | LAMB) -> None:
 
 
 def _tables(attachments: Attachments, settings: LARS | LAMB, vector_lr: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices with `adapts` True, and vectors with False and a learning rate of `vector_lr`."""
+    """Return the parameter groups: matrices have `adapts` True; vectors have `adapts` False and the learning rate
+    `vector_lr`."""
     check_matched(settings.groups, attachments.trained)
     tables = parameter_groups(attachments.trained, settings.lr, settings.weight_decay, settings.groups)
     for table in tables:
-        table["adapts"] = table["params"][0].ndim >= 2  # a group has either matrices or vectors
+        table["adapts"] = table["params"][0].ndim >= 2  # a group contains either matrices or vectors
         if not table["adapts"]:
             table["lr"] *= vector_lr / settings.lr
     return tables

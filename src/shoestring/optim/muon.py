@@ -1,8 +1,8 @@
 """Muon: momentum orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for all other parameters.
 
-Matrices of one shape are orthogonalised in one batch. If matrices are sharded, each rank gathers some of them whole,
-orthogonalises these, and scatters the steps back to the shards. This takes two all-to-alls, each of as many bytes as
-the gradient, and orthogonalises no matrix twice.
+Matrices of the same shape are orthogonalised in one batch. If matrices are sharded, each rank gathers all shards of
+some matrices, orthogonalises these matrices, and scatters the steps back to the shards. Two all-to-alls are needed,
+each as large as the gradient, and no matrix is orthogonalised twice.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
     from shoestring.optim.settings.muon import Muon
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""(a, b, c) of the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X. Jordan et al. chose the coefficients for the
-steepest slope at 0: small singular values grow fast, so that few iterations suffice."""
+"""Coefficients (a, b, c) of the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X. Jordan et al. chose the coefficients
+for the steepest slope at 0: small singular values then grow fast, so that few iterations suffice."""
 
 
 def orthogonalized(matrices: Tensor, iterations: int) -> Tensor:
     """Approximate U V^T of each matrix U S V^T; the singular values of the result lie between 0.7 and 1.2.
 
     Args:
-        matrices: (B, M, N) with M <= N. The products run in bf16 on an accelerator, in the matrices' own type on a CPU.
+        matrices: (B, M, N) with M <= N. The products are computed in bf16 on an accelerator, and in the matrices' own
+            data type on a CPU.
 
     Returns:
-        (B, M, N).
+        The approximations, with shape (B, M, N).
     """
     x = matrices.bfloat16() if matrices.device.type != "cpu" else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
@@ -56,7 +57,7 @@ def orthogonalized(matrices: Tensor, iterations: int) -> Tensor:
 def orthogonalized_all(tensors: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """Orthogonalise tensors of any shapes, in one batch for each shape.
 
-    A tensor with more than two dimensions, such as a convolution's weight, is treated as a matrix whose rows are the
+    A tensor with more than two dimensions, such as a convolution's weight, is flattened to a matrix whose rows are the
     first dimension.
     """
     steps: dict[int, Tensor] = {}
@@ -75,7 +76,8 @@ def orthogonalized_all(tensors: Sequence[Tensor], iterations: int) -> list[Tenso
 
 
 def _work(shape: torch.Size) -> int:
-    """Multiplications in one iteration, up to a constant factor; matrices are divided among ranks by this cost."""
+    """Number of multiplications in one iteration, up to a constant factor; matrices are divided among ranks by this
+    cost."""
     rows, columns = shape[0], shape.numel() // shape[0]
     return min(rows, columns) ** 2 * max(rows, columns)
 
@@ -137,13 +139,13 @@ class MuonAdamW(Stepping):
         foreach_add_(weights, steps)
 
     def _length(self, shape: torch.Size) -> float:
-        """Factor that scales an orthogonal step, beside the learning rate; it depends on the shape of the matrix."""
+        """Factor that multiplies an orthogonal step in addition to the learning rate; depends on the shape of the
+        matrix."""
         rows, columns = shape[0], shape.numel() // shape[0]
         return 0.2 * max(rows, columns) ** 0.5 if self.match_adamw else max(1.0, rows / columns) ** 0.5
 
     def _orthogonalized(self, tensors: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
-        """Orthogonalise whole matrices of which this rank holds `shards`, and return this rank's shards of the
-        results."""
+        """Orthogonalise whole matrices, given this rank's shards of them; returns this rank's shards of the results."""
         groups: dict[Any, list[int]] = {}
         for index, tensor in enumerate(tensors):
             groups.setdefault(_sharders(tensor), []).append(index)
@@ -181,12 +183,13 @@ class MuonAdamW(Stepping):
         ranks."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         owned = shares([_work(tensor.shape) for tensor in tensors], ranks)
-        # Number of rows of each tensor on each rank: `chunk` splits as DTensor does, and may leave the last ranks
-        # empty.
+        # Number of rows of each tensor on each rank: `chunk` splits rows as DTensor does, and may leave the last ranks
+        # without rows.
         rows = [[len(chunk) for chunk in torch.arange(tensor.shape[0]).chunk(ranks)] for tensor in tensors]
         rows = [counts + [0] * (ranks - len(counts)) for counts in rows]
         widths = [tensor.shape.numel() // tensor.shape[0] for tensor in tensors]
-        # First all-to-all: this rank sends its shards to their owners, and receives all shards of the matrices it owns.
+        # First all-to-all: this rank sends its shards to the owners of the matrices, and receives all shards of its own
+        # matrices.
         to_owners = [sum(shards[index].numel() for index in share) for share in owned]
         to_me = [sum(rows[index][source] * widths[index] for index in owned[rank]) for source in range(ranks)]
         sent = torch.cat([shards[index].flatten() for share in owned for index in share])
@@ -198,10 +201,10 @@ class MuonAdamW(Stepping):
             for index, shard in zip(owned[rank], chunk.split(sizes), strict=True):
                 gathered[index].append(shard.view(rows[index][source], *tensors[index].shape[1:]))
         own = orthogonalized_all([torch.cat(gathered[index]) for index in owned[rank]], self.iterations)
-        # Second all-to-all: steps go back to the shards; the sizes sent and the sizes received are swapped.
+        # Second all-to-all: steps return to the ranks that hold the shards, so the sizes sent and received are swapped.
         scattered = [step.split(rows[index]) for index, step in zip(owned[rank], own, strict=True)]
         flat = [step_shards[target].flatten() for target in range(ranks) for step_shards in scattered]
-        sent = torch.cat([received.new_zeros(0), *flat])  # `cat` needs a tensor, also on a rank that owns no matrix
+        sent = torch.cat([received.new_zeros(0), *flat])  # `cat` needs a tensor even if this rank owns no matrix
         received = sent.new_empty(sum(to_owners))
         dist.all_to_all_single(received, sent, to_owners, to_me, group=group)
         steps: dict[int, Tensor] = {}
@@ -236,7 +239,7 @@ class MuonAdamW(Stepping):
 
 
 def _sharders(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The process group over which a tensor's rows are sharded; None if this rank holds the whole tensor.
+    """Return the process group over which a tensor's rows are sharded; None if this rank holds the whole tensor.
 
     Raises:
         ConfigError: the tensor's columns are sharded, or its rows are sharded over two mesh axes.
@@ -255,10 +258,10 @@ def _sharders(tensor: Tensor) -> dist.ProcessGroup | None:
 
 
 def matrices_of(attachments: Attachments, settings: Muon) -> dict[str, Tensor]:
-    """The parameters whose steps are orthogonalised, by name.
+    """Return the parameters whose steps are orthogonalised, by name.
 
     Raises:
-        ConfigError: there are no such parameters.
+        ConfigError: no trained parameter qualifies.
     """
     trained = attachments.trained
     excluded = not_matrices(attachments.module) | {
@@ -298,10 +301,11 @@ def build_muon(attachments: Attachments, settings: Muon) -> None:
 
 
 def not_matrices(model: nn.Module) -> set[str]:
-    """Names of weights with one row per token: embeddings, and linear layers with an output for each row of an
+    """Return the names of weights with one row per token: embeddings, and linear layers with one output per row of an
     embedding.
 
-    AdamW updates these weights (Jordan et al., 2024), because each row is the vector of one token.
+    AdamW updates these weights (Jordan et al., 2024), because every row is the vector of one token and not a linear
+    map.
     """
     modules = list(model.modules())
     embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]

@@ -1,7 +1,7 @@
-"""Norms of many tensors at once, and the division of tensors among ranks.
+"""Computes norms of many tensors at once, and divides tensors among ranks.
 
-The norms of tensors sharded over one mesh axis take one small all-reduce. Ranks that hold the same tensors can each
-compute some of the norms and exchange them.
+The norms of tensors sharded over one mesh axis take one small all-reduce. If ranks hold the same tensors, each rank can
+compute some of the norms and send them to the other ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def local_gradient(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, part: Tensor) -> Tensor:
-    """Wrap this rank's shard `part` as a DTensor that is sharded like `whole`; return it unchanged if `whole` is a
-    plain tensor."""
+    """Wrap this rank's shard `part` as a DTensor that is sharded like `whole`; if `whole` is a plain tensor, return
+    `part` unchanged."""
     if not isinstance(whole, DTensor):
         return part
     mesh, placements = whole.device_mesh, whole.placements
@@ -41,15 +41,15 @@ def part_of(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -> Tensor:
-    """2-norms of n tensors. The call is a collective if a tensor is a DTensor or `sharers` is not None.
+    """Compute the 2-norms of n tensors. The call is a collective if any tensor is a DTensor or `sharers` is not None.
 
     Args:
         tensors: tensors on one device. The norm of a DTensor is the norm of the whole tensor, not of the shard.
         sharers: process group whose ranks hold the same plain tensors (from the function `sharers`). Each rank computes
-            the norms of its share of these tensors, and an all-reduce exchanges the norms.
+            the norms of its share of the plain tensors, and an all-reduce exchanges the norms.
 
     Returns:
-        (n,) on the tensors' device, in float64 if the first tensor is, else in float32.
+        The norms, with shape (n,), on the tensors' device; in float64 if the first tensor is float64, else in float32.
     """
     parts = [local(tensor) for tensor in tensors]
     wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
@@ -62,7 +62,7 @@ def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -
         own = [index for index in own if index in share or isinstance(tensors[index], DTensor)]
     if own:
         squares[_at(own, squares)] = torch.stack(foreach_norm([parts[index] for index in own], 2, dtype=wide)).square()
-    if sharers is not None and plain:  # squares that other ranks compute are zero here
+    if sharers is not None and plain:  # on this rank, the squares that other ranks compute are still zero
         shared = squares[_at(plain, squares)]
         dist.all_reduce(shared, group=sharers)
         squares[_at(plain, squares)] = shared
@@ -74,10 +74,11 @@ def norms(tensors: Sequence[Tensor], sharers: dist.ProcessGroup | None = None) -
 
 
 def global_norm(attachments: Attachments, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of tensors of all trained parameters together, such as their gradients; 0-d. A collective.
+    """Compute the global 2-norm, a 0-d tensor, of one tensor per trained parameter, such as the gradients. A
+    collective.
 
     Args:
-        tensors: name in `trained` -> a tensor that is sharded as the trained one is.
+        tensors: maps names of trained parameters to tensors that are sharded like the parameters.
     """
     if tensors:
         squares = norms(list(tensors.values())).square()
@@ -87,8 +88,8 @@ def global_norm(attachments: Attachments, tensors: Mapping[str, Tensor]) -> Tens
 
 
 def sharers(attachments: Attachments) -> dist.ProcessGroup | None:
-    """The process group over which gradients are averaged and whose ranks hold the same plain tensors; None if it has
-    one rank or all tensors are DTensors.
+    """Return the process group over which gradients are averaged and whose ranks hold the same plain tensors; None if
+    the group has only one rank or all tensors are DTensors.
 
     The group is not used for DTensors: the mesh of a DTensor says which rank holds which shard.
     """
@@ -101,7 +102,7 @@ def _at(indices: list[int], like: Tensor) -> Tensor:
 
 
 def _sharded(tensors: Sequence[Tensor]) -> dict[tuple[Any, int], list[int]]:
-    """Maps (mesh, mesh dimension) to the indices of the tensors that are sharded along it."""
+    """Map each (mesh, mesh dimension) to the indices of the tensors that are sharded along this dimension."""
     axes: dict[tuple[Any, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
@@ -112,11 +113,11 @@ def _sharded(tensors: Sequence[Tensor]) -> dict[tuple[Any, int], list[int]]:
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide tensors among ranks: from the largest to the smallest, each goes to the rank with the smallest load so
+    """Divide tensors among ranks: in order of decreasing size, each tensor goes to the rank with the smallest load so
     far.
 
     Returns:
-        For each rank, the indices of its tensors, in ascending order.
+        The indices of each rank's tensors, in ascending order.
     """
     indices: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks

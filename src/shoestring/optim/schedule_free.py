@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 STATISTICS_DECAY = 0.9
 """Decay of the moving average of normalization statistics. Statistics measured with y are close to statistics measured
-with x, but noisy. While weights changed fast, the loss was off by up to 8% with a decay of 0.95 or more, and by at most
-1% with 0.9."""
+with x, but noisy. In phases in which the weights changed fast, the loss was off by up to 8% with a decay of 0.95 or
+more, and by at most 1% with a decay of 0.9."""
 
 
 def averaged(y: Tensor, z: Tensor, beta: float) -> Tensor:
@@ -80,7 +80,7 @@ class ScheduleFreeAdamW(Stepping):
             state["step"] = torch.zeros(3, dtype=torch.float64)
             state["z"] = tensor.detach().clone()
             state["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
-        elif not state["step"][0]:  # created by a resume, before the weights were loaded
+        elif not state["step"][0]:  # a resume created the state before it loaded the weights
             state["z"].copy_(tensor)
         return state
 
@@ -115,7 +115,7 @@ class ScheduleFreeAdamW(Stepping):
         foreach_add_(z, change, alpha=-rate)
 
     def average(self) -> dict[Tensor, Tensor]:
-        """This rank's shard of x for each parameter that has made a step."""
+        """Return this rank's shard of x for each parameter that has been updated at least once."""
         return {
             tensor: averaged(local(tensor), local(state["z"]), self.betas[0])
             for tensor, state in self.state.items()

@@ -25,7 +25,7 @@ def factory(
     """Return a factory for `Attachments.build_with`, which builds torch's optimizer `kind` over the trained parameters.
 
     Args:
-        settings: keyword arguments of `kind`, `lr` among them.
+        settings: keyword arguments of `kind`, including `lr`.
     """
 
     def build(parameters: Params) -> Optimizer:
@@ -33,7 +33,7 @@ def factory(
         tables = parameter_groups(attachments.trained, settings["lr"], weight_decay, groups)
         fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
         if kind is SGD and any(isinstance(parameter, DTensor) for parameter in parameters):
-            fused = False  # torch up to 2.13 has no fused SGD of DTensors
+            fused = False  # torch up to 2.13 has no fused SGD for DTensors
         optimizer = kind(tables, fused=fused, **settings)
         if fused and settings.get("momentum"):
             optimizer.register_step_pre_hook(_lay_out_momentum)
@@ -45,9 +45,10 @@ def factory(
 def parameter_groups(
     trained: Mapping[str, Tensor], lr: float, weight_decay: float, groups: Sequence[Group] = ()
 ) -> list[dict[str, Any]]:
-    """Build torch's parameter groups: matrices with weight decay and vectors without are in separate groups.
+    """Build torch's parameter groups: matrices, which have weight decay, and vectors, which have none, are in separate
+    groups.
 
-    Parameters that match none of `groups` come first, then the parameters of each of `groups`, in order.
+    Parameters that match none of `groups` come first; the parameters of `groups` follow, in the order of `groups`.
     """
     tables: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in trained.items():
@@ -63,9 +64,11 @@ def parameter_groups(
 
 
 def _lay_out_momentum(optimizer: Optimizer, *_: object) -> None:
-    """Create a zero momentum for parameters at their first step, if others of their group have a momentum already.
+    """Create a zero momentum for parameters at their first step if other parameters of the group already have a
+    momentum.
 
-    This is a step pre-hook. Torch's fused SGD requires that all parameters of a group have a momentum, or none has.
+    This function is a step pre-hook. Torch's fused SGD requires that either all parameters of a group have a momentum
+    or none.
     """
     for group in optimizer.param_groups:
         stepped = [parameter for parameter in group["params"] if parameter.grad is not None]

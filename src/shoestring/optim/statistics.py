@@ -1,9 +1,9 @@
 """Batch-norm statistics for averaged weights. Statistics depend on the weights, so averaged weights need their own.
 
 Before an evaluation the statistics are recomputed with the averaged weights, from the newest training batches, as in
-the papers on averages (Izmailov et al., 2018; Defazio et al., 2024). If there are too few such batches, moving averages
-of the training statistics over the same steps are used instead. This happens in a training loop that calls the model
-itself, and right after a resume if the batches were too large for the checkpoint.
+the papers on averages (Izmailov et al., 2018; Defazio et al., 2024). If there are too few training batches in memory,
+moving averages of the training statistics over the same steps are used instead. There are too few batches in a training
+loop that calls the model directly, and right after a resume if the batches were too large for the checkpoint.
 
 On the network of `tests/optim/test_averaging.py`, compared with statistics of all data, the loss differs by at most 1%
 with recomputed statistics, by at most 3% with moving averages over at least a hundred steps, and by 3 to 15% with the
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
 NAMES = ("running_mean", "running_var")
 """Names of the buffers that the forward pass of a norm layer updates in training."""
 FEWEST, MOST = 4, 16
-"""Least and largest number of batches from which statistics are recomputed."""
+"""Minimum and maximum number of batches from which statistics are recomputed."""
 MOST_BYTES, MOST_SAVED = 2**28, 2**20
-"""Limits in bytes for the batches that are held to recompute statistics: above MOST_BYTES only FEWEST batches are held;
-above MOST_SAVED a checkpoint holds none."""
+"""Limits in bytes for the batches that are held to recompute statistics: above MOST_BYTES only the newest batches, but
+at least FEWEST, are held; above MOST_SAVED a checkpoint holds none."""
 
 
 class NormStatistics:
-    """The statistics of norm layers that belong to an average of weights; each rank has its own statistics, as in
-    training."""
+    """The norm layers' statistics for an average of the weights; each rank has its own statistics, as in training."""
 
     def __init__(self, attachments: Attachments, average: Average) -> None:
         self.attachments, self.average = attachments, average
@@ -53,7 +52,7 @@ class NormStatistics:
         self.batches: deque[Batch] = deque(maxlen=MOST)
         """The newest micro-batches of training."""
         self.anew: tuple[int, dict[str, Tensor]] = 0, {}
-        """Step of the newest recomputation, and the statistics that it returned, by buffer name."""
+        """Step of the newest recomputation, and the recomputed statistics, by buffer name."""
         # Statistics of norms without `momentum` cannot be recomputed, because `_compute` sets the momentum.
         if all(hasattr(norm, "momentum") for norm in self.norms.values()):
             self.forward = attachments.forward
@@ -61,7 +60,7 @@ class NormStatistics:
             attachments.exits.callback(setattr, attachments, "forward", self.forward)
 
     def see(self, model: nn.Module, batch: Batch) -> Output:
-        """Run the job's forward pass, and hold the newest training batches."""
+        """Run the job's forward pass, and keep the newest training batches in memory."""
         if model is self.attachments.model and model.training and torch.is_grad_enabled():
             self.batches.append(batch)
             while len(self.batches) > FEWEST and sum(map(_bytes, self.batches)) > MOST_BYTES:
@@ -69,7 +68,7 @@ class NormStatistics:
         return self.forward(model, batch)
 
     def now(self) -> dict[str, Tensor]:
-        """The model's statistics buffers, which training updates, by name."""
+        """The model's buffers of statistics, which training updates, by name."""
         return {
             own_name(self.attachments.module, f"{path}.{name}" if path else name): getattr(norm, name)
             for path, norm in self.norms.items()
@@ -83,7 +82,7 @@ class NormStatistics:
     def evaluating(self) -> Iterator[None]:
         """Context in which the norms use the average's statistics. A collective.
 
-        The averaged weights must be in the model already: statistics are recomputed with them.
+        The averaged weights must already be in the model, because statistics are recomputed with these weights.
         """
         step, world = self.attachments.progress.step, self.attachments.world
         if self.anew[0] != step or not step:
@@ -96,12 +95,13 @@ class NormStatistics:
             yield
 
     def value(self) -> dict[str, Tensor]:
-        """The statistics to evaluate with: the recomputed ones if they are of the newest step, else moving averages."""
+        """The statistics for evaluation: the recomputed statistics if they belong to the newest step, else moving
+        averages."""
         return self.anew[1] if self.anew[0] == self.attachments.progress.step and self.anew[1] else self.average.value()
 
     @torch.no_grad()
     def _compute(self, count: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        """The mean of the statistics of the newest `count` batches of each rank; the model is left as it was."""
+        """Compute the mean of the statistics over the newest `count` batches of all ranks; the model is not changed."""
         attachments = self.attachments
         buffers = {name: (buffer, buffer.clone()) for name, buffer in self.now().items()}
         sums = {
@@ -116,10 +116,10 @@ class NormStatistics:
         modes = {module: module.training for module in attachments.module.modules()}
         momenta = {norm: norm.momentum for norm in self.norms.values()}
         try:
-            attachments.module.eval()  # no dropout; only norms that are trained are in training mode
+            attachments.module.eval()  # turns off dropout; below, norms return to their own mode
             for norm in self.norms.values():
                 norm.train(modes[norm])
-                norm.momentum = 1.0  # a forward pass replaces the statistics by those of its batch
+                norm.momentum = 1.0  # a forward pass then replaces the statistics by the statistics of its batch
             with torch.compiler.set_stance("force_eager"):  # changed modes and momenta would cause recompilation
                 for batch in list(self.batches)[-count:]:
                     with attachments.computing():
@@ -143,7 +143,7 @@ class NormStatistics:
     def state_dict(self) -> dict[str, Any]:
         step, anew = self.anew
         batches = list(self.batches)
-        # A checkpoint can hold tensors, strings and numbers only.
+        # A checkpoint can hold only tensors, strings and numbers.
         plain = all(isinstance(leaf, Tensor | str | int | float | None) for leaf in tree_leaves(batches))
         saved = batches if plain and sum(map(_bytes, batches)) <= MOST_SAVED else []
         return self.average.state_dict() | {
@@ -155,8 +155,8 @@ class NormStatistics:
         device = self.attachments.world.device
         self.batches.clear()
         self.batches.extend(tree_map_only(Tensor, lambda tensor: tensor.to(device), state_dict["batches"]))
-        if state_dict["average"]:  # empty before the first step
-            self.add(0)  # creates the tensors to load into
+        if state_dict["average"]:  # is empty before the first step
+            self.add(0)  # creates the tensors that the state is loaded into
             self.average.load_state_dict(state_dict)
 
 
@@ -164,10 +164,11 @@ def average_statistics(attachments: Attachments, name: str, average: Average) ->
     """Give the averaged weights of the feature `name` their own statistics; does nothing if the model has no such
     buffers.
 
-    Call this after the `surround_evaluation` that swaps in the averaged weights: statistics are recomputed with them.
+    Call this function after the call of `surround_evaluation` that swaps in the averaged weights, because statistics
+    are recomputed with these weights.
 
     Args:
-        average: computes the moving average of the training statistics.
+        average: object that computes the moving average of the training statistics.
     """
     statistics = NormStatistics(attachments, average)
     if statistics.norms:
@@ -177,7 +178,8 @@ def average_statistics(attachments: Attachments, name: str, average: Average) ->
 
 
 def exported_statistics(states: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Tensor]:
-    """The statistics to export with the average of the feature `name`, from a run's saved states; may be empty."""
+    """Return the statistics to export with the average of the feature `name`, from a run's saved states; may be
+    empty."""
     state = states.get(_state_name(name), {})
     return {**state.get("average", {}), **state.get("anew", {})}
 

@@ -12,8 +12,8 @@ from shoestring.optim.norms import local
 
 @contextmanager
 def swapped(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which `tensors` hold `values`, matched by name. Meanwhile `values` hold the original contents of
-    `tensors`, so that the exchange needs extra memory for one tensor only."""
+    """Context manager during which `tensors` hold `values`, matched by name. Meanwhile `values` hold the original
+    contents of `tensors`, so that the exchange needs extra memory for one tensor only."""
     pairs = [(local(tensors[name]).detach(), local(value)) for name, value in values.items()]
 
     def swap() -> None:

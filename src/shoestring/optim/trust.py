@@ -25,12 +25,12 @@ BLOCK = 8192
 
 @dataclass(eq=False)
 class DynamicBound:
-    """An upper bound of trust ratios: their running quantile over all tensors, times a factor that grows from 1.
+    """An upper bound of trust ratios: the running quantile of all tensors' ratios, times a factor that grows from 1.
 
-    The definition is our own: the publication that names dynamic clipping gives none. Early in training, a few tensors
-    have ratios far above the others; such ratios are harmful at first and normal later, hence the factor grows. The
-    quantile is computed from previous steps, so that no tensor waits for the norms of the others; only the first step
-    uses the quantile of its own ratios.
+    The definition is our own, because the publication that names dynamic clipping does not define it. Early in
+    training, a few tensors have ratios far above the others; such ratios are harmful at first but normal later, so the
+    factor grows. The quantile is computed from previous steps, so that no tensor waits for the norms of other tensors;
+    only the first step uses the quantile of its own ratios.
     """
 
     quantile: float
@@ -39,10 +39,10 @@ class DynamicBound:
     """Number of steps over which the factor grows to `most`."""
     step: int = 0
     running: Tensor | None = None
-    """The quantile, averaged over about ten steps; 0-d."""
+    """The quantile of the ratios, averaged over about ten steps; 0-d."""
 
     def bound(self) -> Tensor | None:
-        """The bound of the next step's ratios; 0-d, None before the first step."""
+        """Return the bound of the next step's ratios, a 0-d tensor; None before the first step."""
         factor = 1 + (self.most - 1) * min(self.step / self.anneal, 1.0) if self.anneal else self.most
         return None if self.running is None else self.running * factor
 
@@ -63,7 +63,7 @@ class Layerwise(Stepping):
     """Base class of optimizers with trust ratios. Tensors of parameter groups whose `adapts` is False have no ratio.
 
     Attributes:
-        numbers: metrics of the newest step, 0-d: the median trust ratio, and the fraction of ratios that were clipped.
+        numbers: metrics of the newest step as 0-d tensors: the median trust ratio and the fraction of clipped ratios.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any], sharers: dist.ProcessGroup | None) -> None:
@@ -83,42 +83,43 @@ class Layerwise(Stepping):
         """Update the tensors of the step in place."""
 
     def _states(self, now: Now, *names: str) -> list[list[Tensor]]:
-        """This rank's shards of the optimizer state, one list per name; zero at a tensor's first step."""
+        """Return this rank's shards of the optimizer state, one list per name; they are zero at a tensor's first
+        step."""
         for tensor in now.tensors:
             if not (state := self.state[tensor]):
                 state.update({name: torch.zeros_like(tensor, memory_format=torch.preserve_format) for name in names})
         return [[local(self.state[tensor][name]) for tensor in now.tensors] for name in names]
 
     def _record(self, bounded: Tensor, free: Tensor) -> None:
-        """Set `numbers` from the ratios of the m tensors that adapt, after (`bounded`) and before (`free`) the upper
-        bound; (m,)."""
+        """Set `numbers` from the ratios of the m tensors that adapt, after (`bounded`) and before (`free`) clipping to
+        the upper bound; both have shape (m,)."""
         if len(free):
             self.numbers = {"trust_ratio": bounded.median(), "clipped_tensors": (bounded < free).float().mean()}
 
 
 @dataclass(frozen=True)
 class Now:
-    """The inputs of one optimizer step: n tensors with a gradient, of which m have trust ratios (they adapt)."""
+    """The inputs of one optimizer step: n tensors with a gradient, m of which adapt, that is, have a trust ratio."""
 
     tensors: list[Tensor]
     weights: list[Tensor]
     """This rank's shards of `tensors`."""
     gradients: list[Tensor]
-    """This rank's shards of their gradients."""
+    """This rank's shards of the gradients of `tensors`."""
     adapting: list[int]
     """Indices of the tensors that adapt."""
     rates: Tensor
-    """Learning rates; (n,) on the weights' device, in fp64 if they are, else in fp32."""
+    """Learning rates, with shape (n,), on the weights' device; in fp64 if the weights are fp64, else in fp32."""
     decays: Tensor
-    """Weight decays; shape, device and type as for `rates`."""
+    """Weight decays; shape, device and data type are the same as for `rates`."""
     sharded: bool
-    """Whether a tensor is sharded, so that norms need an all-reduce."""
+    """Whether any tensor is sharded, so that norms need an all-reduce."""
     native: bool
     """Whether native loops can run: all weights and gradients are contiguous fp32 tensors on the CPU."""
 
     @classmethod
     def of(cls, steps: Sequence[tuple[dict[str, Any], Tensor]]) -> Now:
-        """Gather the inputs from (parameter group, tensor with a gradient) pairs."""
+        """Collect the inputs from pairs of a parameter group and a tensor with a gradient."""
         tensors = [tensor for _, tensor in steps]
         weights = [local(tensor) for tensor in tensors]
         gradients = [local_gradient(tensor) for tensor in tensors]
@@ -139,21 +140,23 @@ class Now:
 
     @property
     def at(self) -> Tensor:
-        """Indices of the tensors that adapt, on the device; (m,)."""
+        """Indices of the m tensors that adapt, with shape (m,), on the device."""
         return torch.tensor(self.adapting, dtype=torch.long, device=self.rates.device)
 
     def spread(self, adapting: Tensor, otherwise: float) -> Tensor:
-        """Scatter the values (m,) of tensors that adapt to all n tensors; the others get `otherwise`."""
+        """Expand the m values of the tensors that adapt to all n tensors; the other tensors get the value
+        `otherwise`."""
         return torch.full_like(self.rates, otherwise).index_copy_(0, self.at, adapting.to(self.rates))
 
     def run(self, kernel: Any, lists: Sequence[Sequence[Tensor]], arrays: Sequence[Tensor], *numbers: float) -> Tensor:
         """Call a native loop of `native/layerwise.c`, which updates the tensors of `lists` in place.
 
         Args:
-            lists: n tensors each. arrays: one entry per tensor. numbers: the kernel's scalars, in its order.
+            lists: lists of n tensors. arrays: tensors with one entry per tensor. numbers: scalar arguments in the
+                kernel's order.
 
         Returns:
-            The ratios of the m tensors that adapt, after and before the upper bound; (2, m).
+            The ratios of the m tensors that adapt, after and before clipping to the upper bound, with shape (2, m).
         """
         sizes = [weight.numel() for weight in self.weights]
         # Index of each tensor's first block, then the number of blocks.
@@ -179,7 +182,7 @@ class Now:
 
 
 def _on(like: Tensor, numbers: list[Any]) -> Tensor:
-    """Put n numbers, some of which may be 0-d tensors, into one tensor on the device of `like`; (n,)."""
+    """Put n numbers, some of which may be 0-d tensors, into one tensor of shape (n,) on the device of `like`."""
     wide = torch.float64 if like.dtype is torch.float64 else torch.float32
     if any(isinstance(number, Tensor) for number in numbers):
         return torch.stack([torch.as_tensor(number, dtype=wide, device=like.device) for number in numbers])

@@ -1,4 +1,4 @@
-"""Reads and writes .npz files of named arrays without pickled objects; the array `head` holds a table as JSON."""
+"""Reads and writes .npz files of named arrays, without pickled objects; the array `head` holds a table as JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Read = TypeVar("Read")
 LARGEST_FILE = 256 << 20
 """Maximum size of a file in bytes; larger files are refused."""
 _LARGEST_ARRAYS = 512 << 20
-"""Maximum size of a file's numeric arrays together, in bytes, counting 8 bytes for each number."""
+"""Maximum total size of the numeric arrays in a file, in bytes, counting 8 bytes for each number."""
 _LARGEST_TEXT = 64 << 20
-"""Maximum size of a file's arrays of bytes (uint8), which hold text, together, in bytes."""
+"""Maximum total size of the uint8 arrays in a file, which hold text, in bytes."""
 _MOST_ARRAYS = 1000
 _HEADER = re.compile(
     rb"\{'descr': '([<>|]?[biuf][1248])', 'fortran_order': (False|True),"
@@ -47,12 +47,12 @@ class Format(NamedTuple, Generic[Read]):
     """A file format: its name, its version, and the function that builds an object from a file's content."""
 
     what: str
-    """What a file of this format is called in errors: a noun with its article."""
+    """Name of such a file in error messages: a noun with its article."""
     name: str
     version: int
     make: Callable[[dict[str, Any], Mapping[str, np.ndarray]], Read]
-    """Builds the object from the table and the arrays; may raise KeyError or TypeError, for example, where
-    entries are missing or of a wrong type."""
+    """Builds the object from the table and the arrays; may raise errors such as KeyError or TypeError if entries are
+    missing or have a wrong type."""
 
     def content(self, table: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
         """Return the bytes of a file with this table and these arrays."""
@@ -65,7 +65,7 @@ class Format(NamedTuple, Generic[Read]):
         """Read the object in a file.
 
         Raises:
-            DataError: the file is missing, damaged, of another kind, or of a newer version.
+            DataError: the file is missing, damaged, of another format, or written by a newer version of shoestring.
         """
         try:
             return self.read(read_bytes(path, LARGEST_FILE), str(path))
@@ -78,10 +78,10 @@ class Format(NamedTuple, Generic[Read]):
         """Read the object in the bytes of a file.
 
         Args:
-            path: name of the file, for errors.
+            path: name of the file in error messages.
 
         Raises:
-            DataError: the file is damaged, of another kind, too large, or of a newer version.
+            DataError: the file is damaged, of another format, too large, or written by a newer version of shoestring.
         """
         try:
             arrays = _unpacked(content)
@@ -89,7 +89,7 @@ class Format(NamedTuple, Generic[Read]):
             if table["format"] != self.name:
                 raise DataError(f"{path} is not {self.what} of shoestring")
             if not isinstance(table["version"], int) or table["version"] > self.version:
-                raise DataError(f"{path} is of a newer version of shoestring", hint="install that")
+                raise DataError(f"{path} was written by a newer version of shoestring", hint="update shoestring")
             return self.make(table, arrays)
         except _DAMAGED as error:
             reason = str(error) or type(error).__name__
@@ -128,7 +128,7 @@ def integers(array: np.ndarray) -> NDArray[np.int64]:
         ValueError: the array has another data type.
     """
     if array.dtype.kind not in "iub":
-        raise ValueError(f"a column of whole numbers is of type {array.dtype}")
+        raise ValueError(f"a column of whole numbers has the data type {array.dtype}")
     return array.astype(np.int64)
 
 
@@ -136,13 +136,14 @@ def _unpacked(content: bytes) -> dict[str, np.ndarray]:
     """Decompress the arrays of a file, after checking the headers of all arrays for sizes beyond the limits.
 
     Raises:
-        ValueError: a name occurs twice, an entry is not an array of numbers, or the arrays are too large together.
+        ValueError: two arrays have the same name, an entry is not a numeric array, or there are too many arrays or
+            bytes.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
         names = [entry.filename.removesuffix(".npy") for entry in entries]
         if len(set(names)) < len(names) or len(names) > _MOST_ARRAYS:
-            raise ValueError("it has two arrays of one name, or too many")
+            raise ValueError("it has too many arrays, or two arrays with the same name")
         shapes = {}
         for name, entry in zip(names, entries, strict=True):
             with archive.open(entry) as file:
@@ -154,7 +155,7 @@ def _unpacked(content: bytes) -> dict[str, np.ndarray]:
             for kind in ("text", "numbers")
         }
         if sizes["text"] > _LARGEST_TEXT or sizes["numbers"] * 8 > _LARGEST_ARRAYS:
-            raise ValueError("it is larger than any such file")
+            raise ValueError("its arrays exceed the maximum size")
         arrays = {}
         for name, entry in zip(names, entries, strict=True):
             dtype, shape, start = shapes[name]
@@ -167,16 +168,17 @@ def _shape(file: IO[bytes], size: int) -> tuple[np.dtype[Any], tuple[int, ...], 
     """Read an array's header: its data type, its shape, and the offset of its numbers in the ZIP entry, in bytes.
 
     Raises:
-        ValueError: numpy does not write such a header, or it does not match the entry's size.
+        ValueError: numpy does not write such a header for a numeric array, or the header does not match the entry's
+            size.
     """
     version = np.lib.format.read_magic(file)
     width = 2 if version == (1, 0) else 4
     length = int.from_bytes(file.read(width), "little")
     header = _HEADER.fullmatch(file.read(min(length, 1 << 12)))
     if header is None:
-        raise ValueError("an array is not of numbers")
+        raise ValueError("an array is not numeric")
     dtype, shape = np.dtype(header[1].decode()), tuple(int(part) for part in header[3].split(b",") if part.strip())
     start = np.lib.format.MAGIC_LEN + width + length
     if start + math.prod(shape) * dtype.itemsize != size or (header[2] == b"True" and len(shape) > 1):
-        raise ValueError("an array has another size than it says")
+        raise ValueError("the size of an array differs from the size in its header")
     return dtype, shape, start

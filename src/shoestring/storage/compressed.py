@@ -1,8 +1,8 @@
 """Reads untrusted text files as streams: decompresses .gz, .bz2, .xz and .zst, and omits a byte order mark.
 
 A few compressed bytes may expand to gigabytes. So the decompressed size is limited in proportion to the file's size,
-and at most a few megabytes are in memory at a time. As in `foreign`, a file that cannot be read raises OSError, and
-malformed content raises ValueError.
+and only a few megabytes are in memory at a time. As in the module `foreign`, a file that cannot be read raises OSError,
+and malformed content raises ValueError.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from shoestring import figures
 from shoestring.storage.guarded import open_regular
 
 SMALLEST, GROWTH = 256 << 20, 300
-"""The decompressed size of a file is limited to `SMALLEST` bytes, or to `GROWTH` times its size if that is more."""
+"""The decompressed size of a file is limited to the larger of `SMALLEST` bytes and `GROWTH` times the compressed
+size."""
 _WINDOW = 128 << 20
-"""Maximum memory of a decompressor in bytes; `zstd` needs this much for its longest window."""
+"""Maximum memory of a decompressor in bytes; zstd needs this much for its longest window."""
 _BLOCK = 1 << 20
 
 
@@ -32,11 +33,12 @@ class _Compression(NamedTuple):
 
     name: str
     new: Callable[[], Any]
-    """Makes a decompressor of one member of a file, with the interface of `bz2.BZ2Decompressor`."""
+    """Creates a decompressor for one member of a file, with the interface of `bz2.BZ2Decompressor`."""
     piece: int
     """Number of compressed bytes that are given to the decompressor at a time."""
     bounded: bool
-    """Whether the decompressor can limit the size of its output. If not, `piece` is small, to keep the output small."""
+    """Whether the decompressor can limit the size of its output. A decompressor without a limit gets a small `piece`,
+    so that its output stays small."""
 
 
 def _zstandard() -> Any:
@@ -57,7 +59,8 @@ COMPRESSIONS = {
 
 
 class _NoText(NamedTuple):
-    """A format of files that are not plain text: its name, advice to the user, and its suffix if it can be read."""
+    """A file format that is not plain text: its name, advice to the user, and its suffix if this module can decompress
+    it."""
 
     name: str
     advice: str
@@ -78,7 +81,7 @@ _MAGIC = {
 
 
 def compression_of(path: Path) -> str:
-    """Recognise a file's compression by its first bytes; returns a suffix in `COMPRESSIONS`, or "" if it has none.
+    """Recognise a file's compression by its first bytes; returns a suffix in `COMPRESSIONS`, or "" for any other file.
 
     Raises:
         OSError: the file cannot be read or is not a regular file.
@@ -89,14 +92,16 @@ def compression_of(path: Path) -> str:
 
 
 def open_text(path: Path, suffix: str | None = None) -> BinaryIO:
-    """Open a text file for reading as bytes; decompresses it as its suffix demands, and omits a UTF-8 byte order mark.
+    """Open a text file for reading as bytes, decompressed according to its suffix and without a UTF-8 byte order mark.
 
     Args:
-        suffix: decides on the compression in place of the path's suffix; None means the path's suffix.
+        suffix: suffix that selects the compression; None means the path's suffix.
 
     Raises:
-        OSError: the file cannot be opened or is not a regular file. Reading it raises OSError if it expands too far.
-        ValueError: the file is not plain text, or not in UTF-8. Reading it raises ValueError if it is damaged.
+        OSError: the file cannot be opened or is not a regular file. Reading from the stream raises OSError if the
+            decompressed content exceeds the limit.
+        ValueError: the file is not plain text in UTF-8. Reading from the stream raises ValueError if the file is
+            damaged.
     """
     file = open_regular(path)
     try:
@@ -147,7 +152,7 @@ class _Expanded(io.RawIOBase):
 
 
 def _expand(file: BinaryIO, compression: _Compression) -> Iterator[bytes]:
-    """Yield the decompressed content of a file block by block; the file may consist of several compressed members."""
+    """Yield the decompressed content of a file in blocks; the file may consist of several compressed members."""
     decoder, data = None, b""
     while data := data or file.read(compression.piece):
         decoder = decoder or compression.new()
@@ -164,7 +169,7 @@ def _expand(file: BinaryIO, compression: _Compression) -> Iterator[bytes]:
 def _decompress(decoder: Any, data: bytes, compression: _Compression) -> bytes:
     try:
         return decoder.decompress(data, _BLOCK) if compression.bounded else decoder.decompress(data)
-    except Exception as error:  # OSError, zlib.error, LZMAError and ZstdError
+    except Exception as error:  # may be OSError, zlib.error, LZMAError or ZstdError
         if isinstance(error, MemoryError):
             raise
         raise ValueError(f"it is not compressed by {compression.name}, or damaged: {error}") from error

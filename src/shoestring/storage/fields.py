@@ -1,4 +1,4 @@
-"""Reads the entries of untrusted tables: checks the type and range of each, and raises an error of one line."""
+"""Reads the entries of untrusted tables: checks the type and range of every entry, and raises one-line errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoestring.core.errors import ShoestringError
 T = TypeVar("T")
 
 REQUIRED: Final[Any] = object()
-"""Default of an entry that must be present."""
+"""Marks an entry as required when passed in place of a default."""
 MOST = 2**31 - 1
-"""Default maximum of `Fields.count`."""
+"""Default upper bound of the numbers that `Fields.count` accepts."""
 
 
 class Fields:
@@ -24,10 +24,10 @@ class Fields:
         table: the table, whose entries are not trusted.
         where: name of the table in error messages, such as a path.
         error: class of the errors that are raised.
-        hint: advice to the user, which the errors show.
+        hint: advice to the user that the errors show.
 
     Raises:
-        ShoestringError: an entry is missing, of another type, or out of range; the error is of the class `error`.
+        ShoestringError: an entry is missing, of another type, or out of range. The error's class is `error`.
     """
 
     def __init__(self, table: Any, where: str, error: type[ShoestringError], hint: str = "") -> None:
@@ -47,7 +47,7 @@ class Fields:
         return self._table.get(name)
 
     def holds_text(self, name: str) -> bool:
-        """Whether the entry is a string; for entries of which other types are valid too."""
+        """Whether the entry is a string; useful for entries that may also have other types."""
         return isinstance(self._table.get(name), str)
 
     def _read(self, name: str, default: T, kind: type | tuple[type, ...], wanted: str) -> Any:
@@ -85,7 +85,7 @@ class Fields:
         return self._read(name, default, bool, "true or false")
 
     def text(self, name: str, default: T = REQUIRED) -> str | T:
-        """Read an entry that is a string; one with lone surrogates, which UTF-8 cannot encode, is refused."""
+        """Read an entry that is a string; refuses strings with lone surrogates, which UTF-8 cannot encode."""
         value = self._read(name, default, str, "a text")
         if value is not default and any("\ud800" <= character <= "\udfff" for character in value):
             self._refuse(name, value, "a text in Unicode")
@@ -110,5 +110,5 @@ class Fields:
         return value
 
     def entries(self, name: str) -> Fields:
-        """Wrap the nested table `name` in `Fields`; a missing table counts as an empty one."""
+        """Wrap the nested table `name` in `Fields`; a missing table counts as an empty table."""
         return Fields(self.table(name, {}), f"{self.where}: {name}", self.error, self.hint)

@@ -1,12 +1,13 @@
-"""Reads untrusted files, such as those of a model's folder, a data set, a profile or a study.
+"""Reads untrusted files, such as the files of a model's folder, a data set, a profile or a study.
 
-Only regular files are opened, since reading a pipe would block and reading a device may never end. Sizes are limited.
-Malformed content (nesting beyond the parser's stack, numbers of a million digits, text that is not UTF-8) raises
-ValueError, and a file that cannot be read raises OSError. Callers need to handle only these two. `fields` reads the
-parsed values.
+Only regular files are opened, since reading a pipe would block and reading a device may never end. File sizes are
+limited. Callers need to handle only two exceptions: malformed content (nesting beyond the parser's stack, numbers of a
+million digits, text that is not UTF-8) raises ValueError, and a file that cannot be read raises OSError. The module
+`fields` checks the parsed values.
 
-A file of an untrusted folder is read only if it really lies in that folder (`within`). A link could point to any file
-of the user, and the file's content would then be printed in an error or copied to where others can read it.
+A file of an untrusted folder is read only if it really lies in that folder (`within`). A link in the folder could point
+to any file of the user. The content of that file would then be printed in an error, or copied to a place where others
+can read it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from shoestring import figures
 from shoestring.storage.guarded import open_regular, read_regular
 
 CONFIG_LIMIT = 16 << 20
-"""Maximum size of a configuration, chat template or weight index, in bytes; known ones are below 1 MB."""
+"""Maximum size of a configuration, chat template or weight index, in bytes; known files are below 1 MB."""
 TOKENIZER_LIMIT = 256 << 20
-"""Maximum size of a tokenizer file in bytes; known ones have up to 35 MB."""
+"""Maximum size of a tokenizer file in bytes; known tokenizers have up to 35 MB."""
 COMPANION_LIMIT = 256 << 20
-"""Maximum size of a file that is copied along with a model's weights, in bytes."""
+"""Maximum size of a file that is copied together with a model's weights, in bytes."""
 LINE_LIMIT = 64 << 20
 """Maximum length of a line of JSON or a record, in bytes."""
 _BLOBS = "blobs"
-"""Name of the folder in Hugging Face's cache of a repository that the links in `snapshots/REVISION/` point to."""
+"""Name of the folder to which the links in `snapshots/REVISION/` point, in Hugging Face's cache of a repository."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -55,10 +56,10 @@ def open_file(path: Path, within: Path | None = None) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
-        within: the untrusted folder that the file must lie in; None does not restrict it.
+        within: the untrusted folder that must contain the file; None allows any folder.
 
     Raises:
-        OSError: the file cannot be opened, is not a regular file, or a link leads out of the folder.
+        OSError: the file cannot be opened or is not a regular file, or a link leads out of the folder.
     """
     if within is not None:
         check_within(path, within)
@@ -80,7 +81,8 @@ def read_bytes(path: Path, limit: int = CONFIG_LIMIT, *, within: Path | None = N
     """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, is larger, or lies outside of the folder `within`.
+        OSError: the file cannot be read, is not a regular file, exceeds `limit` bytes, or lies outside the folder
+            `within`.
     """
     if within is not None:
         check_within(path, within)
@@ -120,7 +122,7 @@ def read_gzip(path: Path, limit: int) -> bytes:
     """Read and decompress a .gz file that has at most `limit` bytes, both before and after decompression.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger.
+        OSError: the file cannot be read, is not a regular file, or exceeds `limit` bytes.
         ValueError: the file is not compressed by gzip, or is damaged.
     """
     data, parts, room = read_regular(path, limit), list[bytes](), limit
@@ -140,7 +142,7 @@ def read_gzip(path: Path, limit: int) -> bytes:
 
 
 def distinct(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the paths of distinct files: a path that leads to the same file as an earlier one, by a link, is left out.
+    """Yield the paths of distinct files; omits a path that leads, by a link, to the same file as an earlier path.
 
     Raises:
         OSError: a path does not exist.
@@ -161,7 +163,7 @@ def copy_file(source: Path, target: Path, *, within: Path, limit: int = COMPANIO
     """
     with open_file(source, within) as file:
         if (size := file.seek(0, 2)) > limit:
-            raise OSError(errno.EFBIG, f"it has {figures.size(size)}", str(source))
+            raise OSError(errno.EFBIG, f"it is too large: {figures.size(size)}", str(source))
         file.seek(0)
         with target.open("xb") as new:
             shutil.copyfileobj(file, new)
@@ -221,10 +223,10 @@ def open_safetensors(path: Path, framework: str = "pt", *, within: Path | None =
     """Open a safetensors file by `safetensors.safe_open` after checking that it is a regular file.
 
     Raises:
-        OSError: the file cannot be opened, is not a regular file, or lies outside of the folder `within`.
+        OSError: the file cannot be opened, is not a regular file, or lies outside the folder `within`.
         SafetensorError: the file's header is damaged or does not match the file's size.
     """
-    from safetensors import safe_open  # imported here, because the command line reads run files without it
+    from safetensors import safe_open  # imported here: the command line reads run files without safetensors
 
     open_file(path, within).close()
     return safe_open(str(path), framework=framework)

@@ -1,4 +1,5 @@
-"""Opens files and folders safely where another user of this host or a folder's author may have placed links or devices.
+"""Opens files and folders safely even if another user of this host, or a folder's author, has placed links or devices
+there.
 
 A private folder belongs to this user alone and is opened without following links. Only regular files are opened:
 reading a pipe would block, and reading a device may never end.
@@ -22,10 +23,10 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 def private_folder(root: Path, *names: str, make: bool = True) -> Path:
     """Return the folder `root/name/…/name`, which no other user can read or change.
 
-    Everybody may be allowed to write to `root`, as to /dev/shm, so another user may have created these names: as a link
-    to files of this user, which this process would overwrite, or as a folder with content for this process to read. So
-    each folder is opened relative to its parent without following links, and owner and mode are checked on the opened
-    folder.
+    Every user may be allowed to write to `root`, for example to /dev/shm. So another user may already have created an
+    entry with such a name: a link to files of this user, which this process would then overwrite, or a folder whose
+    content this process would then read. So each folder is opened relative to its parent without following links, and
+    owner and mode are checked on the opened folder.
 
     Args:
         make: whether to create missing folders.
@@ -57,7 +58,7 @@ def private_folder(root: Path, *names: str, make: bool = True) -> Path:
 
 
 def state_folder(name: str, *, make: bool = True) -> Path:
-    """Return the folder `$XDG_STATE_HOME/shoestring/NAME`, private to this user, for what outlives a run.
+    """Return the folder `$XDG_STATE_HOME/shoestring/NAME`, private to this user, for data that outlives a run.
 
     Raises:
         FileNotFoundError: this user has no home folder.
@@ -66,7 +67,7 @@ def state_folder(name: str, *, make: bool = True) -> Path:
     own = os.environ.get("XDG_STATE_HOME", "")
     home = Path(os.path.expanduser("~"))  # noqa: PTH111  (Path.home raises if there is none)
     root = Path(own) if Path(own).is_absolute() else home / ".local" / "state"
-    if not root.is_absolute():  # without a home folder; a relative path could lead to another user's folder
+    if not root.is_absolute():  # the user has no home folder; a relative path could lead to another user's folder
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder", "~")
     return private_folder(root, "shoestring", name, make=make)
 
@@ -93,7 +94,8 @@ def _below(above: int, name: str, path: Path, make: bool) -> int | None:
 
 
 def _check_root(path: Path, status: os.stat_result) -> None:
-    """Refuse a root folder in which other users can rename or remove entries; a sticky bit prevents that."""
+    """Refuse a root folder in which other users can rename or remove entries; a folder with the sticky bit is
+    accepted."""
     if not status.st_mode & stat.S_ISVTX:
         if status.st_uid not in (0, os.geteuid()):
             raise _not_private(path, f"it belongs to user {status.st_uid}")
@@ -125,13 +127,13 @@ def open_regular(path: Path, *, private: bool = False, write: bool = False) -> B
     Raises:
         OSError: the file cannot be opened, is not a regular file, or is not private as required.
     """
-    with suppress(FileNotFoundError):  # checked before opening, since opening a device may have side effects
+    with suppress(FileNotFoundError):  # check before opening, since opening a device may have side effects
         _check_regular(path, path.stat(follow_symlinks=not private), private)
     flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
     file = os.fdopen(os.open(path, flags, 0o600), "r+b" if write else "rb")
     try:
-        _check_regular(path, os.fstat(file.fileno()), private)  # again, since the path may lead to another file by now
+        _check_regular(path, os.fstat(file.fileno()), private)  # check again: the path may lead to another file by now
     except OSError:
         file.close()
         raise

@@ -1,4 +1,4 @@
-"""Builds dataclasses from untrusted tables; a value of another type than its field is refused."""
+"""Builds dataclasses from untrusted tables; a value whose type does not match its field is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def record(kind: type[T], table: object, where: str = "") -> T:
         where: name of the table in error messages.
 
     Raises:
-        ValueError: an entry is not a field, or its value is of another type, not finite, or too large.
+        ValueError: an entry has no field of its name, or its value does not match the field's type, is not finite, or
+            is too large.
         TypeError: a field without a default is missing.
     """
     if not isinstance(table, dict):

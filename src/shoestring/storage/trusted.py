@@ -1,8 +1,9 @@
-"""Records which folders this user trusts; the records lie outside of these folders.
+"""Records which folders this user trusts; the records are stored outside these folders.
 
 Each record is a small file named by a digest, in the folder `$XDG_STATE_HOME/shoestring/trusted`, which is private to
-this user. The digest covers a folder's description and the code that it names. So a copy of the folder is trusted like
-the original, and a folder whose content has changed is not. Several processes may write records without a lock.
+this user. The digest covers a folder's description and the code that the description names. So a copy of the folder is
+trusted like the original, and a folder whose content has changed is not. Several processes may write records without a
+lock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shoestring.storage.whole import write_atomic
 
 
 def remember(digest: str, place: Path) -> None:
-    """Record that this user trusts the content with a digest; `place` is the folder that the digest was computed from.
+    """Record that this user trusts any folder with this digest; `place` is the folder that the digest was computed
+    from.
 
     Raises:
         OSError, ShoestringError: the record cannot be written, or its folder is not private to this user.
@@ -29,7 +31,7 @@ def remember(digest: str, place: Path) -> None:
 
 
 def is_remembered(digest: str) -> bool:
-    """Whether this user has recorded trust in the content with a digest."""
+    """Whether a record shows that this user trusts folders with this digest."""
     with suppress(OSError, ShoestringError):
         return _record(digest, make=False).is_file()
     return False

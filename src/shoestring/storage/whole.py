@@ -21,8 +21,8 @@ from shoestring.core.errors import ShoestringError
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux' system call renameat2
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 """Error numbers for a disk that is full, read-only or has failed, or a file that is too large."""
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how Rust libraries give the error number in messages
-_SHORT_WRITES = ("inline_container", "iostream error", "file write failed")  # in torch's and numpy's messages
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of the error number in messages of Rust libraries
+_SHORT_WRITES = ("inline_container", "iostream error", "file write failed")  # in messages of torch and numpy
 _PROBE = 1 << 20  # bytes allocated to find out whether the disk is full
 _PATIENCE, _NAP = 2.0, 0.01  # seconds to wait for another writer to finish its renames, and between attempts to lock
 _ATTEMPTS = 100  # attempts to create a temporary file and lock it before another process removes it as a leftover
@@ -34,7 +34,7 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
     """Write `data`, or the concatenation of its chunks, to `path` atomically and durably.
 
     Writes a temporary file beside `path`, calls fsync on it, renames it to `path`, and calls fsync on the folder. After
-    an exception the temporary file is removed; if the process is killed, the next writer of `path` removes it.
+    an exception the temporary file is removed; if the process is killed, the next writer of `path` removes the file.
 
     Raises:
         OSError: the disk is full or failed; the error names the path.
@@ -45,7 +45,8 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
 
 @contextmanager
 def put_aside(path: Path) -> Iterator[BinaryIO]:
-    """Context with a temporary file to write to, which is renamed to `path` at the end; see `write_atomic`."""
+    """Context manager that yields a temporary file for writing, and renames it to `path` at the end; see
+    `write_atomic`."""
     with made_above(path):
         file = open_aside(path)
         try:
@@ -57,18 +58,18 @@ def put_aside(path: Path) -> Iterator[BinaryIO]:
                 Path(file.name).unlink()
             raise
         finally:
-            with suppress(OSError):  # close() tries once more to write what could not be written
+            with suppress(OSError):  # close() tries again to write the data left in the buffer
                 file.close()
 
 
 def open_aside(path: Path) -> BinaryIO:
     """Open a new temporary file beside `path`, for `put_in_place` to rename; removes leftovers of killed processes.
 
-    The file is locked while it is written, and the kernel releases the lock when the process ends. So a file without a
-    lock is a leftover.
+    The file is locked while the process writes to it, and the kernel releases the lock when the process ends. So a
+    temporary file without a lock is a leftover.
 
     Raises:
-        OSError: the file cannot be created, or other processes removed each new one as a leftover.
+        OSError: the file cannot be created, or other processes removed every new file as a leftover.
     """
     make_folder(path.parent)
     _remove_left(path)
@@ -96,11 +97,11 @@ def _aside(path: Path) -> Path:
 def _remove_left(path: Path) -> None:
     """Remove the temporary files and folders of `path` that no process has locked."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
-        with suppress(OSError):  # another process has removed the file, or is still writing it
+        with suppress(OSError):  # another process has removed the file, or is still writing to it
             descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if left.with_suffix(".former").exists():  # an exchange that `_recover` has to undo
+                if left.with_suffix(".former").exists():  # from an interrupted exchange, which `_recover` has to undo
                     continue
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             finally:
@@ -108,17 +109,18 @@ def _remove_left(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder without waiting; False if another process is removing it as a leftover."""
-    with suppress(OSError):  # without locks on this file system, other processes cannot remove leftovers either
+    """Lock a new file or folder without waiting; returns False if another process is removing the new entry as a
+    leftover."""
+    with suppress(OSError):  # if this file system has no locks, other processes cannot remove leftovers either
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # the process that is removing it holds the lock
+        except BlockingIOError:  # the process that is removing the leftover holds the lock
             return False
     return os.fstat(descriptor).st_nlink > 0
 
 
 def _always_taken(path: Path) -> OSError:
-    return OSError(errno.EBUSY, "another process removes each temporary file or folder made for it", str(path))
+    return OSError(errno.EBUSY, "another process removes every temporary file or folder for this path", str(path))
 
 
 def _make_aside(path: Path) -> tuple[Path, int]:
@@ -136,14 +138,16 @@ def _make_aside(path: Path) -> tuple[Path, int]:
 
 @contextmanager
 def replaced_folder(path: Path, keep: Callable[[str], bool] | None = None) -> Iterator[Path]:
-    """Context with a new folder to fill, which replaces the folder `path` atomically and durably at the end.
+    """Context manager that yields a new folder to fill, which replaces the folder `path` atomically and durably at the
+    end.
 
-    Until then, and after an exception, the former folder is unchanged. If `path` is a link, the folder that it points
-    to is replaced.
+    The former folder stays unchanged until the context ends, and after an exception. If `path` is a link, the link's
+    target folder is replaced.
 
     Args:
-        keep: takes the name of an entry of the former folder, and decides whether to copy the entry to the new folder;
-            an entry of this name in the new folder takes precedence. None copies nothing.
+        keep: function that takes the name of an entry of the former folder and decides whether to copy the entry to the
+            new folder; an entry with this name in the new folder takes precedence. If `keep` is None, no entry is
+            copied.
 
     Raises:
         OSError: the disk is full or failed; the error names the path.
@@ -171,12 +175,13 @@ def replaced_folder(path: Path, keep: Callable[[str], bool] | None = None) -> It
             _take_late(aside, path, keep)
         finally:
             os.close(descriptor)
-            # After the exchange, `aside` is the former folder; otherwise, it is the unfinished new one.
+            # After the exchange, `aside` is the former folder; otherwise, `aside` is the unfinished new folder.
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def recover(path: Path) -> None:
-    """Restore a folder that a killed process was replacing by renames, on a file system without an atomic exchange."""
+    """Restore a folder if a process was killed while replacing it by renames (on file systems without an atomic
+    exchange)."""
     with suppress(OSError, ValueError, RuntimeError):  # `path` may be a model's name, or a cycle of links
         path = path.resolve()
         if not path.exists() and _formers(path):
@@ -185,7 +190,7 @@ def recover(path: Path) -> None:
 
 
 def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
-    """Undo or finish an interrupted `_rename_twice`: removes a former folder only once its replacement is in place."""
+    """Undo or finish an interrupted `_rename_twice`; removes a former folder only after its replacement is in place."""
     for former in _formers(path):
         with suppress(OSError):
             if not path.exists():
@@ -193,7 +198,7 @@ def _recover(path: Path, keep: Callable[[str], bool] | None = None) -> None:
                 sync_folder(path.parent)
             elif not former.with_suffix(".tmp").exists():
                 _take_late(former, path, keep)
-                left = former.rename(_aside(path))  # renamed first: a half-deleted folder must never be restored
+                left = former.rename(_aside(path))  # first rename: a half-deleted folder must never be restored
                 shutil.rmtree(left)
 
 
@@ -204,7 +209,7 @@ def _formers(path: Path) -> list[Path]:
 
 
 def _exchange(new: Path, path: Path) -> None:
-    """Exchange the names of the folders `new` and `path`, atomically if the file system can."""
+    """Exchange the names of the folders `new` and `path`, atomically if the file system supports it."""
     if not path.exists():
         new.rename(path)
         return
@@ -214,10 +219,10 @@ def _exchange(new: Path, path: Path) -> None:
 
 
 def _rename_twice(new: Path, path: Path) -> None:
-    """Exchange the names of two folders by three renames; the second one puts the new folder in place.
+    """Exchange the names of two folders by three renames; the second rename puts the new folder in place.
 
-    The former folder first gets the temporary name of the new one with the suffix `.former`. As long as the new folder
-    still has its temporary name, it is not in place.
+    The former folder first gets the temporary name of the new folder with the suffix `.former`. If a folder with the
+    temporary name still exists after an interruption, the new folder is not in place yet.
     """
     former = new.with_suffix(".former")
     path.rename(former)
@@ -233,8 +238,8 @@ def _rename_twice(new: Path, path: Path) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder, so that no other process exchanges entries in it.
 
-    Waits at most `_PATIENCE` seconds for the lock and then continues without it, so that a suspended process blocks
-    nobody.
+    Waits at most `_PATIENCE` seconds and then continues without the lock, so that a suspended process cannot block
+    others.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -255,7 +260,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _carried(former: Path, new: Path, keep: Callable[[str], bool] | None) -> list[str]:
-    """Copy the entries that `keep` selects from the former folder to the new one; returns their names."""
+    """Copy the entries that `keep` selects from the former folder to the new folder; returns the names of the
+    copies."""
     names = [path.name for path in former.iterdir()] if keep and former.is_dir() else []
     carried = [name for name in names if keep and keep(name) and not os.path.lexists(new / name)]
     for name in carried:
@@ -268,7 +274,7 @@ def _carried(former: Path, new: Path, keep: Callable[[str], bool] | None) -> lis
 
 
 def _take_late(former: Path, path: Path, keep: Callable[[str], bool] | None) -> None:
-    """Move entries to the new folder that were added to the former one after its content was copied."""
+    """Move to the new folder the selected entries that were added to the former folder after its content was copied."""
     if keep is None or not former.is_dir():
         return
     for late in former.iterdir():
@@ -289,7 +295,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder, which makes renames in it durable, or on a file."""
+    """Call fsync on a folder or a file; on a folder, this makes renames of its entries durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -298,9 +304,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_above(folder: Path) -> None:
-    """Call fsync on all parent folders: if a power failure loses the entry of one, everything below it is lost."""
+    """Call fsync on all parent folders: a power failure that loses a folder's entry loses everything in that folder."""
     for above in folder.absolute().parents:
-        with suppress(OSError):  # a parent folder of another user may not be readable
+        with suppress(OSError):  # a parent folder may belong to another user and not be readable
             sync_folder(above)
 
 
@@ -315,7 +321,8 @@ def _sync_below(folder: Path) -> None:
 
 @contextmanager
 def made_above(path: Path) -> Iterator[None]:
-    """Context that creates the missing parent folders of a path; after an exception, removes them if they are empty."""
+    """Context manager that creates the missing parent folders of a path; after an exception, removes the created
+    folders that are empty."""
     missing = [folder for folder in path.parents if not folder.exists()]
     make_folder(path.parent)
     try:
@@ -332,10 +339,12 @@ def made_above(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Context that adds the path to disk errors, and converts the exceptions that libraries raise for them to OSError.
+    """Context manager that adds the path to disk errors, and converts the exceptions that libraries raise for disk
+    errors to OSError.
 
-    safetensors puts the error number into its message. numpy and torch only report a short write. The reason is then
-    found by allocating a file on the same disk, so the unfinished file must still exist.
+    safetensors puts the error number into its message. numpy and torch only report a short write. To learn the reason
+    of a short write, `_disk_error` allocates another file on the same disk. So the unfinished file, which may fill the
+    disk, must still exist.
     """
     try:
         yield
@@ -356,7 +365,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _disk_error(path: Path) -> OSError:
-    """Find the cause of a failed write: return the error that a second write to the disk raises; EIO if it succeeds."""
+    """Find the cause of a failed write: return the error that a second write to the disk raises, or EIO if the second
+    write succeeds."""
     folder = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
     number = errno.EIO
     try:

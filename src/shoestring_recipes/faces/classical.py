@@ -1,4 +1,5 @@
-"""Classical methods: four descriptions of a face, three classifiers, and people found again by descriptions."""
+"""Classical methods: four feature vectors of a face, three classifiers of masks, and recognition of people by
+features."""
 
 from __future__ import annotations
 
@@ -26,38 +27,41 @@ except ImportError as error:
 
 Values = NDArray[Any]
 Pictures = NDArray[np.uint8]
-"""Aligned faces, (N, SIZE, SIZE)."""
+"""Images of aligned faces, with shape (N, SIZE, SIZE)."""
 _RADII = (1, 2, 3)
-"""Radii of local binary patterns in pixels: the scales."""
+"""Radii of the local binary patterns in pixels, one for each scale."""
 _CODES = 59
-"""Number of uniform patterns of eight neighbours, with one for all others."""
-_UNIFORM: Any = "nri_uniform"  # which scikit-image's types leave out
+"""Number of codes: the uniform patterns of eight neighbours, and one code for all other patterns."""
+_UNIFORM: Any = "nri_uniform"  # missing from scikit-image's type hints
 _REACH = 6
-"""Half the side in pixels of the patch around a landmark."""
+"""Half the side of the patch around a landmark, in pixels."""
 
 
 def pixels(pictures: Pictures) -> Values:
-    """Grey values without their mean and of one length, so that light matters little: (N, SIZE²)."""
+    """Return the grey values of each image with mean 0 and norm 1, so that lighting has little effect; shape (N,
+    SIZE²)."""
     flat = pictures.reshape(len(pictures), -1).astype(float)
     flat -= flat.mean(1, keepdims=True)
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-9)
 
 
 def gradients(pictures: Pictures) -> Values:
-    """Histograms of oriented gradients (Dalal and Triggs, 2005): nine angles, cells of 8×8, blocks of 2×2."""
+    """Return histograms of oriented gradients (Dalal and Triggs, 2005): nine angles, cells of 8×8 pixels, blocks of 2×2
+    cells."""
     return np.stack([hog(one, 9, (8, 8), (2, 2)) for one in pictures])
 
 
 def outlines(pictures: Pictures) -> Values:
-    """Sobel's gradient magnitudes, means of 2×2 pixels: (N, SIZE² / 4)."""
+    """Return the gradient magnitudes by Sobel's filter, averaged over 2×2 pixels; shape (N, SIZE² / 4)."""
     half = SIZE // 2
     edges = np.stack([sobel(one / 255.0) for one in pictures])
     return edges.reshape(-1, half, 2, half, 2).mean((2, 4)).reshape(len(pictures), -1)
 
 
 def patterns(pictures: Pictures) -> Values:
-    """Histograms of local binary patterns at three scales in a patch around each landmark (Chen et al., 2013), as
-    square roots, whose differences are Hellinger's: (N, scales × landmarks × 59)."""
+    """Return histograms of local binary patterns at three scales in a patch around each landmark (Chen et al., 2013);
+    shape (N, scales × landmarks × 59). The values are square roots, so that Euclidean distances are Hellinger
+    distances."""
     places = (np.array(list(LANDMARKS.values())) * SIZE).round().astype(int)
     lows, highs = (places - _REACH).clip(0), (places + _REACH).clip(max=SIZE)
     histograms_by_face = np.zeros((len(pictures), len(_RADII), len(places), _CODES))
@@ -75,7 +79,7 @@ DESCRIPTIONS: Mapping[str, Callable[[Pictures], Values]] = {
     "PCA": pixels,
     "LBP": patterns,
 }
-"""Descriptions of faces; PCA follows where they are learnt from."""
+"""Maps names to functions that compute the features of faces. For "PCA", `contest` fits the PCA of the pixels."""
 CLASSIFIERS: Mapping[str, Callable[[int], Any]] = {
     "SVM": lambda seed: LinearSVC(C=0.003, random_state=seed),
     "kNN": lambda seed: KNeighborsClassifier(7),
@@ -83,22 +87,23 @@ CLASSIFIERS: Mapping[str, Callable[[int], Any]] = {
         LinearSVC(C=0.01), n_estimators=20, max_samples=0.3, max_features=0.3, random_state=seed
     ),
 }
-"""Classifiers, given a seed."""
+"""Maps names to functions that build a classifier from a seed."""
 
 
 def described(pictures: Pictures) -> dict[str, Values]:
-    """All descriptions of some faces."""
+    """Return all features of the faces, by name."""
     return {name: describe(pictures) for name, describe in DESCRIPTIONS.items()}
 
 
 def contest(
     taught: Mapping[str, Values], masked: Values, judged: Mapping[str, Values], seed: int = 0
 ) -> dict[str, Values]:
-    """Which faces each method says are masked, by the name of description and classifier: (N,) of bool.
+    """Predict by every pair of features and classifier whether the test faces are masked; returns bool arrays (N,), by
+    the pair's name.
 
     Args:
-        taught: descriptions of the faces to learn from, by name. masked: whether they are, (M,).
-        judged: descriptions of the faces to judge.
+        taught: features of the M training faces, by name. masked: whether each training face is masked, (M,).
+        judged: features of the N test faces, by name.
     """
     answers = {}
     for name, rows in taught.items():
@@ -111,10 +116,10 @@ def contest(
 
 
 def similarities(taught: Pictures, people: Values, queries: Pictures, gallery: Pictures) -> dict[str, Values]:
-    """How alike each query and each face of the gallery are, by each way to describe them: (N, M) cosines.
+    """Return the similarity of each query and each face of the gallery by several features: cosines, with shape (N, M).
 
-    Besides whole descriptions there are those of the upper half, which masks leave free, and Fisherfaces (Belhumeur et
-    al., 1997), which learn from `taught`, of `people`, (M,), what tells people apart.
+    Some features use only the upper half of the face, which masks leave free. Fisherfaces (Belhumeur et al., 1997) are
+    trained on the faces `taught` to distinguish the people given by `people`.
     """
     upper = np.arange(SIZE) < SIZE // 2
     components = PCA(min(100, *taught.reshape(len(taught), -1).shape), whiten=True, random_state=0).fit(pixels(taught))
@@ -131,6 +136,6 @@ def similarities(taught: Pictures, people: Values, queries: Pictures, gallery: P
 
 
 def cosines(queries: Values, gallery: Values) -> Values:
-    """The cosines of rows (N, D) and (M, D): (N, M); 0 for rows of zeros."""
+    """Return the cosines between rows with shapes (N, D) and (M, D), as a matrix (N, M); 0 for rows of zeros."""
     lengths = [np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9) for rows in (queries, gallery)]
     return (queries / lengths[0]) @ (gallery / lengths[1]).T

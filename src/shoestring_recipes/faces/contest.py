@@ -1,4 +1,4 @@
-"""Classical methods on the samples that a network is judged by."""
+"""Runs the classical methods on the samples with which a network is evaluated."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ Values = NDArray[Any]
 
 @dataclass(frozen=True)
 class Judged:
-    """What classical methods say of samples, and which of them are queries for their people."""
+    """Results of the classical methods on test samples, and which of the samples are queries in the search for
+    people."""
 
     kinds: list[str]
-    """What covers each face."""
+    """Kind of cover of each face, such as `surgical` or `none`."""
     untaught: list[str]
-    """Kinds that were left out of training."""
+    """Kinds of cover that were left out of training."""
     queries: Values
-    """Whether a sample is a query, masked by a kind that was left out: (N,) of bool."""
+    """Whether a sample is a query, which means that its mask is of a kind left out of training; bool, (N,)."""
     own: Values
-    """The person of each query, (queries,)."""
+    """The number of the person in each query, (queries,)."""
     masked: dict[str, Values]
-    """Whether each face is masked by each method: (N,) of bool."""
+    """Maps a method to its predictions whether faces are masked; bool, (N,)."""
     similarity: dict[str, Values]
-    """How alike queries and the bare faces of all people are by each method: (queries, PEOPLE)."""
+    """Maps a method to the similarities of queries and all people's bare faces, (queries, PEOPLE)."""
 
     def beside(self, masked: Values, embedding: Values, gallery: Values) -> dict[str, Any]:
-        """The report of a network, beside those methods.
+        """Return the report of a network in comparison with the classical methods.
 
         Args:
-            masked: whether each face is masked, (N,) of bool. embedding: of each face, (N, dimensions).
+            masked: the network's prediction whether each face is masked; bool, (N,). embedding: embedding of each face,
+                (N, dimensions).
             gallery: embeddings of the bare faces, (PEOPLE, dimensions).
         """
         alike = {"network": cosines(embedding[self.queries], gallery), **self.similarity}
@@ -49,18 +51,18 @@ class Judged:
 
 
 def bare_faces() -> Tensor:
-    """The bare faces of all people as the network takes them: uint8 (PEOPLE, 1, SIZE, SIZE)."""
+    """Return the bare faces of all people as inputs of the network: uint8 (PEOPLE, 1, SIZE, SIZE)."""
     return torch.from_numpy((255 * faces()).round().astype(np.uint8))[:, None]
 
 
 def pictures(samples: CoveredFaces, count: int) -> NDArray[np.uint8]:
-    """The covered faces of the first samples: (count, SIZE, SIZE)."""
+    """Return the covered faces of the first `count` samples, with shape (count, SIZE, SIZE)."""
     return np.stack([samples[index]["inputs"][0].numpy() for index in range(count)])
 
 
 @lru_cache(1)
 def classical(samples: CoveredFaces, count: int) -> Judged:
-    """All classical methods on the first samples, taught by what the network was taught by."""
+    """Train all classical methods on the network's training samples, and run them on the first `count` samples."""
     teacher = samples.teacher
     assert teacher is not None
     taught, judged = pictures(teacher, len(teacher)), pictures(samples, count)

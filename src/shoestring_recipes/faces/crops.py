@@ -1,4 +1,4 @@
-"""Faces as the recipe has them: grey, aligned by the eyes, with landmarks at known places; and a hundred free ones."""
+"""Aligns faces by their eyes, as grey images with landmarks at known places; and provides a hundred free faces."""
 
 from __future__ import annotations
 
@@ -39,47 +39,49 @@ LANDMARKS: dict[str, tuple[float, float]] = {
     "right jaw": (0.76, 0.78),
     "chin": (0.5, 0.93),
 }
-"""Column and row of each landmark in an aligned face, as shares of its size: the mean of LFW's faces."""
+"""Column and row of each landmark in an aligned face, as fractions of the face's size; averages over LFW's faces."""
 _OFF_CENTRE = 0.06
-"""How far left of the middle the faces of LFW's crops are, as a share of the width."""
+"""Distance by which the faces in LFW's crops lie left of the middle, as a fraction of the width."""
 _SCALES = (0.85, 0.92, 1.0, 1.08, 1.17)
 _ANGLES = (-0.2, -0.1, 0.0, 0.1, 0.2)
 _MARGIN = 8
-"""Pixels that the eyes may lie beside their expected places."""
+"""Maximum distance of the eyes from their expected places, in pixels along each axis."""
 _SURROUNDINGS = 4.0
-"""Standard deviation in pixels of what counts as surroundings."""
+"""Standard deviation of the Gaussian that averages a pixel's surroundings, in pixels."""
 _STRAY = 0.005
-"""Correlation that is taken off for each squared pixel beside the expected place: a moustache looks like eyes too."""
+"""Penalty on the correlation per squared pixel of distance from the expected place, because a moustache also resembles
+eyes."""
 _BAND = (slice(7, 27), slice(4, 44))
-"""Rows and columns of an aligned face by which eyes are found; a mask covers none of them."""
+"""Rows and columns of an aligned face that are used to locate the eyes; masks do not cover this band."""
 
 
 def eyes() -> Values:
-    """Where an aligned face has its eyes, in pixels: (2, 2), each column and row."""
+    """Return the places of the eyes in an aligned face, in pixels; shape (2, 2), a column and a row for each eye."""
     return np.array([LANDMARKS["left eye"], LANDMARKS["right eye"]]) * SIZE - 0.5
 
 
 @cache
 def faces() -> NDArray[np.float32]:
-    """The faces of a hundred people, aligned: (PEOPLE, SIZE, SIZE), from 0 to 1."""
+    """Return the aligned faces of a hundred people, with shape (PEOPLE, SIZE, SIZE) and values from 0 to 1."""
     people = [aligned(crop, locate(crop, (0, 0, *crop.shape))[0]) for crop in lfw_subset()[:PEOPLE]]
     return np.stack(people).astype(np.float32)
 
 
 @cache
 def _mean_face() -> Values:
-    """The mean of LFW's crops, as an aligned face: (SIZE, SIZE)."""
+    """Return the mean of LFW's crops as an aligned face, with shape (SIZE, SIZE)."""
     crop = lfw_subset()[:PEOPLE].mean(0)
     return aligned(crop, _expected((0, 0, *crop.shape)).inverse(eyes()))
 
 
 def _details(picture: Values) -> Values:
-    """What differs from the surroundings, so that light from a side and what is behind the head matter little."""
+    """Subtract from each pixel the mean of its surroundings, so that light from a side and the background have little
+    effect."""
     return picture - gaussian_filter(picture, _SURROUNDINGS, mode="nearest")
 
 
 def _expected(box: tuple[float, float, float, float]) -> SimilarityTransform:
-    """From a photo to the aligned face that is expected in a box (top, left, height, width)."""
+    """Return the transform from a photo to the aligned face that is expected in a box (top, left, height, width)."""
     top, left, height, _ = box
     scale = SIZE / height
     shift = (_OFF_CENTRE * SIZE - scale * left - 0.5 + 0.5 * scale, -scale * top - 0.5 + 0.5 * scale)
@@ -87,18 +89,19 @@ def _expected(box: tuple[float, float, float, float]) -> SimilarityTransform:
 
 
 def aligned(photo: Values, pupils: Values) -> Values:
-    """A face turned, scaled and moved so that its eyes lie where all have them: (SIZE, SIZE).
+    """Rotate, scale and shift a photo so that the eyes lie at the common places of aligned faces; shape (SIZE, SIZE).
 
     Args:
-        photo: grey values (H, W). pupils: its eyes in pixels, (2, 2), each column and row.
+        photo: grey values (H, W). pupils: places of the eyes in pixels, (2, 2), a column and a row for each eye.
     """
     transform = SimilarityTransform.from_estimate(eyes(), pupils)  # pyrefly: ignore[missing-attribute]
     return warp(photo, transform, output_shape=(SIZE, SIZE), order=3, mode="edge").clip(0, 1)
 
 
 def locate(photo: Values, box: tuple[float, float, float, float]) -> tuple[Values, float]:
-    """The eyes in a box, (2, 2), each column and row: where the photo agrees best with the upper half of the mean face,
-    over scales, angles and shifts, by normalised correlation; and how well it agrees, up to 1.
+    """Locate the eyes in a box: search over scales, angles and shifts for the best match of the photo with the upper
+    half of the mean face. Returns the places of the eyes, (2, 2), with a column and a row for each eye, and the
+    normalised correlation of the match, at most 1.
 
     Args:
         photo: grey values (H, W), from 0 to 1. box: top, left, height and width of a face.

@@ -1,7 +1,7 @@
-"""Faces in photos: where they are, where their eyes are, and each of them aligned.
+"""Detects faces in photos, locates their eyes, and aligns the faces.
 
-scikit-image's cascade finds faces, and the mean face finds their eyes. Where dlib is installed, its detector finds the
-faces; where the package `face_recognition_models` is as well, dlib's landmarks find the eyes.
+scikit-image's cascade detects faces, and the eyes are located by comparison with the mean face. If dlib is installed,
+its detector adds faces. If the package `face_recognition_models` is installed too, dlib's landmarks locate the eyes.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from shoestring_recipes.faces.crops import aligned, locate
 
 Values = NDArray[Any]
 SMALLEST, LARGEST = 160, 720
-"""Shortest side that smaller photos are enlarged to, and longest that larger ones are reduced to, in pixels."""
+"""Smaller photos are enlarged until the shorter side has SMALLEST pixels; larger photos are reduced until the longer
+side has LARGEST pixels."""
 _FACE = 48
-"""Side of the smallest face that is looked for, in pixels of the enlarged or reduced photo."""
+"""Side of the smallest face that the cascade searches for, in pixels of the enlarged or reduced photo."""
 _LIKE = 0.35
-"""Least likeness of what the cascade takes for a face; a covered lower half does not lower it."""
+"""Minimum `likeness` of a detection of the cascade; a covered lower half of the face does not reduce the likeness."""
 LANDMARKS = "models/shape_predictor_68_face_landmarks.dat"
-"""dlib's landmarks in `face_recognition_models`; they were learnt from data for non-commercial use (iBUG 300-W)."""
+"""Path of dlib's landmark model in `face_recognition_models`; trained on data for non-commercial use (iBUG 300-W)."""
 _EYES = (slice(36, 42), slice(42, 48))
-"""Their numbers of the left and of the right eye, as seen in the photo."""
+"""Numbers of dlib's landmarks on the left eye and on the right eye, as seen in the photo."""
 
 
 Box = tuple[float, float, float, float]
-"""Top, left, height and width."""
+"""Top, left, height and width of a box."""
 
 
 class Face(NamedTuple):
     """A face in a photo."""
 
     picture: Values
-    """Aligned, (SIZE, SIZE), from 0 to 1."""
+    """The aligned face, (SIZE, SIZE), with values from 0 to 1."""
     box: Box
-    """Where it is, in pixels of the photo."""
+    """Place of the face in the photo, in pixels."""
     likeness: float
-    """How well its upper half agrees with the mean face, up to 1."""
+    """Normalised correlation of the face's upper half with the mean face, at most 1."""
 
 
 def find(photo: NDArray[np.uint8]) -> list[Face]:
-    """The faces in a photo, uint8 (H, W), the largest first."""
+    """Detect the faces in a photo, uint8 (H, W); the largest face comes first."""
     scale = max(1.0, SMALLEST / min(photo.shape))
     scale *= min(1.0, LARGEST / (scale * max(photo.shape)))
     scaled = photo / 255 if scale == 1 else rescale(photo / 255, scale, order=3, anti_aliasing=scale < 1).clip(0, 1)
@@ -65,7 +66,8 @@ def find(photo: NDArray[np.uint8]) -> list[Face]:
 
 
 def apart(candidates: list[tuple[Box, Values, float]]) -> list[tuple[Box, Values, float]]:
-    """Boxes of which none has its middle in another: of those that do, the one that is most like a face."""
+    """Drop overlapping candidates: if the middle of one box lies in another box, the box with the higher likeness
+    stays."""
     chosen: list[tuple[Box, Values, float]] = []
     for entry in sorted(candidates, key=lambda entry: -entry[2]):
         if not any(_within(entry[0], box) or _within(box, entry[0]) for box, *_ in chosen):
@@ -74,7 +76,7 @@ def apart(candidates: list[tuple[Box, Values, float]]) -> list[tuple[Box, Values
 
 
 def _within(inner: Box, outer: Box) -> bool:
-    """Whether the middle of a box lies in another."""
+    """Whether the middle of the box `inner` lies in the box `outer`."""
     return all(0 <= inner[axis] + inner[axis + 2] / 2 - outer[axis] < outer[axis + 2] for axis in (0, 1))
 
 
@@ -106,7 +108,7 @@ def _dlib_boxes(photo: Values) -> list[Box]:
 
 @cache
 def _landmarks() -> Any:
-    """dlib's landmarks, or None if they or dlib are not installed."""
+    """Load dlib's landmark model; returns None if the model or dlib is not installed."""
     package = find_spec("face_recognition_models")
     if not find_spec("dlib") or not package or not package.origin:
         return None

@@ -1,4 +1,4 @@
-"""Photos in files, for `run.read_file`, and what is said of each face in them, for `run.predict`."""
+"""Reads photos from files, for `run.read_file`, and describes the faces in them, for `run.predict`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shoestring_recipes.faces.people import CoveredFaces
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The faces of a photo, the largest first: `inputs`, uint8 (faces, SIZE, SIZE), and `boxes`, (faces, 5), the top,
-    left, height and width of each in pixels, and how much it looks like a face.
+    """Read the faces in a photo, the largest first: `inputs`, uint8 (faces, SIZE, SIZE), and `boxes`, (faces, 5). The
+    columns of `boxes` are top, left, height and width in pixels, and the likeness to the mean face.
 
     Raises:
-        DataError: no face is found.
+        DataError: the photo shows no face.
     """
     faces = find(read_picture(path, 1)[0].numpy())
     if not faces:
@@ -40,22 +40,23 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def describe(output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """A row for each face: whether it is masked, by local binary patterns and the nearest neighbours, with the share of
-    them that are; how much of it is covered, by the network; and where it is. On the page there is the aligned face
-    beside itself with what is covered in red."""
+    """Return a row for each face: whether the face is masked, how much of the face is covered, and the face's place.
+    Nearest neighbours by local binary patterns decide whether a face is masked, with the fraction of masked neighbours
+    as the probability; the network predicts the cover. The page shows the aligned face, and beside it the same face
+    with the cover in red."""
     faces = batch["inputs"].flatten(0, 1).cpu().numpy()
     shares = _by_patterns().predict_proba(patterns(faces))[:, 1]
     return _rows(torch.from_numpy(shares).view(batch["inputs"].shape[:2]), output, batch)
 
 
 def describe_by_network(output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """The same with the network's probability that a face is masked."""
+    """Like `describe`, but the network predicts the probability that a face is masked."""
     return _rows(output["masked"].float().sigmoid().cpu(), output, batch)
 
 
 @cache
 def _by_patterns() -> Any:
-    """The nearest neighbours by local binary patterns, taught by all people and all kinds."""
+    """Fit the nearest-neighbour classifier on local binary patterns of all people with all kinds of cover."""
     taught = CoveredFaces(list(range(PEOPLE)), KINDS, views=20, seed=0)
     masked = [taught.kind(index) in MASKS for index in range(len(taught))]
     neighbours = make_pipeline(StandardScaler(), CLASSIFIERS["kNN"](0))
@@ -63,7 +64,7 @@ def _by_patterns() -> Any:
 
 
 def _rows(masked: Tensor, output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """The rows of each photo, given the probability that each face is masked, (photos, faces)."""
+    """Return the rows of each photo; `masked` is the probability that a face is masked, (photos, faces)."""
     cover = output["cover"].float().sigmoid().cpu()
     photos = zip(batch["inputs"].cpu().numpy(), masked, cover, batch["boxes"].tolist(), strict=True)
     return [
@@ -84,6 +85,6 @@ def _rows(masked: Tensor, output: dict[str, Tensor], batch: dict[str, Tensor]) -
 
 @torch.no_grad()
 def embedded(model: nn.Module, path: Path) -> Tensor:
-    """The embeddings of the faces in a photo, the largest first: (faces, dimensions), of length 1. Their products say
-    how alike two faces are, from -1 to 1."""
+    """Return the embeddings of the faces in a photo, with norm 1 and shape (faces, dimensions); the largest face comes
+    first. The dot product of two embeddings is the similarity of the faces, from -1 to 1."""
     return model.eval()(read(path)["inputs"])["embedding"]

@@ -1,4 +1,4 @@
-"""How well faces are told masked from others and people found again, as numbers, tables and pictures."""
+"""Measures mask classification and the recognition of people, as numbers, tables and images."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ Values = NDArray[Any]
 
 
 def recalls(masked: Values, kinds: Sequence[str]) -> dict[str, float]:
-    """Of each kind that occurs, the share of faces that are rightly said to be masked or not.
+    """Return the fraction of correctly classified faces (masked or not) for each kind of cover that occurs.
 
     Args:
-        masked: what is said of each face, (N,) of bool. kinds: what covers each.
+        masked: prediction for each face; bool, (N,). kinds: name of the cover of each face.
     """
     names = np.asarray(kinds)
     return {kind: float((masked[names == kind] == (kind in MASKS)).mean()) for kind in KINDS if (names == kind).any()}
 
 
 def balanced(recall: Mapping[str, float], kinds: Collection[str]) -> float:
-    """The mean recall of masks and of others among some kinds, each kind as much as another of its side; NaN if a side
-    has none."""
+    """Return the balanced accuracy over `kinds`: the average of the mean recall of masks and the mean recall of other
+    kinds. The result is NaN if there are no masks or no other kinds."""
     sides = [[recall[kind] for kind in kinds if kind in recall and (kind in MASKS) == side] for side in (True, False)]
     return float(np.mean([float(np.mean(side)) if side else np.nan for side in sides]))
 
 
 def ranks(similarity: Values, own: Values) -> Values:
-    """The place of each query's own face among all of the gallery, from 1 on; of equal ones it is the last.
+    """Return the rank of each query's own face in the gallery by similarity, counted from 1; among equal similarities
+    the own face comes last.
 
     Args:
-        similarity: (queries, gallery). own: place of each query's own face in the gallery, (queries,).
+        similarity: (queries, gallery). own: index of each query's own face in the gallery, (queries,).
 
     Raises:
-        DataError: a similarity is no number.
+        DataError: a similarity is NaN.
     """
     if np.isnan(similarity).any():
         raise DataError("a similarity is not a number", hint="lower the learning rate")
@@ -53,11 +54,12 @@ def report(
     similarity: Mapping[str, Values],
     own: Values,
 ) -> dict[str, Any]:
-    """The numbers of the first method that the samples suffice for, and tables of all.
+    """Return the metrics of the first method, except those for which samples are missing, and tables of all methods.
 
     Args:
-        masked: what each method says of each face, (N,) of bool. kinds: what covers each. untaught: kinds left out.
-        similarity: by each method, of masked faces and a gallery, (queries, gallery). own: see `ranks`.
+        masked: prediction of each method for each face; bool, (N,). kinds: name of the cover of each face. untaught:
+            kinds left out of training.
+        similarity: similarities of masked faces and the gallery by each method, (queries, gallery). own: see `ranks`.
     """
     by_method = {name: recalls(answers, kinds) for name, answers in masked.items()}
     taught = [kind for kind in KINDS if kind not in untaught]
@@ -91,10 +93,10 @@ def report(
 
 
 def overlay(image: Values, covered: Values) -> Values:
-    """A face, uint8 (H, W), beside itself with what is covered in red: uint8 (H, 2 W, 3).
+    """Draw a face, uint8 (H, W), and beside it the same face with the cover in red: uint8 (H, 2 W, 3).
 
     Args:
-        covered: how much each cell is covered, from 0 to 1, (H / cell, W / cell).
+        covered: covered fraction of each cell, from 0 to 1, (H / cell, W / cell).
     """
     grey = np.repeat(image[:, :, None], 3, 2)
     cell = len(image) // len(covered)

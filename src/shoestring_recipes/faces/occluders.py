@@ -1,8 +1,9 @@
-"""What may cover a face: masks of four kinds, and five things that look like them; drawn onto its landmarks.
+"""Draws covers onto the landmarks of a face: masks of four kinds, and five things that resemble masks.
 
-All are drawn on a sheet over the lower face, whose column u and row v go from 0 to 1: from cheek to cheek, and from the
-bridge of the nose to the chin. A homography lays the sheet onto the landmarks of a face that is turned a little
-(Anwar and Raychowdhury, 2020, arXiv 2008.11104). The kinds were fixed before anything was taught; a test keeps them.
+All covers are drawn on a sheet over the lower face. The sheet's column u goes from 0 to 1 from cheek to cheek, and its
+row v from the bridge of the nose to the chin. A homography maps the sheet onto the landmarks of a slightly turned face
+(Anwar and Raychowdhury, 2020, arXiv 2008.11104). The kinds of cover were fixed before any training; a test checks that
+they stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from shoestring_recipes.faces.crops import LANDMARKS, SIZE
 Values = NDArray[Any]
 Draws = np.random.Generator
 _ANCHORS = ("left cheek", "bridge", "right cheek", "right jaw", "chin", "left jaw")
-"""Landmarks that the sheet is laid on; `_DEPTHS` is how far each is in front of the cheeks, as a share of the face."""
+"""Landmarks to which the sheet is attached; `_DEPTHS` is each landmark's distance in front of the cheeks, as a fraction
+of the face's size."""
 _DEPTHS = np.array([0.0, 0.25, 0.0, 0.05, 0.2, 0.05])
 _PLACES = np.array([LANDMARKS[name] for name in _ANCHORS])
 _LEFT, _TOP = LANDMARKS["left cheek"][0], LANDMARKS["bridge"][1]
@@ -28,16 +30,16 @@ _EXTENT = np.array([LANDMARKS["right cheek"][0] - _LEFT, LANDMARKS["chin"][1] - 
 _SHEET = (_PLACES - (_LEFT, _TOP)) / _EXTENT
 _PIXELS = np.stack(np.meshgrid(np.arange(SIZE), np.arange(SIZE)), -1).reshape(-1, 2)
 _EDGE = 0.6
-"""Standard deviation in pixels by which the edge of what covers a face is softened."""
+"""Standard deviation of the Gaussian that softens the edge of a cover, in pixels."""
 
 
 class Covered(NamedTuple):
-    """A face and what covers it."""
+    """An image of a face, and the map of its covered pixels."""
 
     picture: Values
-    """(SIZE, SIZE), from 0 to 1."""
+    """Grey values of the face with its cover, (SIZE, SIZE), from 0 to 1."""
     cover: Values
-    """(SIZE, SIZE): how much of each pixel is covered, from 0 to 1."""
+    """Covered fraction of each pixel, (SIZE, SIZE), from 0 to 1."""
 
 
 # -- shapes: which places (u, v) of the sheet are covered --------------------------------------------------------------
@@ -109,12 +111,12 @@ FILLS = (_plain, _pleated, _shaded, _woven)
 
 
 class Kind(NamedTuple):
-    """A kind of thing that may cover a face."""
+    """A kind of cover: its shape on the sheet, its fill, and its range of grey values."""
 
     shape: Callable[[Values, Values, Draws], Values]
     fill: Callable[[Values, Values, float, Draws], Values]
     greys: tuple[float, float]
-    """Darkest and brightest grey value."""
+    """Darkest and brightest grey value of the fill."""
 
 
 MASKS = {
@@ -123,25 +125,27 @@ MASKS = {
     "cloth": Kind(_cloth, _woven, (0.05, 0.6)),
     "bandana": Kind(_bandana, _plain, (0.0, 0.2)),
 }
-"""What covers nose and mouth."""
+"""Kinds that cover nose and mouth."""
 OTHERS = {
     "glasses": Kind(_glasses, _plain, (0.0, 0.2)),
     "hand": Kind(_hand, _shaded, (0.4, 0.8)),
     "scarf": Kind(_scarf, _woven, (0.0, 0.9)),
     "box": Kind(_box, _woven, (0.0, 1.0)),
 }
-"""What leaves nose or mouth free; a beard covers nothing and is drawn by darkening."""
+"""Kinds that leave nose or mouth free. A beard is not listed here, because a beard covers nothing and is drawn by
+darkening the face."""
 KINDS = (*MASKS, "none", "beard", *OTHERS)
 LOOK_ALIKES = ("hand", "scarf", "box")
-"""Kinds of which one is left out of training together with a kind of mask."""
+"""Kinds similar to masks; one of these is left out of training together with a kind of mask."""
 
 
 def cover(face: Values, kind: str, draws: Draws, any_fill: bool = False) -> Covered:
-    """Draw something over an aligned face (SIZE, SIZE), turned and tilted at random.
+    """Draw a cover over an aligned face (SIZE, SIZE), on a head that is turned and tilted at random.
 
     Args:
         kind: one of `KINDS`.
-        any_fill: whether the fill and its grey value are drawn from all there are, and not those of the kind.
+        any_fill: whether to choose the fill and its grey value at random from all fills and greys instead of the kind's
+            own fill and greys.
     """
     if kind == "none":
         return Covered(face, np.zeros_like(face))
@@ -161,7 +165,7 @@ def cover(face: Values, kind: str, draws: Draws, any_fill: bool = False) -> Cove
 
 
 def _sheet(draws: Draws) -> tuple[Values, Values]:
-    """The place (u, v) on the sheet of each pixel of an aligned face, each (SIZE, SIZE)."""
+    """Return the places u and v on the sheet of all pixels of an aligned face, each with shape (SIZE, SIZE)."""
     yaw, pitch = draws.normal(0, 0.25, 2)
     moved = _PLACES + _DEPTHS[:, None] * (yaw, 0.4 * pitch) + draws.normal(0, 0.012, _PLACES.shape)
     homography = ProjectiveTransform.from_estimate(moved * SIZE - 0.5, _SHEET)  # pyrefly: ignore[missing-attribute]
@@ -170,7 +174,8 @@ def _sheet(draws: Draws) -> tuple[Values, Values]:
 
 
 def spoilt(covered: Covered, draws: Draws) -> Covered:
-    """As another camera would show it: turned, scaled, moved, mirrored or not, blurred, lit from a side, with noise."""
+    """Vary a face as another camera would show it: rotated, scaled, shifted, possibly mirrored, blurred, lit from a
+    side, and with noise."""
     middle = SIZE / 2 - 0.5
     about = SimilarityTransform(scale=draws.normal(1, 0.05), rotation=draws.normal(0, 0.08))
     about = SimilarityTransform(translation=(-middle,) * 2) + about

@@ -1,4 +1,5 @@
-"""Covered faces of people: those to teach by, and those of other people to judge by, with two kinds never taught."""
+"""Data sets of covered faces: some people for training and others for evaluation, with two kinds of cover left out of
+training."""
 
 from __future__ import annotations
 
@@ -12,23 +13,24 @@ from shoestring_recipes.faces.crops import PEOPLE, SIZE, faces
 from shoestring_recipes.faces.occluders import KINDS, LOOK_ALIKES, MASKS, cover, spoilt
 
 CELLS = len(MASKS) * len(LOOK_ALIKES)
-"""Number of ways to leave out a kind of mask and a look-alike."""
+"""Number of ways to leave out one kind of mask and one look-alike."""
 TAUGHT_PEOPLE = 70
 CELL = 4
-"""Height and width in pixels of what the network says whether it is covered."""
+"""Height and width, in pixels, of the cells whose cover the network predicts."""
 
 
 class CoveredFaces(Dataset[dict[str, Tensor]]):
-    """Faces with something over them or nothing, made when they are first asked for.
+    """A data set of faces with and without cover; samples are drawn on first access.
 
-    Samples have `inputs`, uint8 (2, SIZE, SIZE), the face as one camera shows it, covered, and as another does, bare;
-    `cover`, the covered share of each cell; `targets`, 1 if it is masked; `kinds`, its place in `KINDS`; `people`.
+    A sample has `inputs`, uint8 (2, SIZE, SIZE), the covered face and the bare face as two cameras show them; `cover`,
+    the covered fraction of each cell; `targets`, 1 if the face is masked; `kinds`, the index of the cover in `KINDS`;
+    and `people`, the number of the person.
 
     Args:
-        people: the numbers of the people. kinds: names of what covers them; masks and others take turns.
-        views: number of samples of each person. seed: samples of two seeds differ.
-        teacher: the samples that a model was taught by which these judge. None teaches by these: with any fill, and
-            with two people mixed to a third in half of the samples.
+        people: numbers of the people. kinds: names of the covers; samples alternate between masks and other kinds.
+        views: number of samples of each person. seed: seed of all random choices.
+        teacher: the training samples of the model that these samples evaluate. None means that these samples are for
+            training: covers have any fill, and half of the samples mix two people's faces into a new person.
     """
 
     draws = False
@@ -45,13 +47,14 @@ class CoveredFaces(Dataset[dict[str, Tensor]]):
         return self.views * len(self.people)
 
     def kind(self, index: int) -> str:
-        """What covers the face of a sample: each kind of a side as often, give or take one."""
+        """Return the kind of cover of a sample; masks occur equally often, up to a difference of one, and so do other
+        kinds."""
         view, masked = index // len(self.people) // 2, index // len(self.people) % 2
         side = [kind for kind in self.kinds if (kind in MASKS) == bool(masked)]
         return side[(view + index % len(self.people)) % len(side)]
 
     def person(self, index: int) -> int:
-        """Whose face a sample shows, of those to judge by."""
+        """Return the number of the person whose photo a sample shows; in training, another face may be mixed in."""
         return self.people[index % len(self.people)]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -63,7 +66,7 @@ class CoveredFaces(Dataset[dict[str, Tensor]]):
         draws = np.random.default_rng([self.seed, index])
         person, kind = self.person(index), self.kind(index)
         face = faces()[person].astype(float)
-        if self.teacher is None and draws.random() < 0.5:  # more people than there are photos
+        if self.teacher is None and draws.random() < 0.5:  # mixed faces make more people than there are photos
             face = 0.55 * face + 0.45 * faces()[draws.choice(self.people)][:, :: draws.choice((1, -1))]
             person = PEOPLE + index
         views = [spoilt(cover(face, name, draws, self.teacher is None), draws) for name in (kind, "none")]
@@ -78,18 +81,20 @@ class CoveredFaces(Dataset[dict[str, Tensor]]):
 
 
 def left_out(cell: int) -> tuple[str, str]:
-    """The kind of mask and the look-alike that a cell leaves out of training."""
+    """Return the kind of mask and the look-alike that the cell number `cell` leaves out of training."""
     if not 0 <= cell < CELLS:
         raise ConfigError(f"data.arguments.cell is {cell}", hint=f"use 0 to {CELLS - 1}")
     return tuple(MASKS)[cell % len(MASKS)], LOOK_ALIKES[cell % len(LOOK_ALIKES)]
 
 
 def data(cell: int = 0, seed: int = 0, views: int = 64, held_views: int = 20) -> tuple[CoveredFaces, CoveredFaces]:
-    """Faces of 70 people to train on, without a kind of mask and a look-alike; and of the other 30, with all kinds.
+    """Return training samples of 70 people, without one kind of mask and one look-alike, and test samples of the other
+    30 people with all kinds.
 
     Args:
-        cell: which kinds are left out: 0 to 11. seed: seed of the partition of people and of what is drawn.
-        views: number of samples of each taught person. held_views: of each other person.
+        cell: number from 0 to 11 that selects the kinds left out of training. seed: seed of the partition of people and
+            of the drawn covers.
+        views: number of samples of each training person. held_views: number of samples of each test person.
     """
     order = np.random.default_rng(seed).permutation(PEOPLE).tolist()
     kinds = tuple(kind for kind in KINDS if kind not in left_out(cell))

@@ -1,4 +1,5 @@
-"""A network that says whether a face is masked, what is covered, and who it is: model, loss and evaluation."""
+"""A network that predicts whether a face is masked, which cells are covered, and who it is: model, loss and
+evaluation."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from shoestring_recipes.faces.people import CELL, CoveredFaces
 TEMPERATURE = 0.1
 """Temperature of the similarities of faces in the loss."""
 WHO = 0.25
-"""Weight of telling people apart."""
+"""Weight of the loss term that distinguishes people."""
 
 
 class MaskedFaces(nn.Module):
-    """Grey faces, uint8 (N, SIZE, SIZE), to `masked`, logits (N,); `cover`, logits (N, SIZE / CELL, SIZE / CELL); and
-    `embedding`, (N, dimensions), of length 1.
+    """Maps grey faces, uint8 (N, SIZE, SIZE), to `masked`, logits (N,); `cover`, logits (N, SIZE / CELL, SIZE / CELL);
+    and `embedding`, vectors of norm 1 (N, dimensions).
 
-    Whether a face is masked follows from where it is covered and from nothing else, so that the look of a mask, which
-    differs with its kind, does not matter. What is covered tells nothing of the person, so the embedding leaves it out.
+    `masked` is computed from the predicted cover alone, so that the look of a mask, which depends on its kind, has no
+    influence. The embedding ignores covered cells, because they contain no information about the person.
     """
 
     def __init__(self, width: int = 24, dimensions: int = 64) -> None:
@@ -57,8 +58,8 @@ def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the model says of each view of each sample, (N, views, …); and with `amiss`, (N,), the cross-entropy of the
-    first view's cover, where that is known."""
+    """Return the model's output for each view of each sample, (N, views, …). If the true cover is known, the output
+    also has `amiss`, (N,), the cross-entropy of the first view's cover."""
     views = batch["inputs"]
     output = {name: rows.unflatten(0, views.shape[:2]) for name, rows in model(views.flatten(0, 1)).items()}
     if "cover" in batch:
@@ -69,8 +70,9 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @ss.whole_batch
 def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of masked or not, of each cell's cover, and of which bare face of the batch belongs to which
-    covered one and the reverse; faces of one person are no negatives of each other."""
+    """Return the summed cross-entropies, and the number of samples. The terms are: masked or not, the cover of each
+    cell, and the assignment of covered to bare faces in the batch, in both directions. Other faces of the same person
+    are not used as negatives."""
     logits, targets, people = output["masked"][:, 0].float(), batch["targets"].float(), batch["people"]
     masked = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
     covered, bare = output["embedding"].unbind(1)
@@ -84,9 +86,9 @@ def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
-    """Balanced accuracy on kinds that were taught and on the two that were not, and the share of people found again
-    under a mask that was not, beside classical methods; and a picture of each kind with what the network takes for
-    covered."""
+    """Compare the network with classical methods: balanced accuracy on kinds seen in training and on the two kinds left
+    out, and the fraction of people recognised under the mask left out. The result also has an image of each kind with
+    the cover that the network predicts."""
     samples: CoveredFaces = held_out.dataset
     rows: list[tuple[Tensor, Tensor]] = []
     pictures: dict[str, ss.Picture] = {}

@@ -1,4 +1,4 @@
-"""Fashion-MNIST's images in styles, with the maps of their edges."""
+"""Fashion-MNIST's images drawn in styles, with the maps of their edges."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoestring_recipes.generation.styles import SIDE, STYLES, dressed, edge_map
 
 
 class Clothes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Fashion-MNIST's images in styles, by turns.
+    """A data set of Fashion-MNIST's images, drawn in the styles in turn.
 
-    A sample has `inputs`, the map of its edges; `image`, which has the texture of `swatch`, and `again`, which has it
-    from another place, uint8 (1, SIDE, SIDE); `swatch`, uint8 (1, 2 SIDE, 2 SIDE); `targets`, the kind of clothes; and
-    `style`, the number of the style in `STYLES`.
+    A sample has `inputs`, the map of the image's edges; `swatch`, an image of the style's texture, uint8 (1, 2 SIDE, 2
+    SIDE); `image` and `again`, the image with textures from two places of the swatch, uint8 (1, SIDE, SIDE); `targets`,
+    the kind of clothes; and `style`, the index of the style in `STYLES`.
 
     Args:
         styles: names in `STYLES`.
@@ -43,7 +43,7 @@ class Clothes(torch.utils.data.Dataset[dict[str, Tensor]]):
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def columns(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """The samples at some indices, as a batch."""
+        """Return the samples with the given indices as a batch."""
         draws = [np.random.default_rng([self.seed, index]) for index in indices]
         kinds = [self.turns[index % len(self.turns)] for index in indices]
         corners = torch.from_numpy(np.array([one.integers(SIDE + 1, size=(2, 2)) for one in draws]).reshape(-1, 2, 2))

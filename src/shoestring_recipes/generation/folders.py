@@ -1,4 +1,4 @@
-"""Photos and masks in folders: full data to train on, and pictures for masks of one's own."""
+"""Reads photos and masks from folders: as training data, and to generate images from the user's own masks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shoestring_recipes.generation.styles import SIDE, STYLES, edge_map, swatche
 from shoestring_recipes.images.files import read as read_clothes
 
 READ = 512
-"""Height and width that the mask of a file is reduced to."""
+"""Height and width to which a mask and its swatches are resized when read for a prediction."""
 STRETCHED = 0.02
-"""Relative difference of the shapes of a photo and its mask from which on they do not fit."""
+"""Maximum relative difference of the aspect ratios of a photo and its mask; larger differences are refused."""
 SWATCH_SEED = 5
 
 
 class Photos(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Photos with masks; the style of each is its own at twice the size.
+    """A data set of photos with masks; the swatch of each sample is the photo itself at twice the size.
 
-    Samples have `inputs`, the mask, and `image`, the photo, uint8 (3, S, S); `swatch`, uint8 (3, 2 S, 2 S);
-    `again`, the photo once more, because there is no other of its kind; and `style`, which is 0.
+    A sample has `inputs`, the mask, and `image`, the photo, uint8 (3, S, S); `swatch`, uint8 (3, 2 S, 2 S); `again`,
+    the same photo, because no second photo has its style; and `style`, which is 0.
     """
 
     draws = False
@@ -50,16 +50,17 @@ class Photos(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def data(folder: str, size: int = SIDE, seed: int = 0, held_out: float = 0.1) -> tuple[Photos, Photos]:
-    """Photos to learn from, and held-out ones: the files in `photos` and `masks` below a folder, by their names without
-    suffixes. The middle square of each is taken; all are held in memory, 15 bytes for each pixel.
+    """Load training and held-out photos from the subfolders `photos` and `masks` of a folder. Photos and masks are
+    paired by file name without suffix. The middle square of each file is used. All samples are held in memory, at 15
+    bytes per pixel.
 
     Args:
-        size: height and width of pictures, that of the model.
+        size: height and width of images, the same as the model's `size`.
         seed: seed of the choice of held-out photos.
-        held_out: share of the photos that is held out; at least one is.
+        held_out: fraction of the photos that is held out; at least one photo is.
 
     Raises:
-        DataError: there are fewer than two pairs, or some cannot be used; the first ones are named.
+        DataError: there are fewer than two pairs, or some pairs cannot be used; the error names the first of these.
     """
     photos, masks = (_by_stem(Path(folder) / name) for name in ("photos", "masks"))
     names = sorted(photos.keys() & masks.keys())
@@ -88,14 +89,16 @@ def _photos(names: list[str], pairs: list[tuple[Tensor, Tensor]], chosen: list[i
 
 
 def _by_stem(folder: Path) -> dict[str, Path]:
-    """The files of a folder by their names without suffixes; hidden ones are left out."""
+    """Map the names of a folder's files, without suffixes, to their paths; hidden files are left out."""
     if not folder.is_dir():
-        raise DataError(f"`{folder}` is no folder", hint="data.arguments.folder needs the folders `photos` and `masks`")
+        raise DataError(
+            f"`{folder}` is no folder", hint="data.arguments.folder must contain the folders `photos` and `masks`"
+        )
     return {path.stem: path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."}
 
 
 def _pair(photo_path: Path, mask_path: Path, size: int) -> tuple[Tensor, Tensor]:
-    """A photo of twice the size, and its mask."""
+    """Read a photo at twice the size `size`, and its mask at the size `size`."""
     photo, mask = read_picture(photo_path), read_picture(mask_path)
     shapes = [one.shape[2] / one.shape[1] for one in (photo, mask)]
     if abs(shapes[0] / shapes[1] - 1) > STRETCHED:
@@ -105,7 +108,7 @@ def _pair(photo_path: Path, mask_path: Path, size: int) -> tuple[Tensor, Tensor]
 
 
 def middle(picture: Tensor) -> Tensor:
-    """The middle square of a picture (C, H, W)."""
+    """Crop an image (C, H, W) to its middle square."""
     height, width = picture.shape[1:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
@@ -113,12 +116,12 @@ def middle(picture: Tensor) -> Tensor:
 
 
 def reduced(mask: Tensor, size: int) -> Tensor:
-    """A mask (C, S, S) of another size, in which no colours are mixed."""
+    """Resize a mask (C, S, S) without mixing colours."""
     return F.interpolate(mask[None].float(), (size, size), mode="nearest-exact")[0].to(torch.uint8)
 
 
 def resized(pictures: Tensor, size: int) -> Tensor:
-    """Pictures, uint8 (N, C, H, W), of another size."""
+    """Resize images, uint8 (N, C, H, W)."""
     scaled = F.interpolate(pictures.float(), (size, size), mode="bilinear", antialias=True)
     return scaled.round().clamp(0, 255).to(torch.uint8)
 
@@ -128,8 +131,8 @@ def resized(pictures: Tensor, size: int) -> Tensor:
 
 @lru_cache(8)
 def styles_of(folder: Path, channels: Literal[1, 3]) -> Tensor:
-    """The swatches that pictures of a folder are drawn in: uint8 (styles, channels, S, S). They are the pictures in the
-    folder `styles` beside it; without it, one of each style in `STYLES`, which are grey."""
+    """Return the swatches for the files of a folder: uint8 (styles, channels, S, S). The swatches are the images in the
+    folder `styles` beside `folder`. Without that folder, there is one grey swatch for each style in `STYLES`."""
     own = folder.resolve().parent / "styles"
     if own.is_dir():
         paths = _by_stem(own).values()
@@ -142,14 +145,15 @@ def styles_of(folder: Path, channels: Literal[1, 3]) -> Tensor:
 
 
 def read_drawing(path: Path) -> dict[str, Tensor]:
-    """The map of a picture of clothes, once for each style, for models of grey pictures: see `read_mask`."""
+    """Read an image of clothes and return the map of its edges, once for each style, for models of grey images; see
+    `read_mask`."""
     margin = (SIDE - 28) // 2
     clothes = F.pad(read_clothes(path)["inputs"], [margin] * 4)
     return _in_styles(edge_map(clothes[None] / 255)[0], styles_of(path.parent, 1))
 
 
 def read_mask(path: Path) -> dict[str, Tensor]:
-    """A mask in the colours of `model.colors`, once for each style: `inputs`, uint8 (styles, 3, S, S), and `swatch`,
+    """Read a mask in the colours of `model.colors`, and repeat the mask for each style: `inputs` and `swatch`, both
     uint8 (styles, 3, S, S)."""
     return _in_styles(reduced(middle(read_picture(path)), READ), styles_of(path.parent, 3))
 
@@ -159,7 +163,7 @@ def _in_styles(mask: Tensor, swatch: Tensor) -> dict[str, Tensor]:
 
 
 def describe(output: dict[str, Tensor], batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """For each mask the pictures that were made of it, a row for each style."""
+    """Return the images generated from each mask, as one row for each style."""
     styles = batch["inputs"].shape[1]
     made, unknown = (output[key].unflatten(0, (-1, styles)) for key in ("made", "unknown"))
     rows = []

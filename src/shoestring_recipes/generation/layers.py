@@ -1,4 +1,5 @@
-"""The layers of the GAN: a style's code, the generator, which a label map modulates (SPADE), and the discriminator."""
+"""Layers of the GAN: the encoder of a style, the generator, which a label map modulates (SPADE), and the
+discriminator."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 CODE = 16
-"""Numbers of a style's code."""
+"""Length of the vector that encodes a style."""
 HIDDEN = 16
-"""Channels between a map and what it modulates."""
+"""Number of hidden channels between a guide and the scale and shift computed from it."""
 
 
 class StyleCode(nn.Module):
-    """A code of a texture, (N, CODE), which no shift of it changes much: means and deviations of features."""
+    """Encodes textures as vectors (N, CODE) by means and deviations of features, which change little if the texture is
+    shifted."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -30,11 +32,12 @@ class StyleCode(nn.Module):
 
 
 class Modulated(nn.Module):
-    """Normalise features, and scale and shift them by the style, and where a guide says so (SPADE, Park et al., 2019).
+    """Normalises features, then scales and shifts them by the style and, place by place, by a guide (SPADE, Park et
+    al., 2019).
 
     Args:
-        guide: channels of the guide.
-        condition: `spade`, or `concatenated`, which only normalises: the guide is beside the features.
+        guide: number of channels of the guide.
+        condition: `spade`, or `concatenated`, which only normalises the features and concatenates the guide to them.
     """
 
     def __init__(self, width: int, guide: int, condition: str) -> None:
@@ -45,7 +48,7 @@ class Modulated(nn.Module):
             self.hidden = nn.Conv2d(guide, HIDDEN, 3, padding=1)
             self.places = nn.Conv2d(HIDDEN, 2 * width, 3, padding=1)
             self.style = nn.Linear(CODE, 2 * width)
-            for layer in (self.places, self.style):  # the scale begins at 0: at first the guide alone draws
+            for layer in (self.places, self.style):  # the scale starts at 0: at first only the guide draws
                 for parameter in layer.parameters():
                     nn.init.zeros_(parameter[:width].detach())
 
@@ -58,10 +61,11 @@ class Modulated(nn.Module):
 
 
 class Generator(nn.Module):
-    """Draws a picture of a map: maps (N, labels, S, S) and textures (N, C, S, S) to pictures (N, C, S, S) from 0 to 1.
+    """Generates images (N, C, S, S) with values from 0 to 1 from label maps (N, labels, S, S) and textures (N, C, S,
+    S).
 
-    It begins with 4 × 4 places that the code of the texture fills, and doubles them until they are S × S. At each size
-    the guide is the map with the texture beside it.
+    The generator starts from 4 × 4 places, computed from the code of the texture, and doubles the size until it is S ×
+    S. At each size, the guide is the map concatenated with the texture.
     """
 
     def __init__(self, labels: int, channels: int, size: int, width: int, condition: str) -> None:
@@ -86,11 +90,11 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Scores pictures (N, C, S, S) of maps (N, labels, S, S) in the style of textures (N, C, S, S).
+    """Scores images (N, C, S, S), given their label maps (N, labels, S, S) and textures of their style (N, C, S, S).
 
-    Gives scores (N, scores) of patches of two sizes, in all of which the style takes part by a product of features
-    (Miyato and Koyama, 2018); and the means of the features of all layers in quarters of the picture, (N, means), which
-    tell a texture but hardly where it begins.
+    Returns scores (N, scores) of patches of two sizes. The dot product of the image's features and the style's features
+    is added to all scores (Miyato and Koyama, 2018). Also returns the means of all layers' features in quarters of the
+    image, (N, means), which depend on the texture but hardly on its offset.
     """
 
     def __init__(self, labels: int, channels: int, width: int) -> None:
@@ -103,7 +107,7 @@ class Discriminator(nn.Module):
         self.layers = nn.ModuleList(layer(*pair) for pair in pairwise(widths))
         self.style = nn.Sequential(layer(channels, 16), layer(16, 32))
         self.match = spectral_norm(nn.Linear(32, width))
-        self.heads = nn.ModuleList(nn.Conv2d(width, 1, 3, padding=1) for _ in range(2))  # free to scale the scores
+        self.heads = nn.ModuleList(nn.Conv2d(width, 1, 3, padding=1) for _ in range(2))  # no spectral norm
 
     def forward(self, pictures: Tensor, maps: Tensor, textures: Tensor) -> tuple[Tensor, Tensor]:
         features = [torch.cat([pictures, maps], 1)]

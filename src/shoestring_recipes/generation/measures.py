@@ -1,4 +1,4 @@
-"""How far made pictures are from real ones, without a judge that was trained; and sheets of pictures."""
+"""Distance of generated images from real images, without a trained network; and sheets of images."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ def _filters(channels: int) -> tuple[Tensor, Tensor]:
 
 
 def features(pictures: Tensor) -> Tensor:
-    """Features (N, 64) of pictures (N, C, H, W) from 0 to 1 by a fixed random network, which tells distributions of
-    pictures apart without being trained (Naeem et al., 2020)."""
+    """Compute features (N, 64) of images (N, C, H, W) with values from 0 to 1 by a fixed random network. Such a network
+    distinguishes distributions of images without training (Naeem et al., 2020)."""
     first, second = (one.to(pictures.device) for one in _filters(pictures.shape[1]))
     x = F.conv2d(F.relu(F.conv2d(pictures.float() - 0.5, first, stride=2, padding=2)), second, stride=2, padding=1)
     return F.adaptive_avg_pool2d(F.relu(x), 2).flatten(1).double()
 
 
 def frechet(first: Tensor, second: Tensor) -> Tensor:
-    """The Fréchet distance of normal distributions with the moments of two sets of features (n, F) and (m, F):
-    |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017). NaN where a set is empty."""
+    """Compute the Fréchet distance of normal distributions with the moments of two sets of features, (n, F) and (m, F).
+
+    The distance is |µ₁ - µ₂|² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½) (Heusel et al., 2017), or NaN if a set is empty.
+    """
     if not len(first) or not len(second):
         return first.new_tensor(torch.nan)
     mean = (first.double().mean(0) - second.double().mean(0)).square().sum()
@@ -39,8 +41,8 @@ def frechet(first: Tensor, second: Tensor) -> Tensor:
 
 
 def sheet(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Pictures side by side, twice as large as the last of a row: bytes, or numbers from 0 to 1, of one or three
-    channels and any size; uint8 (3, H, W)."""
+    """Arrange rows of images in one image, uint8 (3, H, W), with cells twice as large as the last image of a row. The
+    images may have any size, one or three channels, and be uint8 or have values from 0 to 1."""
     height, width = (2 * side for side in rows[0][-1].shape[-2:])
     return torch.cat([torch.cat([_cell(one, height, width) for one in row], 2) for row in rows], 1)
 

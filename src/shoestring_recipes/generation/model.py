@@ -1,4 +1,4 @@
-"""A generator and a discriminator as one model: pictures of label maps in the style of a swatch."""
+"""A generator and a discriminator as one model, which generates images from label maps in the style of a swatch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from shoestring_recipes.generation.styles import windows
 
 CONDITIONS = ("spade", "concatenated")
 FAR = 48
-"""Difference of a colour, in one channel, from which on it is not that of a label."""
+"""Minimum difference, in any channel, by which a colour counts as different from a label's colour."""
 
 
 class StyledGan(nn.Module):
-    """A generator and a discriminator, which one optimizer steps.
+    """A generator and a discriminator, which one optimizer updates in the same step.
 
     Args:
-        colors: the colour of each label in a map, hexadecimal: one byte for maps of one channel, three for colours.
-        channels: 1 for grey pictures, 3 for colours.
-        size: height and width of pictures, a power of two.
-        condition: how a map conditions the generator: `spade`, or `concatenated` to the features (plain).
-        width: channels of the generator at 4 × 4 places.
+        colors: colour of each label in a map, in hexadecimal: one byte for maps with one channel, three bytes for
+            coloured maps.
+        channels: 1 for grey images, 3 for coloured images.
+        size: height and width of images, a power of two.
+        condition: how a map conditions the generator: `spade`, or `concatenated` to the features, as in a plain
+            conditional GAN.
+        width: number of channels of the generator at its first size, 4 × 4.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class StyledGan(nn.Module):
         if condition not in CONDITIONS:
             raise ConfigError(f"model.condition is `{condition}`", hint=nearest(condition, CONDITIONS))
         if size < 8 or size & (size - 1):
-            raise ConfigError(f"model.size is {size}", hint="use a power of two from 8 on")
+            raise ConfigError(f"model.size is {size}", hint="use a power of two, at least 8")
         try:
             table = torch.tensor([list(bytes.fromhex(color)) for color in colors], dtype=torch.float32)
         except ValueError as error:
@@ -55,7 +57,8 @@ class StyledGan(nn.Module):
         self.discriminator = Discriminator(len(colors), channels, 64)
 
     def labels(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """One channel for each label (N, labels, S, S), by the nearest colour, and whether a colour is far from all.
+        """Encode maps one-hot by the label with the nearest colour, (N, labels, S, S); also return whether a map has a
+        colour far from all labels, (N,).
 
         Args:
             maps: uint8 (N, C, H, W).
@@ -68,19 +71,20 @@ class StyledGan(nn.Module):
     def forward(
         self, maps: Tensor, swatches: Tensor, corners: Tensor, images: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Pictures of maps in the styles of swatches, and what both networks are taught by.
+        """Generate images from maps in the styles of swatches; given real images, also return the terms of both
+        networks' losses.
 
         Args:
-            maps: uint8 (N, C, H, W). swatches: uint8 (N, C, 2 S, 2 S), or of another size, which is changed.
-            corners: (N, 2, 2), the windows of each swatch that the generator and the discriminator see: where their
-                upper left corners are in the first half of its rows and columns, from 0 to 1.
+            maps: uint8 (N, C, H, W). swatches: uint8 (N, C, 2 S, 2 S); swatches of another size are resized.
+            corners: upper left corners of two windows of each swatch, (N, 2, 2), one for the generator and one for the
+                discriminator. The row and column of a corner are fractions, from 0 to 1, of half the swatch's side.
             images: real pictures, uint8 (N, C, S, S).
 
         Returns:
-            `made` (N, C, S, S) and `unknown` (N,): whether a map has a colour that no label has. With images also the
-            scores `real`, `fake` and `fooled`, (N, scores), and two mean differences of `made` and the images, (N,):
-            `means`, of the means of the discriminator's features (Salimans et al., 2016), and `light`, of squares that
-            are larger than a texture's period.
+            `made` (N, C, S, S) are the generated images; `unknown` (N,) tells whether a map has a colour that no label
+            has. Given images, there are also the scores `real`, `fake` and `fooled`, (N, scores), and two mean
+            differences of `made` and the images, (N,): `means`, the difference of the means of the discriminator's
+            features (Salimans et al., 2016), and `light`, the difference of the brightness averaged over 8 × 8 pixels.
         """
         labels, unknown = self.labels(maps)
         if swatches.shape[-1] != 2 * self.size:

@@ -1,4 +1,5 @@
-"""Styles: procedural textures of random angle, width, phase and grain, edges of pictures, and pictures in a style."""
+"""Draws textures with random angle, width, phase and grain, edge maps of images, and images in the style of a
+texture."""
 
 from __future__ import annotations
 
@@ -10,30 +11,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIDE = 32
-"""Height and width of pictures in pixels; a swatch has twice that."""
+"""Height and width of images in pixels; a swatch is twice as high and wide."""
 SEEN, STRONG = 0.08, 1.2
-"""Brightness above which a pixel belongs to what is shown, and gradient (Sobel's filter) above which it is an edge."""
+"""Brightness above which a pixel belongs to the clothes, and gradient (Sobel's filter) above which a pixel is an
+edge."""
 DEPTH = 0.6
-"""Largest part of the brightness that a texture takes away."""
+"""Maximum fraction of the brightness that a texture removes."""
 BEHIND = 0.4
-"""Brightness of a texture behind what is shown."""
+"""Brightness of the texture in the background."""
 WIDTHS = 5.0, 9.0
-"""Least and largest period of a texture in pixels."""
+"""Minimum and maximum period of a texture, in pixels."""
 GRAIN = 0.15
-"""Largest standard deviation of the noise of a texture."""
+"""Maximum standard deviation of a texture's noise."""
 
 Pattern = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A pattern in the plane, bright where it is positive. A period of its arguments is 2π."""
+"""A function of coordinates in the plane that is positive where the pattern is bright; one period is 2π."""
 
 
 def _ripples(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Waves in seven directions, of which no place looks like another."""
+    """Sum of waves in seven directions, which does not repeat."""
     turns = np.pi * np.arange(7)[:, None, None, None] / 7
     return np.cos(0.8 * (u * np.cos(turns) + v * np.sin(turns)) + 5 * turns).sum(0) / 2
 
 
 def _triangle(v: np.ndarray) -> np.ndarray:
-    """A wave of straight lines from -1 to 1."""
+    """A triangle wave from -1 to 1."""
     return 2 / np.pi * np.arcsin(np.sin(v))
 
 
@@ -67,11 +69,11 @@ def swatches(kinds: Sequence[int], draws: Sequence[np.random.Generator], side: i
     """Draw swatches of textures.
 
     Args:
-        kinds: numbers of styles in `STYLES`, one for each swatch.
-        draws: what each swatch is drawn with.
+        kinds: index in `STYLES` for each swatch.
+        draws: random generator for each swatch.
 
     Returns:
-        float32 (N, side, side), from 0 to 1.
+        The swatches, float32 (N, side, side), with values from 0 to 1.
     """
     angle, width, first, second, grain = np.array([one.random(5) for one in draws]).reshape(-1, 5).T[..., None, None]
     noise = np.array([one.standard_normal((side, side), np.float32) for one in draws]).reshape(-1, side, side)
@@ -86,20 +88,22 @@ def swatches(kinds: Sequence[int], draws: Sequence[np.random.Generator], side: i
 
 
 def dressed(images: Tensor, textures: Tensor) -> Tensor:
-    """Images (N, 1, H, W) from 0 to 1 with the textures (N, 1, H, W) on what they show, and darker behind it."""
+    """Apply textures (N, 1, H, W) to images (N, 1, H, W) with values from 0 to 1; the texture is darker in the
+    background."""
     return torch.where(images > SEEN, images * (1 - DEPTH + DEPTH * textures), BEHIND * textures)
 
 
 def edge_map(images: Tensor) -> Tensor:
-    """Maps of what is drawn in images (N, 1, H, W) from 0 to 1: uint8 of the same shape, 85 inside of the silhouette
-    plus 170 on a strong edge."""
+    """Compute the edge maps of images (N, 1, H, W) with values from 0 to 1: uint8 of the same shape, with 85 inside the
+    silhouette, plus 170 on a strong edge."""
     sobel = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]], device=images.device)
     gradient = F.conv2d(images, torch.stack([sobel, sobel.T])[:, None], padding=1)
     return (85 * (images > SEEN) + 170 * (gradient.norm(dim=1, keepdim=True) > STRONG)).to(torch.uint8)
 
 
 def windows(pictures: Tensor, corners: Tensor, side: int) -> Tensor:
-    """A square of each picture (N, C, H, W), with its upper left corner at `corners` (N, 2): (N, C, side, side)."""
+    """Crop a square from each image (N, C, H, W), with its upper left corner at `corners` (N, 2); returns (N, C, side,
+    side)."""
     places = corners[..., None] + torch.arange(side, device=pictures.device)
     rows = pictures.gather(2, places[:, 0, None, :, None].expand(-1, pictures.shape[1], -1, pictures.shape[3]))
     return rows.gather(3, places[:, 1, None, None, :].expand(-1, pictures.shape[1], side, -1))

@@ -1,4 +1,4 @@
-"""Fashion-MNIST's edges as clothes in a prescribed style: data, loss and evaluation."""
+"""Generation of clothes in a prescribed style from Fashion-MNIST's edges: data, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from shoestring_recipes.generation.measures import features, frechet, sheet
 from shoestring_recipes.generation.styles import STYLES, TAUGHT
 
 MEANS, LIGHT = 20.0, 10.0
-"""Weights of the differences of features and of light, beside the scores of the discriminator."""
+"""Weights of the differences `means` and `light` in the loss, relative to the discriminator's scores."""
 SHOWN = 6
-"""Samples of each style in the report."""
+"""Number of samples of each style in the report."""
 CAPTION = "From left to right: map, swatch, real picture, two made ones."
 
 
 def data(seed: int = 0, held_out: int = 1000) -> tuple[Clothes, Clothes]:
-    """Images to learn from in the styles that are taught, and the first held-out images in all styles."""
+    """Return the training images in the styles `TAUGHT`, and the first `held_out` test images in all styles."""
     train, test = fashion_mnist()
     test = Images(test.images[:held_out], test.labels[:held_out])
     return Clothes(train, TAUGHT, 2 * seed), Clothes(test, STYLES, 2 * seed + 1)
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's output on a batch; samples may hold several maps and swatches each.
+    """Run the model on a batch; each sample may contain several maps and swatches.
 
-    In training the generator and the discriminator see random windows of the swatches, otherwise those at `corners`.
+    In training, the generator and the discriminator see random windows of the swatches, otherwise the windows at
+    `corners`.
     """
     maps, swatch = (batch[key].flatten(0, -4) for key in ("inputs", "swatch"))
     fixed = batch.get("corners", torch.tensor([[0.0, 0.0], [1.0, 1.0]], device=maps.device))
@@ -41,15 +42,15 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def hinge(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The losses of both networks (hinge, Lim and Ye, 2017), and the differences of features and of light: a sum over
-    samples, and their number."""
+    """Return the loss, summed over samples, and the number of samples. The loss consists of the hinge losses of both
+    networks (Lim and Ye, 2017) and the differences `means` and `light`."""
     scores = F.relu(1 - output["real"]) + F.relu(1 + output["fake"]) - output["fooled"]
     return (scores.mean(1) + MEANS * output["means"] + LIGHT * output["light"]).sum(), len(scores)
 
 
 def measure(model: nn.Module, held_out: Any) -> dict[str, Any]:
-    """The Fréchet distance of made and real pictures, how much pictures of one map and swatch differ, and a page of
-    samples of each style.
+    """Measure the Fréchet distance of generated and real images, and the difference of images with the same map and
+    swatch; also return a sheet of samples of each style.
 
     Raises:
         DataError: a map has a colour that no label has.

@@ -1,4 +1,4 @@
-"""The accuracy on the test images of Fashion-MNIST, for `run.evaluate`."""
+"""Computes the accuracy on the test images of Fashion-MNIST, for `run.evaluate`."""
 
 from __future__ import annotations
 

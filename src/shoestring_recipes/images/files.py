@@ -1,4 +1,4 @@
-"""Pictures of clothes in files, for `run.read_file`, and the names of the classes, for `run.predict`."""
+"""Reads images of clothes from files, for `run.read_file`, and names their classes, for `run.predict`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SIZE = 28
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """A picture as Fashion-MNIST has them: uint8 (1, 28, 28), bright on black. A bright border is taken for a white
-    background, and the picture is inverted."""
+    """Read an image in the form of Fashion-MNIST's images: uint8 (1, 28, 28), bright on black. An image with a bright
+    border is inverted, because its background is probably white."""
     picture = read_picture(path, 1).float()
     small = interpolate(picture[None], (SIZE, SIZE), mode="bilinear", antialias=True)[0].round()
     border = torch.cat([small[0, 0], small[0, -1], small[0, :, 0], small[0, :, -1]])
@@ -24,7 +24,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def name(output: Tensor, batch: dict[str, Tensor]) -> list[dict[str, str | float]]:
-    """The likeliest kind of clothes in each picture, and its probability."""
+    """Return the most probable kind of clothes in each image, and its probability."""
     best = output.float().softmax(-1).max(-1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [{"kind": NAMES[index], "probability": probability} for index, probability in pairs]

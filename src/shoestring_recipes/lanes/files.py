@@ -1,4 +1,4 @@
-"""Photos of roads in files, for `run.read_file`, and the lanes in each, for `run.predict`."""
+"""Reads photos of roads from files, for `run.read_file`, and describes the lanes in them, for `run.predict`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shoestring_recipes.lanes.roads import HEIGHT, WIDTH
 from shoestring_recipes.lanes.task import MOST, lanes_of
 
 SMALLEST = 64
-"""Least height and width of a photo."""
+"""Minimum height and width of a photo, in pixels."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The middle of a photo in 16 to 9, as uint8 (1, HEIGHT, WIDTH)."""
+    """Read a photo, cropped to its middle at an aspect ratio of 16 to 9, as uint8 (1, HEIGHT, WIDTH)."""
     picture = read_picture(path, 1).float()
     height, width = picture.shape[1:]
     if min(height, width) < SMALLEST:
-        raise DataError(f"`{path.name}` has {width} × {height} pixels, too few for a road")
+        raise DataError(f"`{path.name}` has {width} × {height} pixels, but at least {SMALLEST} × {SMALLEST} are needed")
     scale = min(height / HEIGHT, width / WIDTH)
     tall, wide = round(HEIGHT * scale), round(WIDTH * scale)
     top, left = (height - tall) // 2, (width - wide) // 2
@@ -37,21 +37,21 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def describe(output: Tensor, batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """A row for each lane that the Hough transform finds, the best first, with its column in the bottom row of
-    320 × 180 pixels, its quality and the parts of it; the first row has the picture. A picture without lanes has one
-    row."""
+    """Return a row for each lane that the Hough transform detects, the best lane first. A row has the lane's column in
+    the bottom row of 320 × 180 pixels, the lane's quality, and the parts of the quality; the first row also has the
+    image. An image without lanes has one row."""
     images = batch["inputs"][:, 0].cpu().numpy()
     return [rows_of(image, detect(image)) for image in images]
 
 
 def describe_marked(output: Tensor, batch: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
-    """The same of lanes that the network marks."""
+    """Like `describe`, but for the lanes that the network marks."""
     images = batch["inputs"][:, 0].cpu().numpy()
     return [rows_of(image, lanes) for image, lanes in zip(images, lanes_of(batch["inputs"], output), strict=True)]
 
 
 def rows_of(image: np.ndarray, lanes: Lanes) -> list[dict[str, Any]]:
-    """The rows of one picture."""
+    """Return the rows of one image."""
     rows: list[dict[str, Any]] = [
         {"lane": number + 1, "bottom": columns[-1], "quality": quality, **dict(zip(PARTS, parts, strict=True))}
         for number, (columns, quality, parts) in enumerate(zip(*lanes, strict=True))

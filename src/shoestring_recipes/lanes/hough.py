@@ -1,6 +1,6 @@
-"""Lanes by edges, a region, the probabilistic Hough transform and clustering; and how good each marking is.
+"""Detects lanes from edges in a region, by the probabilistic Hough transform and clustering, and rates each marking.
 
-The edges are Canny's, or a network's (`task.py`); what follows is the same for both.
+The edges come from Canny's filter or from a network (`task.py`); all later steps are the same for both.
 """
 
 from __future__ import annotations
@@ -24,70 +24,72 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class HoughSettings:
-    """Settings of the whole path, for pictures of 320 × 180; lengths in pixels, contrasts in grey levels of 256."""
+    """Settings of all steps, for images of 320 × 180 pixels; lengths are in pixels, contrasts in 256 grey levels."""
 
     region: int = 75
-    """First row that is searched."""
+    """First image row of the region that is searched for lanes."""
     sigma: float = 2.5
-    """Smoothing before edges are found."""
+    """Standard deviation of the smoothing in Canny's filter."""
     thresholds: tuple[float, float] = (4.5, 15.0)
-    """Canny's thresholds."""
+    """Low and high threshold of Canny's filter."""
     votes: int = 6
-    """Least number of edge pixels on a line."""
+    """Minimum number of edge pixels on a line."""
     length: int = 10
-    """Shortest segment."""
+    """Minimum length of a segment."""
     gap: int = 6
-    """Longest gap within a segment."""
+    """Maximum gap within a segment."""
     steepness: float = 6.0
-    """Least height of a segment."""
+    """Minimum height of a segment."""
     slope: float = 4.0
-    """Largest slope, in columns a row."""
+    """Maximum slope of a segment, in columns per row."""
     bottom_scale: float = 18.0
-    """Distance in the bottom row up to which segments belong together."""
+    """Scale of distances between segments in the bottom row; segments less than about one scale apart form a
+    cluster."""
     slope_scale: float = 0.35
-    """Difference in slope up to which segments belong together."""
+    """Scale of differences in slope between segments; segments less than about one scale apart form a cluster."""
     total: float = 40.0
-    """Least length of all segments of a lane."""
+    """Minimum total length of the segments of a lane."""
     bend: float = 30.0
-    """How much a lane resists being bent, as rows of evidence."""
+    """Strength of the regularisation that keeps a lane straight, in rows of evidence."""
     reach: int = 20
-    """Columns to each side in which the paint of a lane is looked for, in the last row."""
+    """Number of columns to each side in which paint is searched for, in the last row; fewer in rows farther away."""
     narrow: float = 0.3
-    """Least fraction of the reach, in the distance."""
+    """Minimum of the reach in distant rows, as a fraction of `reach`."""
     half_widths: tuple[float, float] = (1.0, 4.0)
-    """Half the width of a marking in the region's first row and in the last."""
+    """Half the width of a marking in the first row of the region and in the last row."""
     evidence: float = 6.0
-    """Least contrast of a lane over its standard error."""
+    """Minimum ratio of a lane's contrast to the standard error of the contrast."""
     paint: float = 40.0
-    """Contrast that counts as one row of evidence when a lane is moved to its paint."""
+    """Contrast that counts as one row of evidence when a lane is moved to the nearby paint."""
     fresh: float = 0.35
-    """Fraction of the strongest contrast of any lane in the picture above which paint counts as fresh."""
+    """Contrast above which paint counts as fresh, as a fraction of the strongest contrast of all lanes in the image."""
     least: float = 4.0
-    """Contrast below which paint is never fresh, in units of the picture's noise."""
+    """Contrast below which paint never counts as fresh, as a multiple of the image's noise."""
     apart: float = 14.0
-    """Mean distance below which two lanes are one."""
+    """Mean distance below which two lanes count as the same lane."""
     vanishing: float = 15.0
-    """Columns from the common vanishing point at which parallelism is a half."""
+    """Distance from the common vanishing point, in columns, at which the parallelism of a lane is 0.5."""
     stray: float = 20.0
-    """Columns from the common vanishing point from which on something is no lane."""
+    """Distance from the common vanishing point, in columns, at and above which a candidate is not a lane."""
     sway: float = 6.0
-    """Mean movement between pictures at which steadiness is a half."""
+    """Mean movement between images at which the steadiness of a lane is 0.5."""
     weights: tuple[float, float, float, float, float] = (0.1, 0.1, 0.6, 0.1, 0.1)
-    """Weights of `PARTS` in the quality."""
+    """Weights of `PARTS` in the quality of a lane."""
 
 
 HOUGH = HoughSettings()
 
 
 class Lanes(NamedTuple):
-    """Lanes that were found in a picture, the best first."""
+    """The detected lanes of an image, the best lane first."""
 
     columns: np.ndarray
-    """(n, HEIGHT): column in each row, NaN above the region."""
+    """Column of each lane in each row, (n, HEIGHT); NaN above the region."""
     quality: np.ndarray
-    """(n,): from 0 for a lane without paint to 1 for a fresh one; the weighted geometric mean of the parts."""
+    """Quality of each lane, (n,), from 0 without paint to 1 with fresh paint; the weighted geometric mean of
+    `parts`."""
     parts: np.ndarray
-    """(n, 5): `PARTS`, each from 0 to 1."""
+    """Values of `PARTS` for each lane, (n, 5), from 0 to 1."""
 
 
 PARTS = ("support", "continuity", "contrast", "parallelism", "steadiness")
@@ -101,19 +103,19 @@ def detect(
     before: list[Lanes] | None = None,
     settings: HoughSettings = HOUGH,
 ) -> Lanes:
-    """Find the lanes of a picture.
+    """Detect the lanes in an image.
 
     Args:
-        image: (HEIGHT, WIDTH), grey levels from 0 to 255.
-        edges: (HEIGHT, WIDTH), true where a line may be; by default Canny's edges.
-        before: the lanes of the pictures before, for steadiness.
+        image: grey levels from 0 to 255, (HEIGHT, WIDTH).
+        edges: map of the pixels at which lines may be, (HEIGHT, WIDTH); None takes the edges by Canny's filter.
+        before: lanes of the previous images, from which the steadiness is computed.
 
     Raises:
-        DataError: the picture has another size.
+        DataError: the image does not have the shape (HEIGHT, WIDTH).
     """
     image = np.asarray(image, dtype=float)
     if image.shape != (HEIGHT, WIDTH):
-        hint = "files.read makes pictures of that size of photos"
+        hint = "`files.read` converts photos to this size"
         raise DataError(f"a picture has the shape {image.shape}, not ({HEIGHT}, {WIDTH})", hint=hint)
     edges = canny(image, settings.sigma, *settings.thresholds) if edges is None else edges.copy()
     edges[: settings.region] = False
@@ -125,7 +127,8 @@ def detect(
 
 
 def _segments(edges: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """The segments (n, 4) of a map of edges that may belong to lanes: upper column and row, lower column and row."""
+    """Return the segments in an edge map that may belong to lanes, (n, 4): column and row of the upper end, then of the
+    lower end."""
     least = settings.votes, settings.length, settings.gap
     lines = probabilistic_hough_line(edges, *least, rng=0)  # pyrefly: ignore[unexpected-keyword]
     ends = np.array(lines, dtype=float).reshape(-1, 2, 2)
@@ -135,7 +138,7 @@ def _segments(edges: np.ndarray, settings: HoughSettings) -> np.ndarray:
 
 
 def _clustered(segments: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """Polynomials (n, 3) in the row, one for each cluster of segments whose lines nearly agree."""
+    """Cluster segments whose lines nearly agree; returns one polynomial in the row for each cluster, (n, 3)."""
     if not len(segments):
         return np.empty((0, 3))
     x0, y0, x1, y1 = segments.T
@@ -150,10 +153,12 @@ def _clustered(segments: np.ndarray, settings: HoughSettings) -> np.ndarray:
 
 
 def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """Fit polynomials (n, 3) of degree two to weighted points by ridge regression, which keeps them nearly straight.
+    """Fit polynomials (n, 3) of degree two to weighted points by ridge regression, which keeps the curves nearly
+    straight.
 
     Args:
-        rows: (points,). columns: (points,) or (n, points). weights: (n, points).
+        rows: rows of the points, (points,). columns: columns of the points, (points,) or (n, points). weights: weights
+            of the points, (n, points).
     """
     t = (rows - HEIGHT) / (HEIGHT - settings.region)
     powers = np.stack([t**2, t, np.ones_like(t)])
@@ -163,18 +168,20 @@ def _fitted(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, settings
 
 
 def _depth(settings: HoughSettings) -> np.ndarray:
-    """How near each row (HEIGHT,) is to the camera: from 0 in the region's first row to 1 below the last."""
+    """Return the nearness of each row to the camera, (HEIGHT,): 0 in the first row of the region, 1 just below the last
+    row."""
     return (_ROWS - settings.region) / (HEIGHT - settings.region)
 
 
 def _columns(curves: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """The columns (n, HEIGHT) of polynomials."""
+    """Evaluate polynomials: returns their columns in all rows, (n, HEIGHT)."""
     t = _depth(settings) - 1
     return curves @ np.stack([t**2, t, np.ones_like(t)])
 
 
 def _contrast(image: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """How much brighter each pixel is than the brighter one of two beside it, a marking's width away."""
+    """Subtract from each pixel the brighter of two pixels to its left and right, at a distance of about a marking's
+    width."""
     smooth = gaussian_filter(image, 1)
     near, far = settings.half_widths
     aside = np.rint(near + (far - near) * np.clip(_depth(settings), 0, 1) + 4).astype(int)[:, None]
@@ -184,7 +191,7 @@ def _contrast(image: np.ndarray, settings: HoughSettings) -> np.ndarray:
 
 
 def _sampled(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """The values of a map at columns (..., HEIGHT), NaN outside of the picture."""
+    """Sample a map at one column per row, given as (..., HEIGHT); NaN outside the image."""
     nearest = np.rint(columns)
     inside = (nearest >= 0) & (nearest < WIDTH)
     sampled = values[np.arange(HEIGHT), np.where(inside, nearest, 0).astype(int)]
@@ -192,7 +199,7 @@ def _sampled(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def _refined(curves: np.ndarray, contrast: np.ndarray, noise: float, settings: HoughSettings) -> np.ndarray:
-    """Move polynomials to the paint within reach."""
+    """Fit polynomials again, to the paint within `settings.reach`."""
     offsets = np.arange(-settings.reach, settings.reach + 1)
     columns = _columns(curves, settings)[:, None] + offsets[:, None]
     paint = np.nan_to_num(np.clip(_sampled(contrast, columns) - noise, 0, 3 * settings.paint))
@@ -211,7 +218,8 @@ def _chosen(
     before: list[Lanes],
     settings: HoughSettings,
 ) -> Lanes:
-    """Drop what has no paint and what is another lane already, and score the rest."""
+    """Drop candidates without paint, duplicates, and candidates that miss the vanishing point; rate the remaining
+    lanes."""
     columns = _columns(curves, settings)
     columns[:, : settings.region] = np.nan
     paint = np.stack([_sampled(contrast, columns + step) for step in (-1, 0, 1)])
@@ -245,7 +253,8 @@ def _chosen(
 
 
 def _first_of_doubles(double: np.ndarray) -> np.ndarray:
-    """Which entries to keep, in their order, so that no two are doubles of each other: (n, n) to (n,)."""
+    """Choose entries in order so that no two chosen entries are duplicates, given as a matrix (n, n); returns bool,
+    (n,)."""
     keep = np.zeros(len(double), bool)
     for entry, others in enumerate(double):
         keep[entry] = not (others & keep).any()
@@ -253,14 +262,15 @@ def _first_of_doubles(double: np.ndarray) -> np.ndarray:
 
 
 def _off_vanishing_point(columns: np.ndarray, evidence: np.ndarray, settings: HoughSettings) -> np.ndarray:
-    """How many columns each lane (n, HEIGHT) passes beside the point where most evidence meets; 0 without one."""
+    """Return each lane's distance, in columns, from the point at which lanes with the most evidence meet; 0 if no lanes
+    meet."""
     upper, lower = settings.region + 10, HEIGHT - 30
     slope = (columns[:, lower] - columns[:, upper]) / (lower - upper)
     start = columns[:, upper] - slope * upper
     with np.errstate(divide="ignore", invalid="ignore"):
-        row = (start - start[:, None]) / (slope[:, None] - slope)  # where each pair meets
+        row = (start - start[:, None]) / (slope[:, None] - slope)  # row in which each pair of lanes meets
     row = np.where((row > 0) & (row < settings.region), row, np.nan)
-    passes = start + slope * row[:, :, None]  # (n, n, n): where each lane crosses the row of each pair
+    passes = start + slope * row[:, :, None]  # (n, n, n): column at which each lane crosses each pair's row
     off = np.abs(passes - (start + slope * row)[:, :, None])
     agreeing = ((off < settings.vanishing) * evidence).sum(-1)
     if not len(columns) or not agreeing.max():
@@ -269,7 +279,8 @@ def _off_vanishing_point(columns: np.ndarray, evidence: np.ndarray, settings: Ho
 
 
 def _longest_gap(fresh: np.ndarray) -> np.ndarray:
-    """The longest run of rows without fresh paint: (n, rows) of 0, 1 and NaN (outside of the picture) to (n,)."""
+    """Return the length of each lane's longest run of rows without fresh paint, (n,). In `fresh`, (n, rows), 1 means
+    fresh paint, 0 no fresh paint, and NaN outside the image."""
     worn = fresh == 0
     count = worn.cumsum(1)
     since = count - np.maximum.accumulate(np.where(worn, 0, count), 1)
@@ -277,7 +288,8 @@ def _longest_gap(fresh: np.ndarray) -> np.ndarray:
 
 
 def _steadiness(columns: np.ndarray, before: list[Lanes], settings: HoughSettings) -> np.ndarray:
-    """How little each lane has moved against the same lane in each picture before; 1 without one."""
+    """Return the steadiness of each lane: near 1 if the lane has moved little since the previous images, 1 without
+    previous images."""
     moved = [np.abs(columns[:, None] - old.columns)[:, :, settings.region + 30 :].mean(-1) for old in before]
     nearest = np.stack([row.min(1, initial=settings.apart) for row in moved]) if before else np.zeros((1, len(columns)))
     return 1 / (1 + (nearest.mean(0) / settings.sway) ** 2)

@@ -1,4 +1,4 @@
-"""Detected lanes beside the true ones: one-to-one matches, F1 and precision."""
+"""Compares detected lanes with the true lanes: one-to-one matches, F1 and precision."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scipy.optimize import linear_sum_assignment
 from shoestring_recipes.lanes.roads import HEIGHT, WIDTH
 
 TOLERANCE = 10.0
-"""Columns by which a lane may be off in a row."""
+"""Tolerance of a lane's position in a row, in columns."""
 SHARE = 0.85
-"""Fraction of the rows in which a lane must be within the tolerance."""
+"""Minimum fraction of rows in which a matching lane is within the tolerance."""
 FIRST_ROW = 81
-"""Rows above are not compared: all markings are close together there."""
+"""First row that is compared; in the rows above, all markings are close together."""
 
 
 @dataclass(frozen=True)
 class LaneCounts:
-    """Numbers of lanes; those of several pictures are added up."""
+    """Numbers of matched, detected and true lanes; the counts of several images can be added."""
 
     matched: int = 0
     detected: int = 0
@@ -30,24 +30,25 @@ class LaneCounts:
 
     @property
     def f1(self) -> float:
-        """Twice the matched over the detected and the true; 1 where there are neither."""
+        """F1 score: twice the matched lanes divided by the sum of detected and true lanes; 1 if there are no lanes."""
         return 2 * self.matched / (self.detected + self.true) if self.detected + self.true else 1.0
 
     @property
     def precision(self) -> float:
-        """The matched over the detected; 1 where nothing was detected."""
+        """Matched lanes divided by detected lanes; 1 if no lane was detected."""
         return self.matched / self.detected if self.detected else 1.0
 
 
 def agreement(detected: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """The fraction of the rows of each true lane in which each detected one is within the tolerance.
+    """Return the fraction of each true lane's rows in which each detected lane is within the tolerance.
 
     Args:
-        detected: (n, HEIGHT), columns; NaN where a lane has none.
-        true: (m, HEIGHT).
+        detected: columns of the detected lanes, (n, HEIGHT); NaN in rows without the lane.
+        true: columns of the true lanes, (m, HEIGHT).
 
     Returns:
-        (n, m). Rows in which the true lane is outside of the picture do not count; a lane without any row has 0.
+        The fractions, (n, m). Rows in which the true lane is outside the image are ignored; a true lane without
+        remaining rows has the value 0.
     """
     compared = (true >= 0) & (true < WIDTH) & (np.arange(HEIGHT) >= FIRST_ROW)
     close = np.abs(detected[:, None] - true) < TOLERANCE
@@ -56,7 +57,8 @@ def agreement(detected: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def matches(detected: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the detected and of the true lanes that match, one to one, as many as possible."""
+    """Match as many detected and true lanes as possible, one to one; returns the indices of the detected and of the
+    true lanes."""
     close = agreement(detected, true) > SHARE
     pairs = linear_sum_assignment(close, maximize=True)
     matched = close[pairs]
@@ -64,5 +66,5 @@ def matches(detected: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def compare(detected: np.ndarray, true: np.ndarray) -> LaneCounts:
-    """The numbers of matched, detected and true lanes of a picture."""
+    """Count the matched, detected and true lanes of an image."""
     return LaneCounts(len(matches(detected, true)[0]), len(detected), len(true))

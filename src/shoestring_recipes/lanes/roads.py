@@ -1,7 +1,7 @@
-"""Pictures of roads with known lane markings: their geometry, how worn each is, and what spoils the picture.
+"""Renders images of roads with known lane markings: the markings' geometry and wear, and disturbances such as rain.
 
-A marking starts below the vanishing point and widens towards the camera. Wear removes paint in runs of rows and leaves
-a trace of it. Everything follows from the random generator, so seeds name pictures.
+A marking starts below the vanishing point and widens towards the camera. Wear removes paint in runs of rows, where a
+trace of the paint remains. All random choices come from the given generator, so a seed determines an image.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from scipy.ndimage import gaussian_filter, gaussian_filter1d
 
 HEIGHT, WIDTH = 180, 320
 TAUGHT = ("clean", "shadow", "rain")
-"""Kinds that a network may be taught on: nothing; three shadows; streaks on a wet, grainy road."""
+"""Kinds of disturbance for training a network: none; three shadows; rain streaks on a wet, grainy road."""
 UNTAUGHT = ("fog", "glare", "night", "seams")
-"""Kinds that show what a network does with what it has not seen: fog that thickens with distance; a low sun and its
-reflection; a dark road before a camera's noise; seams of tar, scratches and patches of newer asphalt."""
+"""Kinds of disturbance that a network has not seen in training: fog that thickens with distance; a low sun and its
+reflection; a dark road with camera noise; tar seams, scratches and patches of newer asphalt."""
 KINDS = (*TAUGHT, "storm", *UNTAUGHT)
-"""All kinds; a storm has shadows and rain at once."""
+"""All kinds of disturbance; a storm combines shadows and rain."""
 TRACE = 0.12
-"""Contrast of worn paint, as a fraction of that of fresh paint."""
+"""Contrast of worn paint, as a fraction of the contrast of fresh paint."""
 _PAINT = 110.0
 _NOISE = {"fog": 7.0, "glare": 7.0, "night": 8.0}
-"""Standard deviation of a camera's noise in pictures of little contrast, in grey levels."""
+"""Standard deviation of the camera noise in images with low contrast, in grey levels."""
 _ROWS, _COLUMNS = np.arange(HEIGHT, dtype=float), np.arange(WIDTH, dtype=float)
 
 
 class Scene(NamedTuple):
-    """A picture and the truth about it."""
+    """An image of a road, with its true lanes and their wear."""
 
     image: np.ndarray
-    """uint8 (HEIGHT, WIDTH)."""
+    """Grey image, uint8 (HEIGHT, WIDTH)."""
     lanes: np.ndarray
-    """(lanes, HEIGHT): column of the middle of each marking in each row, which may lie outside of the picture; NaN
-    above its start."""
+    """Column of each marking's middle in each row, (lanes, HEIGHT). The column may lie outside the image; it is NaN
+    above the marking's start."""
     wear: np.ndarray
-    """(lanes,): fraction of the rows of each marking without fresh paint."""
+    """Fraction of each marking's rows without fresh paint, (lanes,)."""
 
 
 def render(rng: np.random.Generator, wear: float, kind: str) -> Scene:
-    """Render one picture with two or three markings, each with 0.5 to 1.5 times the wear given (at most 0.97)."""
+    """Render one image with two or three markings, whose wear is 0.5 to 1.5 times `wear`, but at most 0.97."""
     return film(rng, wear, kind, 1)[0]
 
 
 def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[Scene]:
-    """Render successive pictures of one road, from a camera that sways by about a pixel."""
+    """Render successive images of one road, from a camera that sways by about a pixel."""
     vanishing = np.array([WIDTH / 2 + rng.normal(0, 15), 60 + rng.normal(0, 5)])
     count = 2 + int(rng.random() < 0.5)
     bottoms = WIDTH / 2 * (1 + np.array([-0.55, 0.45, 1.4])[:count] * rng.uniform(0.85, 1.15, count))
@@ -65,7 +65,8 @@ def film(rng: np.random.Generator, wear: float, kind: str, frames: int) -> list[
 
 
 def _painted(surface: np.ndarray, wears: np.ndarray) -> np.ndarray:
-    """Whether paint is fresh: the rows of a marking (lanes, rows) whose surface is above the quantile of its wear."""
+    """Return whether the paint in each row is fresh, (lanes, rows): the random `surface` must exceed the quantile given
+    by the marking's wear."""
     worn = np.array([np.quantile(row, wear) for row, wear in zip(surface, wears, strict=True)])
     return surface > worn[:, None]
 
@@ -123,7 +124,7 @@ def _with_rain(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
 
 
 def _with_seams(rng: np.random.Generator, image: np.ndarray, vanishing: np.ndarray) -> np.ndarray:
-    """Four patches of darker asphalt, six dark seams and five bright scratches in any direction."""
+    """Add four patches of darker asphalt, six dark seams and five bright scratches in any direction."""
     image = image.copy()
     for _ in range(4):
         top, left = int(rng.uniform(vanishing[1] + 20, HEIGHT - 20)), int(rng.uniform(0, WIDTH - 60))

@@ -1,7 +1,8 @@
-"""A small network that learns to mark lanes from what the Hough transform finds: data, model, loss and evaluation.
+"""A small network that learns to mark lanes from the Hough transform's detections: data, model, loss and evaluation.
 
-The network sees pictures on which the Hough transform is sure of its lanes, spoilt further, and is to mark the same
-lanes. It gets no true geometry; only the evaluation compares with it.
+The training images are images on which the Hough transform detects lanes with high quality. The images are degraded
+further, and the network has to mark the same lanes. The network never sees the true geometry, which only the evaluation
+uses.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from shoestring_recipes.lanes.roads import HEIGHT, KINDS, TAUGHT, WIDTH, Scene, 
 from shoestring_recipes.lanes.wearing import spoilt
 
 CELL = 4
-"""Height and width in pixels of what the network says one number of."""
+"""Height and width, in pixels, of the cells; the network outputs one number per cell."""
 SURE = 0.4
-"""Quality of the worst lane of a picture above which the Hough transform is sure of the picture."""
+"""Quality that all lanes of an image must exceed for the detection to count as sure."""
 MOST = 6
-"""Maximum number of lanes of a picture that are taught."""
+"""Maximum number of lanes per image that are used in training."""
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
 class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rendered pictures with the lanes that the Hough transform finds.
+    """A data set of rendered images with the lanes that the Hough transform detects.
 
-    Samples have `inputs`, uint8 (1, HEIGHT, WIDTH), and `lanes`, (MOST, HEIGHT), the columns of lanes, NaN where there
-    are none. They are made when they are first asked for.
+    A sample has `inputs`, uint8 (1, HEIGHT, WIDTH), and `lanes`, the columns of lanes, (MOST, HEIGHT), with NaN for
+    missing lanes and rows. Samples are rendered on first access.
 
     Args:
-        seed: pictures of two seeds differ.
-        kinds: what spoils the pictures, in turn.
-        sure: whether to take only pictures on which the Hough transform is sure of two lanes or more.
+        seed: seed of the random choices in all images.
+        kinds: kinds of disturbance, which the images have in turn.
+        sure: whether to take only images for which `is_sure` holds.
     """
 
     draws = False
@@ -56,7 +57,7 @@ class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.pictures
 
     def scene(self, index: int, attempt: int = 0) -> Scene:
-        """A picture and the truth about it."""
+        """Render the image with this index, with its true lanes."""
         rng = np.random.default_rng([self.seed, index, attempt])
         return render(rng, rng.uniform(0, 0.95), self.kinds[index % len(self.kinds)])
 
@@ -69,19 +70,19 @@ class Roads(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def is_sure(lanes: Lanes) -> bool:
-    """Whether the Hough transform is sure of the lanes of a picture."""
+    """Whether an image has at least two detected lanes, all with a quality above `SURE`."""
     return len(lanes.quality) > 1 and bool(lanes.quality.min() > SURE)
 
 
 def sample_of(image: np.ndarray, lanes: Lanes) -> dict[str, Tensor]:
-    """The sample of a picture (HEIGHT, WIDTH) and the best of its lanes: see `Roads`."""
+    """Build the sample of an image (HEIGHT, WIDTH) from the best of its lanes; see `Roads`."""
     columns = np.full((MOST, HEIGHT), np.nan, np.float32)
     columns[: len(lanes.columns)] = lanes.columns[:MOST]
     return {"inputs": torch.from_numpy(image)[None], "lanes": torch.from_numpy(columns)}
 
 
 def data(pictures: int = 900, held_out: int = 240, seed: int = 1) -> tuple[Roads, Roads]:
-    """Pictures to learn from, of the kinds that are taught, and held-out ones of all kinds."""
+    """Return training images with the disturbances `TAUGHT`, and held-out images with all kinds of disturbance."""
     return Roads(pictures, 2 * seed, TAUGHT, True), Roads(held_out, 2 * seed + 1, KINDS, False)
 
 
@@ -89,7 +90,7 @@ def data(pictures: int = 900, held_out: int = 240, seed: int = 1) -> tuple[Roads
 
 
 class Dilated(nn.Module):
-    """x + relu(norm(convolution(x)))."""
+    """Residual block with a dilated convolution: x + relu(norm(convolution(x)))."""
 
     def __init__(self, width: int, dilation: int) -> None:
         super().__init__()
@@ -101,16 +102,16 @@ class Dilated(nn.Module):
 
 
 class Marker(nn.Module):
-    """Marks lanes: uint8 pictures (N, 1, HEIGHT, WIDTH) to logits (N, HEIGHT / CELL, WIDTH / CELL).
+    """Marks lanes: maps uint8 images (N, 1, HEIGHT, WIDTH) to logits (N, HEIGHT / CELL, WIDTH / CELL).
 
-    Pictures are normalised by the mean and deviation around each pixel, so that light matters little. The dilations
-    reach over half of the picture, so that gaps between paint are bridged.
+    Images are normalised by the mean and standard deviation around each pixel, so that lighting has little effect. The
+    receptive field of the dilated convolutions spans over half of the image, which bridges gaps in the paint.
     """
 
     def __init__(self, width: int = 24, dilations: tuple[int, ...] = (1, 2, 4, 8, 4, 2)) -> None:
         super().__init__()
         marks = nn.Conv2d(width, 1, 1)
-        nn.init.constant_(cast(Tensor, marks.bias), -3.0)  # few cells have a lane
+        nn.init.constant_(cast(Tensor, marks.bias), -3.0)  # initial logits are low, because few cells have a lane
         self.network = nn.Sequential(
             nn.Conv2d(1, width // 2, 5, 2, 2, bias=False),
             nn.BatchNorm2d(width // 2),
@@ -130,25 +131,26 @@ class Marker(nn.Module):
 
 
 def _around(x: Tensor) -> Tensor:
-    """The mean of about 36 × 36 pixels around each, computed at the size of cells."""
+    """Return the mean of about 36 × 36 pixels around each pixel, computed at the resolution of cells."""
     cells = F.avg_pool2d(F.avg_pool2d(x, CELL), 9, 1, 4, count_include_pad=False)
     return F.interpolate(cells, x.shape[2:], mode="bilinear")
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Logits of a batch; in training, of spoilt pictures."""
+    """Return the logits of a batch; in training, the images are degraded first."""
     images = batch["inputs"]
     return model(spoilt(images, batch["lanes"]) if model.training else images)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with bumps around the columns of lanes; a sum over pictures, and their number."""
+    """Return the cross-entropy with the targets of `bumps`, summed over images, and the number of images."""
     cells = F.binary_cross_entropy_with_logits(output.float(), bumps(batch["lanes"]), reduction="none")
     return cells.mean((1, 2)).sum(), torch.tensor(len(output), device=output.device)
 
 
 def bumps(lanes: Tensor) -> Tensor:
-    """Targets (N, HEIGHT / CELL, WIDTH / CELL) from 0 to 1: bumps two cells wide at columns (N, lanes, HEIGHT)."""
+    """Return targets (N, HEIGHT / CELL, WIDTH / CELL) from 0 to 1, with bumps about two cells wide at the lanes'
+    columns (N, lanes, HEIGHT)."""
     places = lanes.unflatten(-1, (-1, CELL)).mean(-1) / CELL - 0.5 + 0.5 / CELL
     distance = torch.arange(WIDTH // CELL, device=lanes.device) - places[..., None]
     return torch.exp(-(distance**2)).nan_to_num(0).amax(1)
@@ -158,14 +160,14 @@ def bumps(lanes: Tensor) -> Tensor:
 
 
 def lanes_of(images: Tensor, output: Tensor) -> list[Lanes]:
-    """The lanes in pictures (N, 1, HEIGHT, WIDTH) where the network marks them."""
+    """Detect the lanes in images (N, 1, HEIGHT, WIDTH) from the network's marks."""
     pairs = zip(images[:, 0].cpu().numpy(), edges_of(output), strict=True)
     return [detect(image, edges, settings=MARKED) for image, edges in pairs]
 
 
 def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
-    """F1 of the network and of the Hough transform, by kind of picture, and one picture of each kind with what the
-    network finds."""
+    """Return the F1 of the network and of the Hough transform, by kind of disturbance, and one image of each kind with
+    the lanes that the network detects."""
     roads: Roads = held_out.dataset
     rows: list[list[list[int]]] = []
     pictures: dict[str, ss.Picture] = {}
@@ -187,5 +189,5 @@ def evaluate(model: nn.Module, held_out: Any) -> dict[str, Any]:
 
 
 def caption(scene: Scene) -> str:
-    """The wear of each lane, from left to right."""
+    """Return a text with the wear of each lane, from left to right."""
     return f"wear {', '.join(f'{wear:.2f}' for wear in scene.wear)}"

@@ -1,4 +1,4 @@
-"""Pictures spoilt further while a network learns: paint worn away along the lanes that were found, light and noise."""
+"""Degrades images during training: removes paint along the detected lanes, changes the light, and adds noise."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def spoilt(images: Tensor, lanes: Tensor) -> Tensor:
-    """Spoil each picture of a batch anew.
+    """Degrade each image of a batch at random.
 
     Args:
-        images: uint8 (N, 1, H, W).
-        lanes: (N, lanes, H), columns; NaN where there are none.
+        images: the images, uint8 (N, 1, H, W).
+        lanes: columns of the lanes, (N, lanes, H); NaN in rows without a lane.
 
     Returns:
-        float32 (N, 1, H, W), grey levels from 0 to 255.
+        The degraded images, float32 (N, 1, H, W), with grey levels from 0 to 255.
     """
     worn = images.float() + _wear(images.float(), lanes)
     count, device = len(images), images.device
@@ -26,16 +26,16 @@ def spoilt(images: Tensor, lanes: Tensor) -> Tensor:
 
 
 def _wear(images: Tensor, lanes: Tensor) -> Tensor:
-    """What to add to the pictures, so that runs of rows of each lane look like the road beside it."""
+    """Return the change to the images that makes runs of rows of each lane look like the road beside the lane."""
     count, number, height = lanes.shape
     device, width = images.device, images.shape[-1]
     surface = F.avg_pool1d(torch.randn(count, number, height, device=device), 9, 1, 4)
-    order = surface.argsort(-1).argsort(-1) / height  # the rank of each row, from 0 to 1
+    order = surface.argsort(-1).argsort(-1) / height  # rank of each row's random value, from 0 to 1
     gone = order < torch.rand(count, number, 1, device=device)
     t = torch.linspace(-0.7, 1, height, device=device).clamp(min=0)
     reach = 3 + 4 * t  # a little more than half the width of paint
     columns = torch.arange(width, device=device)
-    near = (columns - lanes[..., None]).abs() < reach[:, None]  # (N, lanes, H, W); nothing is near NaN
+    near = (columns - lanes[..., None]).abs() < reach[:, None]  # (N, lanes, H, W); False for NaN
     covered = (near & gone[..., None]).any(1, keepdim=True)
     step = (2.5 * reach[:, None]).round().long()
     aside = torch.where(columns + step < width, columns + step, columns - step)

@@ -1,4 +1,4 @@
-"""Ten kinds of distortion at five levels each, as KADID-10k and TID2013 have them, of grey pictures."""
+"""Ten kinds of distortion of grey images at five levels each, similar to those in KADID-10k and TID2013."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter, uniform_filter1d
 
 Grey = NDArray[np.float64]
-"""Grey values from 0 to 255, (H, W)."""
+"""An image of grey values from 0 to 255, (H, W)."""
 LEVELS = 5
 _BLOCK = 12
 
@@ -27,7 +27,7 @@ def _encoded(picture: Grey, form: str, quality: float) -> Grey:
 
 
 def _scaled(picture: Grey, factor: float) -> Grey:
-    """Reduced by a factor, and enlarged again."""
+    """Reduce an image by a factor, and enlarge the result to the original size."""
     height, width = picture.shape
     image = Image.fromarray(picture.clip(0, 255).astype(np.uint8))
     small = image.resize((round(width / factor), round(height / factor)), Image.Resampling.BICUBIC)
@@ -35,7 +35,7 @@ def _scaled(picture: Grey, factor: float) -> Grey:
 
 
 def _repeated(picture: Grey, count: float, draws: np.random.Generator) -> Grey:
-    """Blocks that repeat their first row, as after lost packets."""
+    """Replace random blocks by repetitions of their first row, as after packet loss."""
     damaged = picture.copy()
     for _ in range(int(count)):
         top, left = (int(draws.integers(side - _BLOCK)) for side in picture.shape)
@@ -69,15 +69,17 @@ KINDS: dict[str, tuple[Distortion, tuple[float, float, float, float, float]]] = 
     ),
     "bright": (lambda picture, shift, _: picture + shift, (20, 35, 55, 75, 100)),
 }
-"""Each kind: its function of a picture, a strength and random draws, and the strengths of its five levels."""
+"""Maps each kind to its function of an image, a strength and a random generator, and to the strengths of its five
+levels."""
 FAMILIES = (("jpeg", "webp"), ("blur", "down"), ("motion", "band"), ("noise", "blocks"), ("contrast", "bright"))
-"""Kinds that are left out of training together."""
+"""Pairs of similar kinds, which are left out of training together."""
 
 
 def ladder(crop: NDArray[np.uint8], kind: str, seed: int) -> NDArray[np.uint8]:
-    """A crop (H, W) and its five levels of one kind, from the weakest to the strongest: (6, H, W).
+    """Return a crop (H, W) and its five levels of one kind of distortion, from the weakest to the strongest, as (6, H,
+    W).
 
-    Where a motion blur points and where blocks lie is drawn once for all levels.
+    All levels use the same random choices, such as the direction of a motion blur and the places of blocks.
     """
     distort, strengths = KINDS[kind]
     grey = crop.astype(float)

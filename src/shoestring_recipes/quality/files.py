@@ -1,4 +1,4 @@
-"""Pictures of one's own, for `shoestring predict`: the quality of each, and where it is low."""
+"""Predicts the quality of the user's own images, and the places of low quality, for `shoestring predict`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from shoestring.data.pictures import read_picture
 from shoestring_recipes.quality.photos import grid
 
 GRID = 4
-"""Rows and columns of crops that a picture is scored by."""
+"""Number of rows and columns of the grid of crops by which an image is scored."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Crops of a picture on an even grid, in the place of a ladder's levels: uint8 (GRID², H, W)."""
+    """Read crops of an image on an even grid, uint8 (GRID², H, W), which take the place of a ladder's levels."""
     return {"inputs": grid(read_picture(path, 1)[0], GRID**2)}
 
 
 def describe(output: Tensor, batch: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The quality of each picture, the lowest of its crops, and a map of them (bright is good)."""
+    """Return for each image its quality, the lowest quality of its crops, and a map of the crops' qualities (bright is
+    good)."""
     grids = output.float().unflatten(1, (GRID, GRID)).cpu()
     maps = interpolate(grids[:, None].clamp(0, 1), scale_factor=16)
     return [

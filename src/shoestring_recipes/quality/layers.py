@@ -1,4 +1,4 @@
-"""Layers of the network: local contrast, what is added to a backbone, and stages of backbones."""
+"""Layers of the network: local contrast, modules that are added to a backbone, and stages of backbones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WINDOW, DEVIATION = 7, 7 / 6
-"""Side and standard deviation of the window of local means, in pixels, as in BRISQUE."""
+"""Side and standard deviation of the Gaussian window for local means, in pixels, as in BRISQUE."""
 
 
 class LocalContrast(nn.Module):
     """Splits grey pictures, uint8 (N, H, W), into grey value, normalised contrast and local deviation: (N, 3, H, W).
 
-    Natural pictures have much the same distribution of (x − mean) / (deviation + 1), both taken locally; distortions
-    change it (Mittal et al., 2012). That carries over to kinds that are not taught, which grey values alone do not.
+    With local mean and deviation, (x − mean) / (deviation + 1) has nearly the same distribution in all natural images,
+    and distortions change this distribution (Mittal et al., 2012). These changes generalise to kinds of distortion
+    outside the training data, while grey values alone do not.
     """
 
     window: Tensor
@@ -30,19 +31,21 @@ class LocalContrast(nn.Module):
         return F.conv2d(padded, self.window.expand(count, 1, -1, -1), groups=count)[0]  # 20 times as fast as (N, 1, …)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        with torch.autocast(pictures.device.type, enabled=False):  # the variance is a difference of large numbers
+        with torch.autocast(pictures.device.type, enabled=False):  # variance is a difference of large numbers
             x = pictures.to(self.window.dtype)
             mean = self._smooth(x)
             deviation = (self._smooth(x.square()) - mean.square()).clamp(min=0).sqrt()
             channels = [(x - 128) / 64, (x - mean) / (deviation + 1), deviation.log1p() - 2]
-        return torch.stack(channels, -1).movedim(-1, 1)  # channels last, in which convolutions take two thirds
+        return torch.stack(channels, -1).movedim(-1, 1)  # channels last: convolutions take 2/3 of the time
 
 
 class LocalGlobalGate(nn.Module):
-    """Strengthens or weakens each place of a feature map (N, C, H, W) by what is around it and by the whole picture.
+    """Strengthens or weakens each place of a feature map (N, C, H, W), depending on its neighbourhood and the whole
+    image.
 
-    x · (1 + strength · tanh(local(x) + global(x))): `local` is a depthwise convolution, `global` two linear layers on
-    mean and deviation of each channel. `strength` starts at 0, so the module begins as the identity.
+    The output is x · (1 + strength · tanh(local(x) + global(x))). Here `local` is a depthwise convolution, and `global`
+    consists of two linear layers on the mean and deviation of each channel. `strength` starts at 0, so the module
+    begins as the identity.
     """
 
     def __init__(self, channels: int, reduction: int = 24) -> None:
@@ -59,7 +62,8 @@ class LocalGlobalGate(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Parameters added plainly, as many as a `LocalGlobalGate` has: x + two convolutions of 1×1, at first 0."""
+    """Baseline for `LocalGlobalGate` with about as many parameters: adds to x the output of two 1×1 convolutions,
+    initially 0."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -77,7 +81,8 @@ def _size(module: nn.Module) -> int:
 
 
 class HalvingResidual(nn.Module):
-    """Halves a feature map: two convolutions, of which the second starts at 0, beside a strided one of 1×1."""
+    """Halves a feature map by a residual block: a strided 1×1 convolution, plus two 3×3 convolutions, the second
+    initialised to 0."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -91,5 +96,6 @@ class HalvingResidual(nn.Module):
 
 
 def plain(inputs: int, outputs: int) -> nn.Module:
-    """Halves a feature map by a strided convolution; without norms, so that it sees absolute contrast."""
+    """Build a stage that halves a feature map by a strided convolution, without normalization, so that absolute
+    contrast is preserved."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.ReLU())

@@ -1,4 +1,5 @@
-"""Measures of quality with a reference, and how well scores agree with them and with the order of levels."""
+"""Computes a measure of quality with a reference, and measures how well scores agree with that quality and with the
+order of levels."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ Scores = NDArray[Any]
 
 
 def gmsd(reference: Tensor, distorted: Tensor) -> Tensor:
-    """Gradient magnitude similarity deviation (Xue et al., 2014, arXiv 1308.3052) of grey pictures; 0 means equal.
+    """Compute the gradient magnitude similarity deviation (Xue et al., 2014, arXiv 1308.3052) of grey images; 0 means
+    equal.
 
     Args:
-        reference: grey values from 0 to 255, (N, H, W), both sides at least 6.
-        distorted: the same shape.
+        reference: undistorted images with grey values from 0 to 255, (N, H, W); H and W are at least 6.
+        distorted: distorted images, with the same shape.
 
     Returns:
         (N,) float32.
@@ -40,18 +42,19 @@ def gmsd(reference: Tensor, distorted: Tensor) -> Tensor:
 
 
 def ordered_pairs(scores: Scores) -> Scores:
-    """The share of pairs of each ladder that are in the right order: the weaker distortion has the higher score.
+    """Return the fraction of each ladder's pairs that are in the right order: the weaker distortion has the higher
+    score.
 
-    Equal scores count as half a pair, so constant scores have 0.5.
+    A pair with equal scores counts as half, so constant scores give 0.5.
 
     Args:
-        scores: (N, L), from the weakest to the strongest distortion.
+        scores: scores of N ladders, (N, L), from the weakest to the strongest distortion.
 
     Returns:
         (N,).
 
     Raises:
-        DataError: a score is no number.
+        DataError: a score is infinite or NaN.
     """
     if not np.isfinite(scores).all():
         raise DataError("a score is infinite or not a number", hint="lower the learning rate")
@@ -60,10 +63,10 @@ def ordered_pairs(scores: Scores) -> Scores:
 
 
 def agreement(scores: Scores, quality: Scores) -> dict[str, float]:
-    """How well scores agree with measured quality, both (N,): `srcc` (Spearman), `krcc` (Kendall), and `plcc` (Pearson
-    after a monotone logistic function of four parameters, as VQEG has it).
+    """Return the correlations of scores and measured quality, both (N,): `srcc` (Spearman), `krcc` (Kendall), and
+    `plcc` (Pearson after a monotone logistic function with four parameters, as VQEG recommends).
 
-    Scores that are all the same, or fewer than five, agree with nothing: 0.
+    All correlations are 0 for constant scores or qualities, and for fewer than five scores.
     """
     if len(scores) < 5 or any(np.ptp(values) == 0 or values.std() == 0 for values in (scores, quality)):
         return {"srcc": 0.0, "plcc": 0.0, "krcc": 0.0}
@@ -75,7 +78,7 @@ def agreement(scores: Scores, quality: Scores) -> dict[str, float]:
 
 
 def _logistic(scores: Scores, quality: Scores) -> Scores:
-    """The scores mapped to quality by the logistic function that fits best, or as they are if none fits."""
+    """Map scores to quality by the best-fitting logistic function; if the fit fails, only standardise the scores."""
     standard = (scores - scores.mean()) / scores.std()
     low, high = quality.min(), quality.max()
 
@@ -83,7 +86,7 @@ def _logistic(scores: Scores, quality: Scores) -> Scores:
         return bottom + (top - bottom) * expit(slope * (x - middle))
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a covariance that nobody asked for
+        with warnings.catch_warnings(action="ignore"):  # about the covariance, which is not used
             fitted, _ = curve_fit(curve, standard, quality, (low, high, 0.0, 1.0), maxfev=5000)
     except RuntimeError:
         return standard
@@ -92,11 +95,13 @@ def _logistic(scores: Scores, quality: Scores) -> Scores:
 
 
 def report(scores: Scores, kinds: Scores, seen: Scores, quality: Scores, names: Sequence[str]) -> dict[str, Any]:
-    """The measures of scores of ladders, of kinds that were taught and of others; with a table of each kind.
+    """Return the measures of ladders' scores, separately for kinds seen in training and for other kinds, with a table
+    of all kinds.
 
     Args:
-        scores: (N, L). kinds: place of each ladder's kind in `names`, (N,). seen: whether it was taught, (N,).
-        quality: measured with the reference, (N, L).
+        scores: scores of the ladders, (N, L). kinds: index of each ladder's kind in `names`, (N,). seen: whether the
+            kind was seen in training, (N,).
+        quality: quality measured by comparison with the reference, (N, L).
     """
     right = ordered_pairs(scores)
     results: dict[str, Any] = {}

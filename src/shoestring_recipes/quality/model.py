@@ -1,4 +1,4 @@
-"""A network that scores pictures without a reference: a backbone, what is added to it, and a head with weights."""
+"""A network that scores images without a reference: a backbone, modules added to it, and a head that weights places."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from shoestring.models.loading import load_model
 from shoestring_recipes.quality.layers import Bottleneck, HalvingResidual, LocalContrast, LocalGlobalGate, plain
 
 BACKBONES = {"plain": (plain, (32, 48, 80)), "residual": (HalvingResidual, (24, 40, 64))}
-"""The stages of each backbone and their channels."""
+"""Maps a backbone's name to the function that builds a stage, and the stages' numbers of channels."""
 ADDED = {"module": LocalGlobalGate, "plain": Bottleneck, "nothing": lambda channels: nn.Identity()}
-"""What may follow a stage, given its channels."""
+"""Maps names to functions that build the module after a stage, given the stage's number of channels."""
 LAST = 2
-"""Number of feature maps, from the last on, that something is added to."""
+"""Number of stages, counted from the end, that are followed by an added module."""
 
 
 class Quality(nn.Module):
-    """Scores grey pictures, higher is better.
+    """Scores the quality of grey images; a higher score is better.
 
-    The stages are a list of any modules that return feature maps (N, C, H, W); `added` follows the last ones. The head
-    scores each place of the last feature map, and weighs it.
+    The stages may be any modules that return feature maps (N, C, H, W); the modules `added` follow the last stages. The
+    head computes a score and a weight for each place of the last feature map.
 
     Args:
         backbone: a name in `BACKBONES`.
-        added: a name in `ADDED`: what follows the last stages.
-        kinds: number of outputs; 1 for scores, that of distortions to learn features by naming them.
-        start: folder of a run whose stages are taken; empty for random ones.
-        frozen: whether the stages stay as they are.
+        added: a name in `ADDED`, for the modules that follow the last stages.
+        kinds: number of outputs: 1 for scores, or the number of kinds of distortion to train features by classifying
+            them.
+        start: folder of a run from which the stages' weights are loaded; empty for random weights.
+        frozen: whether the stages are not trained.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Quality(nn.Module):
         self.score, self.weight = nn.Conv2d(widths[-1], kinds, 1), nn.Conv2d(widths[-1], 1, 1)
 
     def features(self, x: Tensor) -> Tensor:
-        """The last feature map (N, C, H / 16, W / 16) of pictures (N, H, W)."""
+        """Compute the last feature map, (N, C, H / 16, W / 16), of images (N, H, W)."""
         for number, stage in enumerate(self.stages, LAST - len(self.stages)):
             x = stage(x)
             x = self.added[number](x) if number >= 0 else x
         return x
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Scores (N,), or (N, kinds), of grey pictures: uint8 (N, H, W)."""
+        """Compute scores, (N,) or (N, kinds), of grey images, uint8 (N, H, W)."""
         features = self.features(pictures)
         weights = self.weight(features).flatten(2).softmax(-1)
         return (self.score(features).flatten(2) * weights).sum(-1).squeeze(1)

@@ -1,4 +1,4 @@
-"""Free photos that come with Debian's opencv-doc, scikit-image and scikit-learn, and crops of them."""
+"""Loads free photos that come with Debian's opencv-doc, scikit-image and scikit-learn, and crops them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shoestring.core.errors import ConfigError, DataError
 from shoestring.data.pictures import read_picture
 
 SMALLEST, LARGEST = 200, 640
-"""Side in pixels that a photo has at least, and that larger ones are reduced to."""
+"""Minimum length of a photo's shorter side, and length to which longer sides are reduced, in pixels."""
 SIDE = 96
 """Side of a crop in pixels."""
 _FLAT = 12.0
-"""Standard deviation of grey values below which a crop shows next to nothing."""
+"""Standard deviation of grey values below which a crop counts as empty."""
 _DRAWS = 50
 
 
 @dataclass(frozen=True)
 class PhotoPackage:
-    """A package with photos."""
+    """A package that contains photos."""
 
     hint: str
-    """How to install it."""
+    """Command that installs the package."""
     root: str
-    """Folder of the files, or the package that has them, followed by a folder below it."""
+    """Absolute path of the folder with the photos, or a Python package's name and the folder inside the package."""
     files: str
-    """Names of the photos, separated by blanks."""
+    """File names of the photos, separated by spaces."""
 
     def folder(self) -> Path:
         if self.root.startswith("/"):
@@ -66,10 +66,10 @@ PACKAGES = {
 
 @cache
 def photos() -> dict[str, Tensor]:
-    """The grey photos by the names of their files: uint8 (H, W), with sides from `SMALLEST` to `LARGEST`.
+    """Load the photos as grey images, uint8 (H, W), with sides from `SMALLEST` to `LARGEST`, by file name.
 
     Raises:
-        ConfigError: a package is not installed, or lacks a photo.
+        ConfigError: a package is not installed or does not contain a photo.
     """
     by_name: dict[str, Tensor] = {}
     for package, source in PACKAGES.items():
@@ -82,7 +82,7 @@ def photos() -> dict[str, Tensor]:
 
 
 def reduced(photo: Tensor) -> Tensor:
-    """A photo, uint8 (H, W), with no side longer than `LARGEST`."""
+    """Reduce a photo, uint8 (H, W), so that no side is longer than `LARGEST`."""
     scale = LARGEST / max(photo.shape)
     if scale >= 1:
         return photo
@@ -92,7 +92,8 @@ def reduced(photo: Tensor) -> Tensor:
 
 
 def crops(photo: Tensor, count: int, draws: np.random.Generator) -> Tensor:
-    """Random crops of a photo, uint8 (at most `count`, `SIDE`, `SIDE`), without those that show next to nothing."""
+    """Return at most `count` random crops of a photo, uint8 (crops, `SIDE`, `SIDE`), without crops that are nearly
+    empty."""
     chosen = []
     for _ in range(_DRAWS):
         top, left = (int(draws.integers(side - SIDE + 1)) for side in photo.shape)
@@ -103,13 +104,13 @@ def crops(photo: Tensor, count: int, draws: np.random.Generator) -> Tensor:
 
 
 def grid(picture: Tensor, crops: int) -> Tensor:
-    """Crops of a grey picture on an even square grid, row by row: uint8 (crops, `SIDE`, `SIDE`).
+    """Return crops of a grey image on an even square grid, row by row: uint8 (crops, `SIDE`, `SIDE`).
 
     Raises:
-        DataError: the picture is smaller than a crop.
+        DataError: the image is smaller than a crop.
     """
     height, width = picture.shape
     if min(height, width) < SIDE:
-        raise DataError(f"it has {width} × {height} pixels, and at least {SIDE} × {SIDE} are needed")
+        raise DataError(f"it has {width} × {height} pixels, but at least {SIDE} × {SIDE} are needed")
     tops, lefts = (torch.linspace(0, side - SIDE, round(crops**0.5)).int().tolist() for side in (height, width))
     return torch.stack([picture[top : top + SIDE, left : left + SIDE] for top in tops for left in lefts])

@@ -1,7 +1,7 @@
-"""People's ratings of six public sets of pictures, from the files as their authors publish them.
+"""Reads people's ratings of the images in six public data sets, in the form in which their authors publish them.
 
-The sets are free for research and come from their authors' pages. `run.data` is `…public_sets:data`, with the set and
-its folder as arguments:
+The data sets are free for research and can be downloaded from their authors' pages. Set `run.data` to
+`…public_sets:data`, and pass the set's name and folder as arguments:
 
     [data.arguments]
     name = "tid2013"
@@ -33,41 +33,43 @@ _LIMIT = 64 << 20
 
 
 class Rated(NamedTuple):
-    """A rated picture."""
+    """An image with its rating."""
 
     path: Path
     rating: float
-    """People's rating, in the set's unit."""
+    """Mean rating by people, in the unit of the data set."""
     content: str
-    """What the picture shows: pictures of one content are never on both sides of a split."""
+    """Identifier of the scene; images of one scene are never on both sides of a split."""
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """How a set is laid out."""
+    """The layout of a data set, and the range of its ratings."""
 
     read: Callable[[Path], Iterator[Rated]]
     best: float
-    """The rating of a perfect picture."""
+    """Rating of a perfect image."""
     worst: float
-    """The rating of quality 0; lower than `best`, or higher if ratings are of what is lost."""
+    """Rating that counts as quality 0; higher than `best` if the set rates the loss of quality."""
 
 
 def _table(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
-    """The rows of a table by the names in its first row, without blanks around them."""
+    """Read the rows of a table as dictionaries by the names in the first row, without spaces around names and
+    values."""
     rows = csv.DictReader(foreign.read_text(path, _LIMIT).splitlines(), delimiter=delimiter, skipinitialspace=True)
     return [{str(key).strip(): str(value).strip() for key, value in row.items()} for row in rows]
 
 
 def _matlab(path: Path) -> dict[str, Any]:
-    """The arrays of a MATLAB file."""
+    """Read the arrays in a MATLAB file."""
     from scipy.io import loadmat
 
     return loadmat(BytesIO(foreign.read_bytes(path, _LIMIT)))  # own file: bytes that foreign.py has read
 
 
 def _live(root: Path) -> Iterator[Rated]:
-    """LIVE, release 2: ratings of all five kinds in one row, kind after kind; undistorted pictures are left out."""
+    """Read LIVE, release 2, which stores the ratings of all five kinds of distortion in one row, kind after kind; omits
+    undistorted images."""
     counts = {"jp2k": 227, "jpeg": 233, "wn": 174, "gblur": 174, "fastfading": 174}
     scores, names = _matlab(root / "dmos.mat"), _matlab(root / "refnames_all.mat")["refnames_all"].ravel()
     paths = [root / kind / f"img{number + 1}.bmp" for kind, count in counts.items() for number in range(count)]
@@ -77,7 +79,7 @@ def _live(root: Path) -> Iterator[Rated]:
 
 
 def _csiq(root: Path) -> Iterator[Rated]:
-    """CSIQ: the sheet `all_by_image` of csiq.DMOS.xlsx, saved as csiq.DMOS.csv."""
+    """Read CSIQ, from the sheet `all_by_image` of csiq.DMOS.xlsx, saved as csiq.DMOS.csv."""
     forms = {
         "noise": "AWGN",
         "jpeg": "JPEG",
@@ -106,7 +108,8 @@ def _kadid10k(root: Path) -> Iterator[Rated]:
 
 
 def _live_challenge(root: Path) -> Iterator[Rated]:
-    """LIVE In the Wild: each picture has a content of its own; the first seven are of the training of raters."""
+    """Read LIVE In the Wild, in which every image shows its own scene; omits the first seven images, which trained the
+    raters."""
     names = _matlab(root / "Data/AllImages_release.mat")["AllImages_release"].ravel()[7:]
     ratings = _matlab(root / "Data/AllMOS_release.mat")["AllMOS_release"].ravel()[7:]
     for name, rating in zip(names, ratings, strict=True):
@@ -129,11 +132,11 @@ SETS = {
 
 
 def ratings(name: str, folder: str | Path) -> list[Rated]:
-    """The rated pictures of a set, with ratings as quality: 0 is the worst and 1 the best.
+    """Read the rated images of a data set, with ratings rescaled to quality: 0 is the worst and 1 the best.
 
     Raises:
-        ConfigError: there is no such set.
-        DataError: files are missing or have another form.
+        ConfigError: there is no data set with this name.
+        DataError: files are missing or have another format.
     """
     if name not in SETS:
         raise ConfigError(f"there is no public set `{name}`", hint=nearest(name, SETS))
@@ -144,7 +147,7 @@ def ratings(name: str, folder: str | Path) -> list[Rated]:
         for rated in pictures:
             foreign.check_within(rated.path, root)
             if not np.isfinite(rated.rating):
-                raise ValueError(f"the rating of {rated.path.name} is no number")
+                raise ValueError(f"the rating of {rated.path.name} is not a finite number")
     except OSError as error:
         raise DataError(f"{name}: `{error.filename}`: {error.strerror}", hint=hint) from error
     except (KeyError, ValueError, TypeError, IndexError, NotImplementedError) as error:
@@ -157,11 +160,11 @@ def ratings(name: str, folder: str | Path) -> list[Rated]:
 
 
 class RatedCrops(Dataset[dict[str, Tensor]]):
-    """Crops of rated pictures; a sample has `inputs`, uint8 (crops, H, W), and `quality`, (crops,).
+    """A data set of crops of rated images; a sample has `inputs`, uint8 (crops, H, W), and `quality`, (crops,).
 
     Args:
-        rated: the pictures.
-        crops: number of crops on an even grid, a square.
+        rated: the rated images.
+        crops: number of crops per image on an even grid, a square number.
     """
 
     draws = False
@@ -182,24 +185,26 @@ class RatedCrops(Dataset[dict[str, Tensor]]):
 def data(
     name: str, folder: str, fold: int = 0, folds: int = 5, seed: int = 0, crops: int = 16
 ) -> tuple[RatedCrops, RatedCrops]:
-    """A public set to train on and a part of it held out, split by what pictures show.
+    """Return a public data set's training part and its held-out part, split by scene.
 
     Args:
-        name: a name in `SETS`. folder: folder of the unpacked set.
-        fold: which part is held out. folds: number of parts. seed: seed of the split.
-        crops: number of crops of a picture, a square number.
+        name: a name in `SETS`. folder: folder of the unpacked data set.
+        fold: index of the part that is held out. folds: number of parts. seed: seed of the split.
+        crops: number of crops per image, a square number.
     """
     pictures = ratings(name, folder)
     contents = sorted({rated.content for rated in pictures})
     if not 0 <= fold < folds <= len(contents):
-        raise ConfigError(f"fold {fold} of {folds}, of {len(contents)} contents", hint="use 2 to 10 folds, from 0 on")
+        raise ConfigError(
+            f"{len(contents)} scenes have no fold {fold} of {folds}", hint="use 2 to 10 folds, counted from 0"
+        )
     held_out = {contents[place] for place in np.random.default_rng(seed).permutation(len(contents))[fold::folds]}
     sides = [[rated for rated in pictures if (rated.content in held_out) is held] for held in (False, True)]
     return RatedCrops(sides[0], crops), RatedCrops(sides[1], crops)
 
 
 def measure(model: nn.Module, held_out: HeldOut) -> dict[str, float]:
-    """Agreement of the mean score of a picture's crops with people's ratings, for `run.evaluate`."""
+    """Measure the agreement of the mean score of an image's crops with people's ratings, for `run.evaluate`."""
     rows = [held_out.forward(model, batch).mean(1) for batch in held_out]
     scores = held_out.gather(torch.cat(rows)).double().cpu().numpy()
     samples = held_out.dataset

@@ -1,5 +1,5 @@
-"""Classical scores of quality: statistics of natural scenes (BRISQUE, Mittal et al., 2012) with a support vector
-regression, and the model that BRISQUE's authors trained on people's ratings in LIVE, as OpenCV publishes it."""
+"""Classical scores of quality: features of BRISQUE (natural scene statistics, Mittal et al., 2012) for a support vector
+regression, and BRISQUE's public model, which its authors trained on people's ratings in LIVE and OpenCV publishes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoestring.storage import foreign
 
 Values = NDArray[np.float64]
 OPENCV = Path("/usr/share/opencv4/quality")
-"""Folder of Debian's package `opencv-data`."""
+"""Folder in which Debian's package `opencv-data` stores BRISQUE's model."""
 _SHAPES = np.arange(0.2, 10.001, 0.001)
 _RATIOS = np.exp(2 * gammaln(2 / _SHAPES) - gammaln(1 / _SHAPES) - gammaln(3 / _SHAPES))
-"""E[|x|]² / E[x²] of a generalised Gaussian with each of the shapes; it increases."""
+"""The ratio E[|x|]² / E[x²] of a generalised Gaussian with each of the shapes; increases with the shape."""
 _WINDOW = np.exp(-0.5 * (np.arange(-3, 4) / (7 / 6)) ** 2)
 _SHIFTS = ((0, 1), (1, 0), (1, 1), (-1, 1))
 _TINY = 1e-12
@@ -36,7 +36,8 @@ def _shape(ratio: Values) -> Values:
 
 
 def _products(pairs: Values) -> Values:
-    """Shape, mean, and left and right variance of an asymmetric generalised Gaussian, (N, 4)."""
+    """Fit asymmetric generalised Gaussians to products of neighbouring values; returns shape, mean, left and right
+    variance, (N, 4)."""
 
     def variance(side: NDArray[np.bool_]) -> Values:
         return (pairs**2 * side).sum((1, 2)) / np.maximum(side.sum((1, 2)), 1)
@@ -50,13 +51,13 @@ def _products(pairs: Values) -> Values:
 
 
 def features(pictures: NDArray[np.uint8]) -> Values:
-    """BRISQUE's 36 features, followed by mean and deviation of the local contrast at two scales.
+    """Compute BRISQUE's 36 features, followed by the mean and deviation of the local contrast at two scales.
 
     Args:
-        pictures: grey values (N, H, W), both sides at least 14.
+        pictures: grey values (N, H, W); H and W are at least 14.
 
     Returns:
-        (N, 40): 18 of the picture, 18 of the half picture, and four.
+        The features, (N, 40): 18 of the image, 18 of the image at half size, and four of the local contrast.
     """
     parts, contrasts, scaled = [], [], pictures.astype(float)
     for _ in range(2):
@@ -72,7 +73,7 @@ def features(pictures: NDArray[np.uint8]) -> Values:
 
 
 def _halved(pictures: Values) -> Values:
-    """Means of 2×2 grey values; a last odd row or column is left out."""
+    """Halve images by averaging 2×2 grey values; an odd last row or column is left out."""
     count, height, width = len(pictures), pictures.shape[1] // 2, pictures.shape[2] // 2
     return pictures[:, : 2 * height, : 2 * width].reshape(count, height, 2, width, 2).mean((2, 4))
 
@@ -82,11 +83,12 @@ def _halved(pictures: Values) -> Values:
 
 @cache
 def _published() -> dict[str, Values]:
-    """The support vectors, their coefficients, and the ranges that features are scaled from.
+    """Read BRISQUE's public model: the support vectors, their coefficients, and the ranges from which features are
+    scaled.
 
     Raises:
         ConfigError: opencv-data is not installed.
-        DataError: the files have another form.
+        DataError: the files have another format.
     """
     texts = []
     for name in ("brisque_model_live.yml", "brisque_range_live.yml"):
@@ -104,12 +106,13 @@ def _published() -> dict[str, Values]:
     model |= {"vectors": np.array(re.findall(number, vectors), float), "ranges": array(texts[1], "data")}
     sizes = {name: value.size for name, value in model.items()}
     if sizes != {"gamma": 1, "rho": 1, "alpha": model["alpha"].size, "vectors": 36 * model["alpha"].size, "ranges": 72}:
-        raise DataError(f"`{OPENCV}` holds no model of BRISQUE in OpenCV's form: {sizes}")
+        raise DataError(f"`{OPENCV}` has no BRISQUE model in OpenCV's format: {sizes}")
     return model | {"vectors": model["vectors"].reshape(-1, 36), "ranges": model["ranges"].reshape(2, 36)}
 
 
 def brisque(statistics: Values) -> Values:
-    """The quality by BRISQUE's public model, of features (N, 40): minus its score, so higher is better; (N,)."""
+    """Compute the quality, (N,), by BRISQUE's public model from features (N, 40). The quality is minus the model's
+    score, so that higher is better."""
     model = _published()
     low, high = model["ranges"]
     scaled = 2 * (statistics[:, :36] - low) / (high - low) - 1

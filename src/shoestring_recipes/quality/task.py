@@ -1,4 +1,5 @@
-"""Ladders of distorted crops, the loss that puts their levels in order, and its measures."""
+"""Training on ladders, which are crops at increasing levels of distortion: data, losses that order the levels, and
+evaluation."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from shoestring_recipes.quality.photos import crops, photos
 
 FOLDS = len(FAMILIES)
 TEMPERATURE = 0.1
-"""Difference of scores at which a pair is more or less certain."""
+"""Scale of score differences in the loss: at this difference, the order of a pair is fairly certain."""
 WORST = 0.3
-"""GMSD of the quality 0."""
+"""GMSD that counts as quality 0."""
 
 
 class Ladders(Dataset[dict[str, Tensor]]):
-    """Crops with their levels of one kind of distortion; a sample has `inputs`, uint8 (6, H, W), `quality`, (6,), and
-    the number of the kind.
+    """A data set of ladders: crops with five levels of one kind of distortion. A sample has `inputs`, uint8 (6, H, W),
+    `quality`, (6,), and `targets`, the number of the kind.
 
     Args:
-        pictures: uint8 (N, 6, H, W), from the weakest to the strongest distortion.
-        kinds: number of each ladder's kind, (N,). sources: number of its photo.
-        seen: whether kinds were taught.
+        pictures: the ladders, uint8 (N, 6, H, W), from the undistorted crop to the strongest distortion.
+        kinds: number of each ladder's kind of distortion, (N,). sources: number of each ladder's photo, (N,).
+        seen: whether each ladder's kind occurs in training, (N,).
     """
 
     draws = False
@@ -50,7 +51,7 @@ class Ladders(Dataset[dict[str, Tensor]]):
 
 
 def partition(fold: int, seed: int) -> tuple[set[int], tuple[str, ...]]:
-    """The numbers of the photos that are held out, and the kinds that are not taught."""
+    """Return the numbers of the held-out photos, and the kinds of distortion left out of training."""
     if not 0 <= fold < FOLDS:
         raise ConfigError(f"data.arguments.fold is {fold}", hint=f"use 0 to {FOLDS - 1}")
     order = np.random.default_rng(seed).permutation(len(photos()))
@@ -58,12 +59,13 @@ def partition(fold: int, seed: int) -> tuple[set[int], tuple[str, ...]]:
 
 
 def data(fold: int = 0, seed: int = 0, crops_each: int = 4) -> tuple[Ladders, Ladders]:
-    """Ladders to train on, of four fifths of the photos and eight kinds; and all kinds of the other photos.
+    """Return training ladders, from four fifths of the photos with eight kinds, and held-out ladders, from the other
+    photos with all kinds.
 
     Args:
-        fold: which fifth of the photos, and which two kinds, are held out.
+        fold: selects the fifth of the photos and the two kinds that are held out.
         seed: seed of the partition, of the crops and of the distortions.
-        crops_each: number of crops of each photo.
+        crops_each: number of crops per photo.
     """
     held_out, left_out = partition(fold, seed)
     draws = np.random.default_rng(seed)
@@ -82,7 +84,7 @@ def _ladders(rows: Sequence[tuple[Tensor, int, int, bool]]) -> Ladders:
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Scores (N, L, …) of ladders; in training a ladder is mirrored as a whole, at random along both axes."""
+    """Compute the scores (N, L, …) of ladders; in training, whole ladders are mirrored at random along both axes."""
     x = batch["inputs"]
     if model.training:
         for axis in (-1, -2):
@@ -92,8 +94,8 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def ordered(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Each level above all stronger ones of its ladder (RankNet, Burges et al., 2005), and scores near the measured
-    quality, which makes those of several kinds comparable."""
+    """Loss that orders the levels of each ladder (RankNet, Burges et al., 2005) and keeps scores near the measured
+    quality, so that scores of different kinds are comparable."""
     weaker, stronger = torch.triu_indices(output.shape[1], output.shape[1], 1, device=output.device)
     pairs = F.softplus((output[:, stronger] - output[:, weaker]) / TEMPERATURE).mean(1)
     near, count = rated(output, batch)
@@ -101,19 +103,21 @@ def ordered(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def rated(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Scores near the quality, for pictures that people have rated."""
+    """Loss that keeps scores near the quality, for images that people have rated."""
     quality = batch["quality"].to(output.dtype)
     return F.smooth_l1_loss(output, quality, reduction="none", beta=TEMPERATURE).mean(1).sum(), len(output)
 
 
 def kind(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The cross-entropy of naming each level's kind of distortion, which teaches a backbone without levels."""
+    """Cross-entropy of classifying the kind of distortion, which trains a backbone without using the order of
+    levels."""
     logits, targets = output[:, 1:], batch["targets"][:, None].expand(-1, output.shape[1] - 1)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
 def measure(model: nn.Module, held_out: HeldOut) -> dict[str, Any]:
-    """Pairs in the right order and agreement with GMSD, of taught kinds and of others, and of each kind."""
+    """Measure the fraction of pairs in the right order and the agreement with GMSD, for kinds seen in training, for
+    other kinds, and for each kind."""
     samples = held_out.dataset
     assert isinstance(samples, Ladders)
     scores = held_out.gather(torch.cat([held_out.forward(model, batch) for batch in held_out])).double().cpu().numpy()

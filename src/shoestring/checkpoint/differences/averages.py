@@ -1,4 +1,5 @@
-"""The interface of gradient exchanges whose averages can be recorded, and the features whose steps can be replayed."""
+"""Defines the interface of gradient exchanges whose averages can be recorded, and lists features whose steps can be
+replayed."""
 
 from __future__ import annotations
 
@@ -39,38 +40,42 @@ REPLAYED = frozenset(
         "profile.callpaths",
     }
 )
-"""Features whose steps can be replayed, because they depend only on weights, averaged gradients and progress. Another
-feature may have a method `why_not_replayed(attachments)`: it returns a hint on what to change, or an empty string if
-its steps can be replayed."""
+"""Features whose steps can be replayed, because they depend only on weights, averaged gradients and progress. Any other
+feature may define a method `why_not_replayed(attachments)`, which returns a hint on what to change, or an empty string
+if the feature's steps can be replayed."""
 
 
 @runtime_checkable
 class KeptAverages(Protocol):
-    """State of a gradient exchange whose averaged gradients can be recorded and replayed; one of `Attachments.kept`."""
+    """State of a gradient exchange whose averaged gradients can be recorded and replayed; an entry of
+    `Attachments.kept`."""
 
     @property
     def averages_form(self) -> str:
-        """Text that identifies the form of encoded averages; only an exchange of the same form can replay them."""
+        """Text that identifies the encoding of the averages; only an exchange with the same encoding can replay
+        recorded averages."""
         ...
 
     def keep_averages(self) -> None:
-        """From now on, keep the encoded averages of each step until the next step begins."""
+        """Make the exchange keep the encoded averages of each step until the next step begins."""
         ...
 
     def averages(self) -> list[list[Tensor]] | None:
-        """The encoded averages of the newest step, equal on all ranks; None if they are not finite."""
+        """Return the encoded averages of the newest step, which are equal on all ranks; None if the averages are not
+        finite."""
         ...
 
     def replayed(self, averages: Sequence[Sequence[Tensor]]) -> AbstractContextManager[None]:
-        """Context with all gradients set from recorded averages, in which an optimizer step exchanges nothing."""
+        """Return a context manager that sets all gradients from recorded averages; inside, an optimizer step exchanges
+        no gradients."""
         ...
 
 
 def check(attachments: Attachments, name: str) -> None:
-    """Raise ConfigError if steps of this job cannot be replayed from the averages that its ranks exchange.
+    """Raise ConfigError if steps of this job cannot be replayed from recorded averages of gradients.
 
     Args:
-        name: name of the setting that asks for it, for the error message.
+        name: name of the setting that turns replaying on, for the error message.
     """
     if any(feature.scales_loss for feature in attachments.features):
         refuse_scaled(name)
@@ -85,13 +90,14 @@ def check(attachments: Attachments, name: str) -> None:
 
 
 def refuse_scaled(name: str) -> None:
-    """Raise ConfigError: steps that a loss scale may skip cannot be replayed."""
+    """Raise ConfigError, because steps that a loss scale may skip cannot be replayed."""
     hint = 'train with precision.autocast.dtype = "bf16"'
     raise ConfigError(f"`{name}` cannot replay steps that a loss scale may skip", hint=hint)
 
 
 def _why_not_replayed(feature: Feature, attachments: Attachments) -> str:
-    """A hint on what to change, if the steps of a feature cannot be replayed; empty if they can."""
+    """Return a hint on what to change if the steps of a feature cannot be replayed; empty if the steps can be
+    replayed."""
     own_answer = getattr(feature, "why_not_replayed", None)
     if own_answer is not None:
         return str(own_answer(attachments))

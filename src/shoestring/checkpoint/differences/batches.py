@@ -1,9 +1,8 @@
-"""Differences on disk, in the folder of the checkpoints. A file holds the differences of one rank in several steps.
-
-Averages are equal on all ranks. So of the ranks that share a folder one writes the averages, and the others write only
-their own states. A file is written completely or not at all. The name of a file states the steps, the run, the start
-and the rank, and each difference in the file states them again. The rank that wrote a file deletes it once the file's
-steps are older than all checkpoints.
+"""Stores step differences on disk, in the folder of the checkpoints. A file holds the differences of one rank in
+several steps. Averaged gradients are equal on all ranks. So among the ranks that share a folder, only one rank writes
+the averages, and the other ranks write only their own states. A file is written completely or not at all. The name of a
+file contains the steps, the run, the start of the run and the rank, and each difference in the file repeats these. The
+rank that wrote a file deletes the file once its steps are older than all checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ WRITING = "writing differences to disk"
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A file with the differences of one rank from step `first` to step `last`; the fields are parsed from its name."""
+    """A file with the differences of one rank from step `first` to step `last`; the fields are parsed from the file's
+    name."""
 
     path: Path
     first: int
@@ -60,23 +60,22 @@ class Batches:
 
     Args:
         claim: the right of this start to write in the folder of checkpoints.
-        ring: the differences in memory, from which files are written.
-        steps: number of steps in a file.
+        ring: ring buffer with the differences in memory, from which files are written.
+        steps: number of steps per file.
     """
 
     def __init__(self, claim: Claim, ring: Ring, steps: int) -> None:
         self.claim, self.disk, self.rank, self.ring, self.steps = claim, claim.disk, claim.world.rank, ring, steps
         self.lacking = ""
-        """Why the newest file could not be written; empty if it was."""
-        self._last = 0  # the newest step on disk
+        """Reason why the newest file could not be written; empty if the file was written."""
+        self._last = 0  # newest step whose difference is on disk
         self._nbytes = 0
         self._thread: BackgroundThread | None = None
         self._writing: Future[None] | None = None
 
     def write(self, checkpoint: CheckpointId, history: History) -> None:
-        """If `checkpoint` is the last step of a file, start writing all differences that are not on disk yet.
-
-        The differences are written in a thread, while training continues.
+        """If a file ends with the step of `checkpoint`, start to write all differences that are not on disk yet. A
+        thread writes the differences while training continues.
         """
         if checkpoint.step % self.steps or (self._writing is not None and not self._writing.done()):
             return
@@ -94,14 +93,14 @@ class Batches:
             self._nbytes = marked.nbytes = len(data)
             reason = tried(lambda: self._put(min(encoded), checkpoint, data))
             if reason and reason != self.lacking:
-                log.warning("no differences on disk: %s; checkpoints are made as before", reason)
+                log.warning("cannot write differences to disk: %s; checkpoints continue", reason)
             self.lacking = reason or ""
             if not reason:
                 self._last = checkpoint.step
                 self._retire(history)
 
     def _encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
-        """Encode a difference as bytes; without its averages if another rank writes them to this folder."""
+        """Encode a difference as bytes; the averages are left out if another rank writes them to this folder."""
         if not self.claim.commits:
             tensors = {name: tensor for name, tensor in tensors.items() if not shared(name)}
         plan = CellPlan(header, tensors)
@@ -123,8 +122,8 @@ class Batches:
     def _retire(self, history: History) -> None:
         """Delete files of this rank that no resumed run will need.
 
-        Deleted are files whose steps are older than all checkpoints on disk, files of abandoned steps that were
-        repeated, and temporary files that earlier starts left.
+        These are files whose steps are older than all checkpoints on disk, files of abandoned steps that were repeated,
+        and temporary files left by earlier starts of the run.
         """
         with suppress(OSError):
             saved = [record.checkpoint.step for _, record in manifests(self.disk.folder)]
@@ -136,9 +135,9 @@ class Batches:
                 self.disk.files.unlink(path)
 
     def _deletable(self, history: History) -> Iterator[BatchFile]:
-        """The run's files that this rank may delete.
+        """Yield the run's files that this rank may delete.
 
-        A rank may delete the files that it wrote itself. One rank of each folder may also delete files of ranks that no
+        A rank may delete the files that it wrote itself. One rank per folder may also delete the files of ranks that no
         longer exist.
         """
         size = self.claim.world.size
@@ -149,8 +148,8 @@ class Batches:
     def reader(self, history: History) -> Callable[[int], Found | None]:
         """Build a function that reads this rank's difference of a step from the files of the run's history.
 
-        The function returns None if there is no such difference. Averages that this rank did not write are read from
-        another rank's file.
+        The function returns None if there is no difference of the step. If this rank did not write the averages, they
+        are read from another rank's file.
         """
         batches = [batch for batch in batch_files(self.disk.folder) if batch.holds(history)]
         own = _Files([batch for batch in batches if batch.rank == self.rank])
@@ -180,13 +179,13 @@ class Batches:
                     self.disk.files.unlink(batch.path)
 
     def drain(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until all pending writes have ended."""
         if self._writing is not None:
             result_of(self._writing, WRITING, self._nbytes)
 
 
 def batch_files(folder: Path) -> Iterator[BatchFile]:
-    """The files of all ranks in a folder of checkpoints, ordered by step."""
+    """Yield the files with differences of all ranks in a folder of checkpoints, ordered by step."""
     for path in sorted(folder.glob("steps-*")):
         if match := _NAME.fullmatch(path.name):
             first, last, run, start, uid, rank = match.groups()
@@ -201,7 +200,8 @@ class _Files:
         self._mapped: tuple[Path | None, list[Tensor]] = None, []
 
     def find(self, step: int, fits: Callable[[Found], bool] = lambda _: True) -> Found | None:
-        """The undamaged difference of a step for which `fits` is true; of several, the one of the newest start."""
+        """Return the undamaged difference of a step for which `fits` returns True; if there are several, the one from
+        the newest start of the run."""
         for batch in sorted(self.batches, key=lambda batch: -batch.start):
             if batch.first <= step <= batch.last:
                 if self._mapped[0] != batch.path:
@@ -213,12 +213,12 @@ class _Files:
 
 
 def same(first: Found, second: Found) -> bool:
-    """Whether two differences are of the same step of the same start of a run, and in the same form."""
+    """Whether two differences belong to the same step of the same start of a run, and have the same encoding."""
     return all(first[0][name] == second[0][name] for name in ("step", "start", "uid", "run", "form"))
 
 
 def _read(path: Path) -> list[Tensor]:
-    """Memory-map a file, and return its differences as bytes, up to the first damaged one."""
+    """Memory-map a file, and return its differences as bytes, up to the first damaged difference."""
     try:
         with open_regular(path) as file:
             return list(wholes(mapped(file, file.seek(0, 2))))

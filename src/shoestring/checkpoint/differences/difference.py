@@ -1,9 +1,9 @@
-"""The difference of a step: the data with which the step can be replayed on the state before it.
+"""The difference of a step: the data with which the step can be replayed on the state that preceded the step.
 
 A difference holds four things. First, the averaged gradients that all ranks received, in the codec's compact form.
 Second, the states after the step, except those that replaying the optimizer step recomputes (weights, optimizer state,
 averages of weights). Third, the buffers that training has changed. Fourth, the other inputs of the step: progress, the
-optimizer's settings, and the factor that corrected gradients for unequal counts of targets.
+optimizer's settings, and the factor that corrected gradients for unequal numbers of targets on the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoestring.checkpoint.format.tree import decode, encode, root
 from shoestring.core.attachments import Attachments
 
 _AVERAGE = "average "
-_SAMPLE = 16  # about how many entries of each tensor are compared after a replayed step
+_SAMPLE = 16  # approximate number of entries per tensor that are compared after a replayed step
 
 
 @dataclass
 class Basis:
-    """The inputs of a step other than weights and averaged gradients."""
+    """The inputs of a step except for weights and averaged gradients."""
 
     progress: dict[str, Any]
     """Fields of `Progress` before the step."""
@@ -45,22 +45,23 @@ class StepContent:
     attachments: Attachments
     averages: KeptAverages
     count: float = 0.0
-    """`Progress.count` after the newest step: the number by which the next step's loss is divided."""
+    """Value of `Progress.count` after the newest step, which is the divisor of the next step's loss."""
     _samples: list[Tensor] = field(default_factory=list)
     _sampled: list[int] = field(default_factory=list)
     _buffers: list[tuple[str, nn.Module, str, tuple[int, int]]] = field(default_factory=list)
-    """For each buffer: its name, its module, its name in the module, and its version when this start began."""
+    """For each buffer of the model: its full name, its module, its name in the module, and its version at the beginning
+    of this start of the run."""
     _changed: set[str] = field(default_factory=set)
-    """Names of the buffers that training had changed before this start began, after the checkpoint it resumed from."""
+    """Names of the buffers that the replayed steps changed, after the checkpoint from which this start resumed."""
 
     def begin(self) -> None:
-        """Remember the versions of all buffers and the count, as they are when this start of the run begins."""
+        """Store the versions of all buffers and the count at the beginning of this start of the run."""
         self.count = self.attachments.progress.count
         self._buffers = []
         for path, module in self.attachments.module.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{key}" if path else key
-                # Kernels update running statistics without raising a buffer's version, so these buffers are always
+                # Kernels update running statistics without increasing the buffer's version, so such buffers are always
                 # recorded.
                 always = name in self._changed or getattr(module, "track_running_stats", False)
                 self._buffers.append((name, module, key, (0, -1) if always else _version(buffer)))
@@ -68,27 +69,26 @@ class StepContent:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def basis(self) -> Basis:
-        """The basis of the next optimizer step; called just before the step."""
+        """Return the inputs of the next optimizer step; called directly before the step."""
         progress = self.attachments.progress
         now = {"step": progress.step, "position": progress.position, "gain": progress.gain, "total": progress.total}
         unused = [name for name, tensor in self.attachments.trained.items() if tensor.grad is None]
         return Basis(now, unused, _options(self.attachments.optimizer.param_groups))
 
     def _ratio(self) -> float | None:
-        """The factor by which `core.step` multiplied averages, because the count of targets was not as expected.
-
-        The factor is None if it is not known. It is 1 if gradients are not averaged in the backward pass, as DDP does,
-        because such gradients are corrected before they are exchanged.
+        """Return the factor by which `core.step` multiplied averages, because the number of targets differed from the
+        expected number. The factor is None if the expected number is not known. The factor is 1 if gradients are not
+        averaged during the backward pass, as in DDP, because such gradients are corrected before the exchange.
         """
         progress = self.attachments.progress
         if not self.attachments.averages_in_backward or not progress.count:
             return 1.0
-        if progress.unread is not None:  # on an accelerator `count` is still the expected count
+        if progress.unread is not None:  # on an accelerator, `count` is still the expected number
             return progress.count / float(progress.unread[1])
         return self.count / progress.count if self.count else None
 
     def describe(self, basis: Basis) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The difference of the newest step as (header, tensors); None if the step cannot be replayed."""
+        """Return the difference of the newest step as (header, tensors); None if the step cannot be replayed."""
         averages, ratio = self.averages.averages(), self._ratio()
         self.count = self.attachments.progress.count
         if averages is None or ratio is None:
@@ -106,7 +106,8 @@ class StepContent:
         return header, tensors
 
     def sample(self) -> Tensor:
-        """A few entries of every trained tensor, as they are now, by which two states are compared."""
+        """Return the current values of a few entries of every trained tensor; two states are compared by these
+        entries."""
         with torch.no_grad():
             trained = [tensor.detach() for tensor in self.attachments.trained.values() if tensor.numel()]
             places = [tensor.data_ptr() for tensor in trained]
@@ -119,7 +120,8 @@ class StepContent:
     # -- replaying ----------------------------------------------------------------------------------------------------
 
     def step(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Replay a step from its difference; returns whether weights and settings are then as recorded."""
+        """Replay a step from its difference; returns whether the resulting weights and settings equal the recorded
+        weights and settings."""
         attachments, basis = self.attachments, Basis(**header["basis"])
         vars(attachments.progress).update(basis.progress)
         device = attachments.world.device
@@ -140,9 +142,9 @@ class StepContent:
         return same and torch.equal(self.sample().cpu(), tensors["sample"])
 
     def finish(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load the states and buffers of the last replayed step that replaying does not recompute."""
+        """After the last replayed step, load its recorded states and buffers, which replaying does not recompute."""
         there = header["trees"].keys() & self.attachments.kept.keys()
-        for name in sorted(there, key=lambda name: name == "random"):  # as in `resume.load`, random states last
+        for name in sorted(there, key=lambda name: name == "random"):  # random states last, as in `resume.load`
             state = decode(header["trees"][name], lambda path: tensors[f"state {path}"].clone())
             self.attachments.kept[name].state.load_state_dict(state)
         with torch.no_grad():
@@ -152,14 +154,15 @@ class StepContent:
                     self._changed.add(name)
 
     def _now(self) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
-        """For each buffer that still exists: its name, the buffer, and its version when this start began."""
+        """Yield the name of each buffer that still exists, the buffer, and its version at the beginning of this start
+        of the run."""
         for name, module, key, version in self._buffers:
             if (buffer := getattr(module, key, None)) is not None:
                 yield name, buffer, version
 
 
 def shared(name: str) -> bool:
-    """Whether the tensor with this name in a difference is the same on all ranks: an average, not a state."""
+    """Whether a tensor in a difference is an average, and so the same on all ranks, judging by the tensor's name."""
     return name.startswith(_AVERAGE)
 
 
@@ -168,7 +171,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Checksum of the settings of an optimizer's parameter groups."""
+    """Compute the checksum of the settings of an optimizer's parameter groups."""
     plain = [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups

@@ -1,4 +1,5 @@
-"""Record the difference of each step, and replay the differences after a failure instead of training steps again."""
+"""Records the difference of each step, and replays the differences after a failure instead of training the steps
+again."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ STEPS = "steps"
 class Differences:
     """Records and replays the differences of one rank.
 
-    Call `begin_step` before each optimizer step, `record` after it, and `replay` when the run is resumed. A difference
-    is complete when `record` returns, so a process that is killed later loses no step.
+    Call `begin_step` before each optimizer step, `record` after it, and `replay` when the run is resumed. The
+    difference is complete when `record` returns, so a process that is killed afterwards loses no step.
 
     Args:
         slot: the file in this host's memory that holds the differences.
         steps: number of steps whose differences are kept in memory.
-        on_disk: write differences to disk as well, in files of half as many steps.
-        partners: the file in this host's memory that holds the differences of a rank of another host; None if hosts
-            keep no copies for each other.
+        on_disk: whether to write differences to disk too, in files of `steps` / 2 steps.
+        partners: the file in this host's memory that holds the differences of a rank on another host; None if hosts
+            store no copies for each other.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Differences:
         self.batches = Batches(claim, self.ring, steps // 2) if on_disk else None
         self.form = f"{crc32(averages.averages_form.encode()):08x} {attachments.world.size}"
         self.replayed = 0
-        """Number of steps that this start of the run replayed instead of training them again."""
+        """Number of steps that this start of the run replayed instead of training again."""
         self.nbytes, self.seconds = 0, 0.0
-        """Bytes that this start of the run has recorded, and seconds that recording took in the training thread."""
+        """Number of bytes recorded by this start of the run, and seconds that recording took in the training thread."""
         self._total = attachments.progress.total
         self._basis: Basis | None = None
         self._lacking: dict[str, str] = {}
@@ -84,7 +85,7 @@ class Differences:
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Remember the inputs of the next optimizer step; called just before the step."""
+        """Store the inputs of the next optimizer step; called directly before the step."""
         began = time.perf_counter()
         self.settle()
         self._basis = self.content.basis()
@@ -94,7 +95,7 @@ class Differences:
         """Record the difference of the newest step.
 
         Args:
-            checkpoint: identity that a checkpoint of the step has.
+            checkpoint: identity that a checkpoint of this step would have.
         """
         began, basis, self._basis = time.perf_counter(), self._basis, None
         if reason := budget.called_back(self.attachments.world.memory, budget.DIFFERENCES):
@@ -117,12 +118,12 @@ class Differences:
         self.seconds += time.perf_counter() - began
 
     def _describe(self, checkpoint: CheckpointId, basis: Basis | None, loss: Tensor | None) -> Found | None:
-        """The difference of the newest step; None if the step cannot be replayed, or recording is off."""
+        """Return the difference of the newest step; None if the step cannot be replayed or recording has stopped."""
         described = None if basis is None else self.content.describe(basis)
         if described is None or self.ring.refused:
             return None
-        # On an accelerator a step is done before its loss is read. If the loss is not finite, the step is not recorded,
-        # so that no run resumes after it.
+        # On an accelerator, a step is done before its loss is read. A step whose loss is not finite is not recorded, so
+        # that no run resumes after this step.
         if loss is not None and not math.isfinite(float(loss)):
             return None
         header, tensors = described
@@ -130,13 +131,13 @@ class Differences:
         return about | header, tensors
 
     def settle(self) -> None:
-        """Wait until the newest difference has reached the partner on another host; a collective."""
+        """Wait until the newest difference has arrived at the partner rank on another host; a collective."""
         if self.partner is not None:
             with span("difference to partner", "wait"):
                 self.partner.settle()
 
     def _ring(self, slot: Slot, steps: int) -> Ring:
-        """Create a ring buffer. All ring buffers of a rank share one lease of host memory."""
+        """Create a ring buffer. All ring buffers of a rank share one lease (reserved amount) of host memory."""
 
         def lease(nbytes: int) -> str:
             leases = self._leases | {slot: nbytes}
@@ -152,13 +153,13 @@ class Differences:
         return not self._lacking.get("a failure")
 
     def _warn(self, failure: str, lacking: str) -> None:
-        """Warn, once for each reason, that steps are lost after a failure of this kind.
+        """Warn, once for each reason, that steps would be lost after the given kind of failure.
 
         Args:
-            lacking: why no difference is stored; empty if it is stored.
+            lacking: reason why no difference is stored; empty if differences are stored.
         """
         if lacking and kind_of(lacking) != kind_of(self._lacking.get(failure, "")):
-            log.warning("no steps can be replayed after %s: %s; checkpoints are made as before", failure, lacking)
+            log.warning("no steps can be replayed after %s: %s; checkpoints continue", failure, lacking)
         self._lacking[failure] = lacking
 
     # -- replaying ----------------------------------------------------------------------------------------------------
@@ -168,10 +169,10 @@ class Differences:
 
         Args:
             base: the checkpoint that was loaded.
-            reload: function that loads the checkpoint once more.
+            reload: function that loads the checkpoint again.
 
         Returns:
-            The replayed steps, each as the identity that a checkpoint of the step has.
+            The replayed steps, as the identities that checkpoints of these steps would have.
         """
         began = time.perf_counter()
         read = self._reader(history)
@@ -182,16 +183,16 @@ class Differences:
             )
             read = self._reader(history)
             recorded = self._recorded(base, read)
-        count = min(self.group.all_gather(len(recorded)))  # all ranks replay the same steps, or they would differ
+        count = min(self.group.all_gather(len(recorded)))  # all ranks must replay the same steps
         with span("replay", "compute"):
             done, last = self._replay(recorded[:count], read)
             agreed = min(self.group.all_gather(done))
             if agreed < count:
                 log.warning(
-                    "replaying step %d gave other weights than it had: the run continues after the step before it",
+                    "replaying step %d gave different weights than training: the run continues after the previous step",
                     base.step + agreed + 1,
                 )
-                reload()  # the step that differs has changed weights and optimizer state
+                reload()  # the failed replay has changed weights and optimizer state
                 _, last = self._replay(recorded[:agreed], read)
             self._finish(last)
         self.replayed, seconds = agreed, time.perf_counter() - began
@@ -200,7 +201,8 @@ class Differences:
         return recorded[:agreed]
 
     def _reader(self, history: History) -> Callable[[int], Found | None]:
-        """Build a function that reads this rank's difference of a step from memory, or else from disk.
+        """Build a function that reads this rank's difference of a step from memory or, if memory lacks the difference,
+        from disk.
 
         The function returns None if there is no undamaged difference of that step in the run's history.
         """
@@ -217,22 +219,22 @@ class Differences:
         return read
 
     def _continues(self, header: Mapping[str, Any], history: History) -> bool:
-        """Whether a difference is part of this run's history, and has the form of the present gradient exchange."""
+        """Whether a difference belongs to this run's history, and has the encoding of the current gradient exchange."""
         checkpoint = named(header)
         return header["form"] == self.form and checkpoint.run == history.run and history.holds(checkpoint)
 
     def _recorded(self, base: CheckpointId, read: Callable[[int], Found | None]) -> list[CheckpointId]:
-        """The steps directly after a checkpoint, up to the first whose difference this rank does not have."""
+        """Return the steps directly after a checkpoint for which this rank has differences, without gaps."""
         steps: list[CheckpointId] = []
         while (difference := read(base.step + len(steps) + 1)) is not None:
             steps.append(named(difference[0]))
         return steps
 
     def _replay(self, steps: Sequence[CheckpointId], read: Callable[[int], Found | None]) -> tuple[int, Found | None]:
-        """Replay steps up to the first whose outcome is not as recorded.
+        """Replay steps until the result of a step differs from the recorded result.
 
         Returns:
-            The number of steps replayed before it, and the difference of the last of these steps.
+            The number of correctly replayed steps, and the difference of the last of these steps.
         """
         last: Found | None = None
         with self._no_capture():
@@ -247,12 +249,12 @@ class Differences:
         """Replay a step; returns whether weights and settings are then as recorded."""
         try:
             return self.content.step(header, tensors)
-        except (LookupError, TypeError, ValueError) as error:  # not raised: other ranks wait for this rank
+        except (LookupError, TypeError, ValueError) as error:  # do not raise, because other ranks wait for this rank
             log.warning("cannot replay step %d: %s", header["step"], error)
             return False
 
     def _finish(self, last: Found | None) -> None:
-        """Load the states that were recorded after the last replayed step; a collective.
+        """Load the states that were recorded at the last replayed step; a collective.
 
         Raises:
             CheckpointError: a state does not fit this run; raised on all ranks.
@@ -261,7 +263,7 @@ class Differences:
         try:
             if last is not None:
                 self.content.finish(*last)
-        except Exception as error:  # a user's `load_state_dict` may raise any error
+        except Exception as error:  # a user's `load_state_dict` may raise any exception
             reason = reason_of(error)
         if reason := next(filter(None, self.group.all_gather(reason)), ""):
             hint = "set checkpoint.tiered.differences = 0 to continue from the checkpoint before it"
@@ -269,7 +271,8 @@ class Differences:
 
     @contextmanager
     def _no_capture(self) -> Iterator[None]:
-        """Context without the work of Phase.CAPTURE, which was done when the replayed steps were trained."""
+        """Context manager that suspends the functions of Phase.CAPTURE, which already ran when the replayed steps were
+        trained."""
         phases = self.attachments.phases
         suspended, phases[Phase.CAPTURE] = phases[Phase.CAPTURE], []
         try:
@@ -278,7 +281,7 @@ class Differences:
             phases[Phase.CAPTURE] = suspended
 
     def begin(self) -> None:
-        """Begin to record, from the state as it is now; called when a start of the run begins."""
+        """Begin recording from the current state; called when a start of the run begins."""
         self.content.begin()
 
     def close(self, *, forget: bool) -> None:
@@ -292,7 +295,7 @@ class Differences:
         self.attachments.world.memory.give(budget.DIFFERENCES)
 
     def facts(self) -> dict[str, float]:
-        """Numbers for the report: steps replayed at the start, bytes recorded, and seconds that recording took."""
+        """Return figures for the report: number of replayed steps, recorded bytes, and seconds that recording took."""
         return {
             "checkpoint_replayed": self.replayed,
             "checkpoint_differences": float(self.nbytes if self.works else 0),

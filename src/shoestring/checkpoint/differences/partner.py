@@ -1,9 +1,9 @@
-"""Copies of a rank's differences in another host's memory, so that no step is lost with a host.
+"""Copies a rank's differences to another host's memory, so that no step is lost when a host is lost.
 
-Averages are equal on all ranks, so the partner rank on the other host has them already. Only a rank's own states are
-sent, some kilobytes a step. A message is sent during the next forward and backward pass, and has arrived before the
-next optimizer step. The partner stores it in a separate ring buffer in its host's memory. A rank that has lost its
-differences gets them back from there, completed by the partner's averages.
+Averages are equal on all ranks, so the partner rank on the other host already has them. Only a rank's own states are
+sent, a few kilobytes per step. A message is sent during the next forward and backward pass, and has arrived before the
+next optimizer step. The partner stores the message in a separate ring buffer in its host's memory. A rank that has lost
+its differences receives the stored copies from its partner, which adds its averages to the copies.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shoestring.checkpoint.tiers.peer_copies import partner
 from shoestring.checkpoint.tiers.rank_group import RankGroup
 
 Read = Callable[[int], Found | None]
-_SPARE = 4096  # headroom of a message in bytes, in addition to a quarter of the first one: states grow a little
+_SPARE = 4096  # bytes added to a message's length, beside a quarter of the first length: states may grow
 
 
 class Partner:
     """Exchanges differences between hosts. All methods are collectives.
 
-    Rank `keeper` stores this rank's differences, and this rank stores the differences of rank `kept`; both ranks are on
-    other hosts.
+    Rank `keeper` stores this rank's differences, and this rank stores the differences of rank `kept`. Ranks `keeper`
+    and `kept` are on other hosts.
 
     Args:
         local: number of ranks per host.
@@ -46,15 +46,15 @@ class Partner:
 
     @property
     def lacking(self) -> str:
-        """Why the newest difference of this rank or of rank `kept` is not stored; empty if both are."""
+        """Reason why the newest difference of this rank or of rank `kept` is not stored; empty if both are stored."""
         return self._grown or self.ring.refused or self.ring.slot.lacking
 
     def send(self, step: int, difference: Found | None) -> int:
         """Start to send this rank's own states of a step, and to receive the states of rank `kept`.
 
-        All messages have the same length, on which the ranks agree at the first one. A difference that does not fit is
-        not sent. Messages are received directly into the ring buffer, because the failure of a host may end this
-        process before it could copy them.
+        All messages have the same length, on which the ranks agree at the first message. A difference that does not fit
+        into this length is not sent. Messages are received directly into the ring buffer, because a host's failure may
+        end this process before it could copy a message.
 
         Args:
             difference: the difference of the step; None sends an empty message.
@@ -73,7 +73,7 @@ class Partner:
                 return 0
             self._sent = torch.zeros(needed + needed // 4 + _SPARE, dtype=torch.uint8)
         length = len(self._sent)
-        self._sent[:1] = 0  # without a magic number a message is empty
+        self._sent[:1] = 0  # a message without magic number counts as empty
         self._grown = ""
         if plan is not None and plan.nbytes <= length:
             plan.put(self._sent)
@@ -98,7 +98,7 @@ class Partner:
 
         Args:
             base: step of the checkpoint that was loaded.
-            count: number of steps directly after it whose differences this rank still has.
+            count: number of steps directly after the checkpoint whose differences this rank still has.
             read: function that reads this rank's own difference of a step.
             ring: this rank's own ring buffer, to which the differences are written.
             follows: function that tells whether a difference is part of the run's history.
@@ -106,7 +106,7 @@ class Partner:
         opened = self.ring.open()
 
         def complete(step: int) -> Found | None:
-            """The difference of rank `kept` in a step, completed by this rank's averages."""
+            """Return the difference of rank `kept` in a step, completed by this rank's averages."""
             stored, own = self.ring.read(step) if opened else None, read(step)
             if stored is None or own is None or not follows(stored) or not same(stored, own):
                 return None
@@ -118,14 +118,14 @@ class Partner:
             plans.append(CellPlan(*difference))
         lengths: Sequence[Sequence[int]] = self.group.all_gather([plan.nbytes for plan in plans])
         wanted = lengths[self.keeper]
-        # The differences to send lie in this rank's ring buffer. If the ring buffer is about to be overwritten, copy
-        # the differences first.
+        # The differences to send lie in this rank's ring buffer. If received differences will overwrite the ring
+        # buffer, copy the differences first.
         cells = [*map(_bytes, plans)] if wanted else map(_bytes, plans)
         for cell, nbytes in itertools.zip_longest(cells, wanted):
             arrived = torch.empty(nbytes or 0, dtype=torch.uint8)
             sends = [] if cell is None else [(self.kept, cell)]
             self.group.exchange(sends, [] if nbytes is None else [(self.keeper, arrived)])
-            if (difference := first(arrived)) is not None:  # a damaged one ends the replay
+            if (difference := first(arrived)) is not None:  # a damaged difference ends the replay
                 ring.write(*difference)
 
 

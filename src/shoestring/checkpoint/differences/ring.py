@@ -1,7 +1,7 @@
-"""A ring buffer in the host's shared memory with a rank's newest differences, in cells of equal size.
+"""A ring buffer in the host's shared memory, which holds a rank's newest differences in cells of equal size.
 
-Each cell holds its step and a checksum. So if the process is killed at any moment, only the cell that it was writing is
-damaged. There is no index to update, and nothing to delete.
+Each cell holds its step and a checksum. So if the process is killed, only the cell that was being written is damaged.
+The ring buffer needs no index, and no differences have to be deleted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shoestring.checkpoint.tiers.slots import Slot
 from shoestring.storage.guarded import open_regular
 
 MAGIC = b"stepdiff"
-_CELL = struct.Struct("<8sIIQ")  # magic number, checksum of the body, bytes of its header, bytes of the body
-_FILE = struct.Struct("<8sIIQ")  # magic number, checksum of these fields, number of cells, bytes of a cell
+_CELL = struct.Struct("<8sIIQ")  # magic number, checksum of the body, lengths of header and body in bytes
+_FILE = struct.Struct("<8sIIQ")  # magic number, checksum of these fields, number of cells, size of a cell in bytes
 _PAGE = 4096
-_SPARE = 64 << 10  # headroom of a cell in bytes, in addition to the first difference: states grow a little
+_SPARE = 64 << 10  # bytes added to a cell beyond the size of the first difference: states may grow
 _KEY = "ring"
 _ALIGNED = 64
 Found = tuple[dict[str, Any], dict[str, Tensor]]
@@ -46,8 +46,9 @@ class CellPlan:
             start = -(-end // _ALIGNED) * _ALIGNED
             end = start + tensor.nbytes
             self.places[name] = [start, end, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        # The header precedes the tensors and holds their offsets, which grow by the header's own length. So the header
-        # gets room for offsets with more digits than those with which its length is measured.
+        # The header precedes the tensors and contains their offsets, which increase by the header's own length. So the
+        # header is padded, because the final offsets may have more digits than the offsets used to measure the header's
+        # length.
         length = len(json.dumps({**header, "places": self.places})) + 24 * len(self.places)
         self.first = -(-(_CELL.size + length) // _ALIGNED) * _ALIGNED - _CELL.size
         for place in self.places.values():
@@ -56,7 +57,8 @@ class CellPlan:
         self.nbytes = _CELL.size + self.first + end
 
     def put(self, cell: Tensor) -> None:
-        """Write the difference to the beginning of `cell`; the magic number last, so that no half of it is valid."""
+        """Write the difference to the beginning of `cell`. The magic number comes last, so that a half-written
+        difference is invalid."""
         cell[: _CELL.size] = 0
         body = cell[_CELL.size : self.nbytes]
         body[: self.first] = torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
@@ -68,19 +70,20 @@ class CellPlan:
 
 
 class Ring:
-    """The ring buffer: reads and writes differences by step.
+    """Reads and writes differences by step in a ring buffer.
 
     Args:
-        slot: the file in shared memory; if there is no room for it, the slot uses this process's own memory.
-        cells: number of differences to keep.
-        lease: function that leases a number of bytes of host memory; returns why there is no room, or an empty string.
+        slot: the file in shared memory; if shared memory has no room, the slot uses this process's own memory.
+        cells: number of differences to store.
+        lease: function that reserves a number of bytes of host memory; returns the reason why there is no room, or an
+            empty string.
     """
 
     def __init__(self, slot: Slot, cells: int, lease: Callable[[int], str]) -> None:
         self.slot, self.cells, self.lease = slot, cells, lease
         self.refused = ""
-        """Why recording has stopped; empty while it works."""
-        self._size, self._count = 0, cells  # bytes of a cell and number of cells in the file
+        """Reason why recording has stopped; empty while recording works."""
+        self._size, self._count = 0, cells  # size of a cell in bytes, and number of cells in the file
         self._room: Tensor | None = None
         self._leased = False
 
@@ -89,9 +92,9 @@ class Ring:
         return self.slot.stem.with_name(f"{self.slot.stem.name}.{_KEY}")
 
     def open(self) -> bool:
-        """Open the file that an earlier process of the run has left; returns whether there is one.
+        """Open the file that an earlier process of the run left behind; returns whether there is such a file.
 
-        The file is read with the number of cells that it has; the first write replaces it by a file with `cells`.
+        The file is read with its own number of cells; the first write replaces it by a file with `cells` cells.
         """
         try:
             with open_regular(self.path, private=True) as file:
@@ -105,20 +108,22 @@ class Ring:
         return True
 
     def read(self, step: int) -> Found | None:
-        """A step's difference, with tensors that share the ring buffer's memory; None if it is missing or damaged."""
+        """Return the difference of a step, with tensors that share the ring buffer's memory; None if it is missing or
+        damaged."""
         cell = self._cell(step)
         return None if cell is None else _if_of_step(step, first(cell))
 
     def copied(self, step: int) -> Found | None:
-        """A copy of a step's difference, for a thread that reads while another thread writes; None as in `read`."""
+        """Like `read`, but return a copy of the difference, for a thread that reads while another thread writes."""
         cell = self._cell(step)
         return None if cell is None else _if_of_step(step, first(cell.clone()))
 
     def write(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Overwrite the oldest difference with a new one; returns its size in bytes, 0 if there is no room.
+        """Overwrite the oldest difference with a new difference; returns the new difference's size in bytes, or 0 if
+        there is no room.
 
         Args:
-            header: values that JSON can hold; `step` is the step of the difference.
+            header: values that JSON can represent; `step` is the step of the difference.
         """
         plan = CellPlan(header, tensors)
         cell = self.cell(header["step"], plan.nbytes)
@@ -128,7 +133,8 @@ class Ring:
         return plan.nbytes
 
     def cell(self, step: int, nbytes: int) -> Tensor | None:
-        """The cell of a step, of at least `nbytes`; None if host memory has no room for the ring buffer."""
+        """Return the cell of a step, with a size of at least `nbytes`; None if host memory has no room for the ring
+        buffer."""
         self._lay_out(nbytes)
         return self._cell(step)
 
@@ -139,7 +145,8 @@ class Ring:
         return self._room[start : start + self._size]
 
     def _lay_out(self, nbytes: int) -> None:
-        """Make sure that cells have at least `nbytes`. If the file must be laid out anew, its content is lost."""
+        """Make sure that cells have at least `nbytes` bytes. If this requires a new layout of the file, its content is
+        lost."""
         fits = self._room is not None and nbytes <= self._size and self._count == self.cells
         if self.refused or (fits and self._leased):
             return
@@ -149,7 +156,7 @@ class Ring:
             self.close(reason)
             return
         self._leased = True
-        if fits:  # an earlier process has laid out the file
+        if fits:  # the file of an earlier process already has the right layout
             return
         self._room = self.slot.room(f"{_KEY}-0", _PAGE + self.cells * self._size)
         self._room[:_PAGE] = 0
@@ -162,13 +169,13 @@ class Ring:
         self._room[: len(described)] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
 
     def close(self, reason: str = "") -> None:
-        """Remove the file. If a reason is given, recording stops."""
+        """Remove the ring buffer's file. If `reason` is not empty, recording stops."""
         self._room, self.refused = None, reason
         self.slot.close()
 
 
 def _layout(file: BinaryIO) -> tuple[int, int] | None:
-    """(number of cells, bytes of a cell) of a ring buffer's file; None if the file is damaged."""
+    """Return (number of cells, size of a cell in bytes) of a ring buffer's file; None if the file is damaged."""
     head = file.read(_FILE.size)
     if len(head) < _FILE.size:
         return None
@@ -179,7 +186,7 @@ def _layout(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def steps_kept(path: Path, history: History) -> set[int]:
-    """Steps of a run's history of which a ring buffer's file holds an undamaged difference."""
+    """Return the steps in a run's history for which a ring buffer's file holds an undamaged difference."""
     steps = set[int]()
     with suppress(OSError, LookupError, TypeError, ValueError), open_regular(path, private=True) as file:
         if (layout := _layout(file)) is not None:
@@ -194,12 +201,12 @@ def steps_kept(path: Path, history: History) -> set[int]:
 
 
 def named(header: Mapping[str, Any]) -> CheckpointId:
-    """Identity that a checkpoint of the step with this difference has."""
+    """Return the identity that a checkpoint of the difference's step would have."""
     return CheckpointId(**{name: header[name] for name in ("step", "start", "uid", "ranks", "local", "run")})
 
 
 def wholes(data: Tensor) -> Iterator[Tensor]:
-    """Split bytes into the consecutive differences in them, each as bytes, up to the first damaged one."""
+    """Split bytes into the encoded differences that they consist of, up to the first damaged difference."""
     while len(data) >= _CELL.size:
         magic, mark, length, nbytes = _CELL.unpack(data[: _CELL.size].numpy().tobytes())
         body = data[_CELL.size : _CELL.size + nbytes]
@@ -211,23 +218,24 @@ def wholes(data: Tensor) -> Iterator[Tensor]:
 
 
 def first(data: Tensor) -> Found | None:
-    """The difference at the beginning of some bytes; None if there is none, or it is damaged."""
+    """Decode the difference at the beginning of some bytes; None if there is no difference or it is damaged."""
     whole = next(wholes(data), None)
     return None if whole is None else parsed(whole)
 
 
 def _if_of_step(step: int, difference: Found | None) -> Found | None:
-    """The difference if it is of this step; None if it is of another step that uses the same cell."""
+    """Return the difference if it belongs to the given step; None if it belongs to another step, which uses the same
+    cell."""
     return difference if difference is not None and difference[0]["step"] == step else None
 
 
 def joined(differences: Iterable[Tensor]) -> Tensor:
-    """Concatenate differences, each as bytes; `wholes` splits them again."""
+    """Concatenate encoded differences; `wholes` splits the result again."""
     return torch.cat([F.pad(difference, (0, -len(difference) % _ALIGNED)) for difference in differences])
 
 
 def parsed(whole: Tensor) -> Found:
-    """Decode a difference: its header, and its tensors, which share memory with the bytes."""
+    """Decode a difference into its header and its tensors, which share memory with the bytes."""
     _, _, length, _ = _CELL.unpack(whole[: _CELL.size].numpy().tobytes())
     body = whole[_CELL.size :]
     header = json.loads(body[:length].numpy().tobytes())

@@ -1,1 +1,1 @@
-"""File formats of checkpoints: parts, trees of state, checksums, manifests, and the history of a run."""
+"""File formats of checkpoints: part files, trees of state, checksums, manifests, and the history of a run."""

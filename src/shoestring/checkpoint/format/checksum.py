@@ -1,8 +1,8 @@
-"""Compute the CRC-32 checksum of each chunk of some bytes.
+"""Computes the CRC-32 checksum of each chunk of some bytes.
 
-If the package is installed with the extra `fast`, Intel's ISA-L computes them, in a sixth of zlib's time. Both
-libraries release Python's global interpreter lock meanwhile. `ChecksumProcess` runs this file as a program that
-computes the checksums of files; it imports no torch.
+If the package is installed with the extra `fast`, Intel's ISA-L computes the checksums, in a sixth of zlib's time. Both
+libraries release Python's global interpreter lock during the computation. `ChecksumProcess` runs this file as a program
+that computes the checksums of files, so this file does not import torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ except ImportError:
 
 __all__ = ["CHUNK", "crc32", "sums"]
 
-CHUNK = 4 << 20  # bytes that one checksum covers
+CHUNK = 4 << 20  # number of bytes that one checksum covers
 
 
 def sums(data: Tensor, threads: int = 1) -> list[int]:
-    """The checksum of each chunk of `data` (uint8, 1-d), computed by this number of threads."""
+    """Compute the checksum of each chunk of `data` (uint8, 1-d) with the given number of threads."""
     return _sums(data.numpy().data, threads)
 
 
@@ -41,7 +41,7 @@ def _sums(view: memoryview, threads: int) -> list[int]:
     per_thread = -(-len(chunks) // threads)
     if per_thread == len(chunks):
         return _marks(chunks)
-    with ThreadPoolExecutor(threads) as pool:  # one task a thread, because tasks have overhead
+    with ThreadPoolExecutor(threads) as pool:  # one task per thread, because tasks have overhead
         runs = [chunks[first : first + per_thread] for first in range(0, len(chunks), per_thread)]
         return [mark for marks in pool.map(_marks, runs) for mark in marks]
 
@@ -53,7 +53,7 @@ def _marks(chunks: Sequence[memoryview]) -> list[int]:
 def answers(requests: Iterable[str]) -> Iterator[str]:
     """Answer each request with a line of JSON: the checksums of the first bytes of a file, or an error message.
 
-    A request is a JSON list (path, device, inode, number of bytes, threads).
+    A request is a JSON list of path, device, inode, number of bytes, and number of threads.
     """
     for request in requests:
         path, *identity, nbytes, threads = json.loads(request)
@@ -76,7 +76,8 @@ def _sums_of_file(path: str, identity: Any, nbytes: int, threads: int) -> list[i
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent ends. Its standard input may stay open, if other children hold the pipe."""
+    """End this process when its parent ends. This process's standard input may stay open, if other children of the
+    parent hold the pipe."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)

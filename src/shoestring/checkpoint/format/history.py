@@ -1,10 +1,10 @@
 """The history of a run: its identity, and the starts of the run that led to the newest start.
 
-Every start of a run is called an epoch, as the recovery of a database begins a new timeline. The history lists the
-epochs that led to the newest one, each with the step from which the next epoch continued. The list of these epochs is
-called the run's *line*. A checkpoint that is not on the line was abandoned by a rollback, or written by a process that
-another start had replaced. Every start writes the history to the folder of checkpoints. So the history tells which
-process may write, which checkpoints may be resumed, and which may be deleted.
+Every start of a run (the first launch and each restart) is called an epoch. The history lists the epochs that led to
+the newest epoch, each with the step from which the next epoch continued. The list of these epochs is called the run's
+*line*. A checkpoint that is not on the line was abandoned by a rollback, or written by a process after another start
+had replaced it. Every start writes the history to the folder of checkpoints. The history determines which process may
+write, from which checkpoints a run may resume, and which checkpoints may be deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoestring.storage.guarded import read_regular
 
 HISTORY = "history.json"
 FORMAT = 1
-_LIMIT = 1_000_000  # maximum bytes of a history: some ten thousand epochs
+_LIMIT = 1_000_000  # maximum size of a history in bytes: about ten thousand epochs
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Epoch:
     """The step from which the next epoch continued; None for the newest epoch, which has not ended."""
 
     def holds(self, checkpoint: CheckpointId) -> bool:
-        """Whether this start wrote the checkpoint, and its step is not after the last step that was continued."""
+        """Whether this start wrote the checkpoint, and the checkpoint's step is not after `last`."""
         same = (self.start, self.uid) == (checkpoint.start, checkpoint.uid)
         return same and (self.last is None or checkpoint.step <= self.last)
 
 
 @dataclass(frozen=True)
 class History:
-    """Identity of a run, and the epochs that led to the newest one, the newest first."""
+    """Identity of a run, and the epochs that led to the newest epoch, the newest first."""
 
     run: str
     line: tuple[Epoch, ...]
@@ -60,9 +60,10 @@ class History:
         """Build the history for a new start of a run.
 
         Args:
-            known: the history that the folder held before; None if it held none.
-            restored: the checkpoint that the start resumes from; None makes it a new run, whatever the folder holds.
-            others: all checkpoints that exist. Epochs of which no checkpoint exists are dropped from the line.
+            known: the previous history in the folder; None if there was none.
+            restored: the checkpoint from which the start resumes; None begins a new run, even if the folder contains
+                checkpoints.
+            others: all checkpoints that exist. Epochs without existing checkpoints are dropped from the line.
             start: number of the new start.
             uid: random identity of the new start.
         """
@@ -72,7 +73,7 @@ class History:
         ours = known is not None and known.holds(restored)
         run = restored.run or (known.run if known and ours else secrets.token_hex(8))
         left = {(checkpoint.start, checkpoint.uid) for checkpoint in others}
-        if known is None:  # format 2, or a lost history: assume that all earlier starts are on the line
+        if known is None:  # checkpoints of format 2, or a lost history: assume that all earlier starts are on the line
             before = {Epoch(*pair, restored.step) for pair in left if pair < (restored.start, restored.uid)}
             earlier = sorted(before, key=lambda epoch: epoch.start, reverse=True)
         else:
@@ -83,10 +84,11 @@ class History:
 
     @classmethod
     def of_what_is_there(cls, checkpoints: Collection[CheckpointId]) -> History | None:
-        """Reconstruct a lost or damaged history from the checkpoints that exist; None if none of them names its run.
+        """Reconstruct a lost or damaged history from the existing checkpoints; returns None if no checkpoint names its
+        run.
 
-        The newest start becomes the newest epoch. An earlier start belongs to the line up to its last step that no
-        later start has repeated.
+        The newest start becomes the newest epoch. Each earlier start belongs to the line up to the last of its steps
+        that no later start has repeated.
         """
         named = [checkpoint for checkpoint in checkpoints if checkpoint.run]
         newest = max(named, key=lambda checkpoint: (checkpoint.start, checkpoint.step), default=None)
@@ -108,14 +110,14 @@ class History:
         return self.line[0]
 
     def holds(self, checkpoint: CheckpointId) -> bool:
-        """Whether a checkpoint is on the line, so that it may be resumed and is not abandoned."""
+        """Whether a checkpoint is on the line, so that the run may resume from it."""
         return any(epoch.holds(checkpoint) for epoch in self.line)
 
     def superseded(self, checkpoint: CheckpointId, step: int) -> bool:
-        """Whether a checkpoint lies on an abandoned branch, and the run has trained its step again since.
+        """Whether a checkpoint lies on an abandoned branch, and the run has since trained the checkpoint's step again.
 
         Args:
-            step: the step that the run has reached by now.
+            step: the newest step of the run.
         """
         before = checkpoint.run == self.run and checkpoint.start < self.epoch.start
         return before and checkpoint.step <= step and not self.holds(checkpoint)
@@ -126,7 +128,7 @@ class History:
 
     @classmethod
     def loads(cls, data: bytes, source: str) -> History:
-        """The inverse of `dumps`.
+        """Parse a history that `dumps` has encoded.
 
         Raises:
             CheckpointError: the data is damaged, or has another format.
@@ -140,14 +142,14 @@ class History:
                 raise CheckpointError(f"`{source}` has format {body['format']!r}, this version reads {FORMAT}")
             line = tuple(_epoch(**fields) for fields in body["line"])
             if not line or not (isinstance(body["run"], str) and body["run"].isalnum()):
-                raise ValueError("it names no run")
+                raise ValueError("it does not name a run")
             return cls(body["run"], line)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"`{source}` is not the history of a run, or damaged: {error}") from error
 
     @classmethod
     def read(cls, folder: Path) -> History | None:
-        """The history in a folder of checkpoints; None if the folder has none.
+        """Read the history in a folder of checkpoints; returns None if the folder has no history.
 
         Raises:
             CheckpointError: the history is damaged, or cannot be read.

@@ -1,9 +1,9 @@
-"""Which rank holds which shard of a tensor, and which rank saves it to which place.
+"""Determines which rank holds which shard of a tensor, and which rank saves the shard to which place.
 
-A *box* is a rectangular region of a tensor, such as a shard. A *leaf* is a box of one tensor of the saved state that
-this rank holds: its data, and the ranks that hold the same box. A shard of a fused weight, such as a third of the
-queries, keys and values each, is several boxes. A box that several ranks hold is saved once: each of these ranks saves
-an equal share of its rows.
+A *box* is a rectangular region of a tensor, such as a shard. A *leaf* describes a box of one tensor of the saved state
+that this rank holds: the box's data, and the ranks that hold the same box. A shard of a fused weight may consist of
+several boxes, such as a third each of the queries, keys and values. A box that several ranks hold is saved once: each
+of these ranks saves an equal share of its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoestring.core.shard_order import Orders, ShardOrder
 
 Offer = TypeVar("Offer")
 
-# Kinds of parts, by which hosts hold their data. Parts of all kinds are saved in this host's memory.
+# Kinds of parts, which differ in the hosts that hold their data. Parts of all kinds are saved in this host's memory.
 PRIVATE = "private"  # only this host holds the data: also saved on disk, and in another host's memory
 SHARE = "share"  # several hosts hold the data, and this rank writes it to disk
 REST = "rest"  # several hosts hold the data, and another rank writes it to disk
@@ -44,7 +44,7 @@ class Box:
         return prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """The intersection of two boxes; None if it is empty."""
+        """Return the intersection of two boxes; None if the intersection is empty."""
         first = tuple(map(max, self.offset, other.offset))
         stop = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -53,7 +53,7 @@ class Box:
         return Box(first, shape) if all(extent > 0 for extent in shape) else None
 
     def without(self, other: Box) -> Iterator[Box]:
-        """Disjoint boxes that cover this box except for the box `other`, which lies inside this one."""
+        """Yield disjoint boxes that cover this box except for the box `other`, which must lie inside this box."""
         offset, shape = list(self.offset), list(self.shape)
         for dim, (begin, extent) in enumerate(zip(other.offset, other.shape, strict=True)):
             for first, stop in ((offset[dim], begin), (begin + extent, offset[dim] + shape[dim])):
@@ -64,12 +64,13 @@ class Box:
             offset[dim], shape[dim] = begin, extent
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that select this box from a tensor whose data is the box `outer`."""
+        """Return the slices that select this box from a tensor that holds the data of the box `outer`."""
         starts = (inner - outside for inner, outside in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
 
     def rows(self, first: int, stop: int) -> Box:
-        """The rows [first, stop) of this box, along the first dimension; a scalar's box is returned as it is."""
+        """Return the rows [first, stop) of this box, along the first dimension; the box of a scalar is returned
+        unchanged."""
         if not self.shape:
             return self
         return Box((self.offset[0] + first, *self.offset[1:]), (stop - first, *self.shape[1:]))
@@ -86,7 +87,7 @@ class Leaf:
     """The ranks that hold this box, in ascending order."""
     data: Tensor
     place: Box | None = None
-    """Where the data lie in the part of the tensor that this rank holds; None if they are all of it."""
+    """Place of the data in this rank's local tensor; None if the data is the whole local tensor."""
 
     @property
     def row_count(self) -> int:
@@ -97,7 +98,7 @@ class Leaf:
         return self.data.numel() * self.data.element_size()
 
     def rows(self, first: int, stop: int) -> Leaf:
-        """The leaf with only the rows [first, stop) of this one."""
+        """Return a leaf that has only the rows [first, stop) of this leaf."""
         if (first, stop) == (0, self.row_count):
             return self
         place = (self.place or whole(self.box.shape)).rows(first, stop)
@@ -105,10 +106,10 @@ class Leaf:
 
 
 def leaves_of(name: str, tensor: Tensor, holders: Sequence[int], order: ShardOrder | None = None) -> list[Leaf]:
-    """The leaves of a tensor: one, unless its placement gives this rank several regions of it.
+    """Return the leaves of a tensor: one leaf, unless this rank's shard consists of several regions.
 
     Args:
-        holders: ranks that hold a copy of the tensor; ignored for a DTensor, which knows its ranks.
+        holders: ranks that hold a copy of the tensor; ignored for a DTensor, whose mesh lists the ranks.
         order: see `boxes_of`.
 
     Raises:
@@ -125,12 +126,13 @@ def leaves_of(name: str, tensor: Tensor, holders: Sequence[int], order: ShardOrd
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """Return the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def order_at(path: str, tensor: Tensor, orders: Orders) -> ShardOrder | None:
-    """The order of a tensor that a state holds under the name of a parameter, by its path."""
+    """Look up the shard order of a tensor by its path, which contains the name of a parameter; None if the tensor has
+    the usual order."""
     if not orders or not isinstance(tensor, DTensor):
         return None
     order = next((orders[part] for part in path.split("/") if part in orders), None)
@@ -138,10 +140,11 @@ def order_at(path: str, tensor: Tensor, orders: Orders) -> ShardOrder | None:
 
 
 def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> list[tuple[Box, Box]]:
-    """The regions of a DTensor that this rank holds: each as a box of the whole tensor and of the local part.
+    """Return the regions of a DTensor that this rank holds, each as a box of the whole tensor and a box of the local
+    tensor.
 
     Args:
-        order: the order of the DTensor, if it is in another one than the whole tensor that is saved.
+        order: the order of the DTensor's rows or columns, if it differs from the order in the saved tensor.
     """
     runs = [[(0, size)] for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -164,7 +167,8 @@ def boxes_of(name: str, tensor: DTensor, order: ShardOrder | None = None) -> lis
 
 
 def _reordered(box: Box, place: Box, order: ShardOrder) -> Iterator[tuple[Box, Box]]:
-    """The boxes of the whole tensor that a box of a DTensor in another order is, each with its place."""
+    """Split a box of a DTensor with another order into boxes of the saved tensor, each with its place in the local
+    tensor."""
     dim = order.dim
 
     def at(box: Box, start: int, size: int) -> Box:
@@ -177,19 +181,20 @@ def _reordered(box: Box, place: Box, order: ShardOrder) -> Iterator[tuple[Box, B
 
 
 Run = tuple[int, int]
-"""First index and size of a stretch of a dimension."""
+"""First index and size of a contiguous range of a dimension."""
 
 
 def shard_runs(runs: Sequence[Run], parts: int, index: int, strides: int = 1) -> list[Run]:
-    """The shard `index` of `parts` of a dimension, of which shards over other mesh axes have left some runs.
+    """Shard a dimension further: return the shard `index` of `parts` of the ranges `runs`, which sharding over other
+    mesh axes has left.
 
     Args:
-        runs: stretches of the dimension, which count as if they lay one behind the other.
-        strides: into how many chunks the runs are divided first, each of which is then divided into parts
+        runs: ranges of the dimension, which are treated as if they were concatenated.
+        strides: number of chunks into which the ranges are divided first; each chunk is then divided into parts
             (torch's `_StridedShard`).
 
     Returns:
-        Its stretches, in the order in which they lie in the shard; one without indices if there are none.
+        The ranges of the shard, in their order in the shard; a single empty range if the shard is empty.
     """
     shares = list[Run]()
     for number in range(strides):
@@ -202,7 +207,7 @@ def shard_runs(runs: Sequence[Run], parts: int, index: int, strides: int = 1) ->
 
 
 def _chunk(runs: Sequence[Run], count: int, number: int) -> list[Run]:
-    """The chunk `number` of `count`, as torch.chunk makes them: the last ones may be smaller, or empty."""
+    """Return the chunk `number` of `count`, divided as by torch.chunk: the last chunks may be smaller or empty."""
     total, at, stretches = sum(size for _, size in runs), 0, list[Run]()
     low, high = (min(edge * -(-total // count), total) for edge in (number, number + 1))
     for start, size in runs:
@@ -214,7 +219,7 @@ def _chunk(runs: Sequence[Run], count: int, number: int) -> list[Run]:
 
 
 def _same_box(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same box of a DTensor as this rank.
+    """Return the ranks that hold the same box of a DTensor as this rank.
 
     These ranks have the same coordinate as this rank on every mesh axis that shards the tensor.
     """
@@ -233,9 +238,9 @@ def _same_box(tensor: DTensor) -> tuple[int, ...]:
 def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, list[Leaf]]:
     """Map each kind to the pieces of `leaves` that this rank saves.
 
-    The ranks of one host that hold a box divide it into equal shares of rows, and each saves one share in the host's
-    memory. If several hosts hold the box, each share is divided once more into as many equal pieces as there are hosts,
-    and a rank writes the piece with its host's index to disk.
+    The ranks of one host that hold a box divide the box into equal shares of rows, and each rank saves one share in the
+    host's memory. If several hosts hold the box, each share is divided again into equal pieces, one per host, and a
+    rank writes only the piece with its host's index to disk.
     """
     pieces: dict[str, list[Leaf]] = {kind: [] for kind in KINDS}
     for holders, group in itertools.groupby(sorted(leaves, key=lambda leaf: leaf.holders), lambda leaf: leaf.holders):
@@ -246,8 +251,8 @@ def divided(leaves: Iterable[Leaf], rank: int, local_size: int) -> dict[str, lis
         if len(hosts) == 1:
             pieces[PRIVATE] += stretch(same, place, place + 1, ways)
             continue
-        # If hosts have unequal numbers of ranks that hold the box, the shares of the hosts differ, and the first host
-        # that holds the box writes all of it.
+        # If the numbers of ranks that hold the box differ between hosts, the hosts' shares differ too. Then the first
+        # host that holds the box writes the whole box.
         regular = len(holders) == ways * len(hosts)
         count, at = (len(hosts), hosts.index(rank // local_size)) if regular else (1, 0)
         first, stop, parts = place * count, (place + 1) * count, ways * count
@@ -264,7 +269,7 @@ def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterat
     """Divide the concatenated leaves into `parts` shares of whole rows and equal bytes; yield shares [first, stop)."""
     ends = list(itertools.accumulate(leaf.nbytes for leaf in leaves))
     if not ends or not ends[-1]:
-        if first == 0:  # tensors without elements are saved too
+        if first == 0:  # tensors without elements are also saved
             yield from leaves
         return
     begin, end = (_cut(leaves, ends, ends[-1] * part // parts, part == parts) for part in (first, stop))
@@ -276,7 +281,7 @@ def stretch(leaves: Sequence[Leaf], first: int, stop: int, parts: int) -> Iterat
 
 
 def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> tuple[int, int]:
-    """The first (leaf index, row) that begins at or after offset `byte` of the concatenated leaves."""
+    """Return the first (leaf index, row) that begins at or after byte offset `byte` in the concatenated leaves."""
     if last:
         return len(leaves), 0
     if not byte:  # leaves without elements may come first
@@ -291,7 +296,8 @@ def _cut(leaves: Sequence[Leaf], ends: Sequence[int], byte: int, last: bool) -> 
 
 
 def sources(wanted: Box, offers: Iterable[tuple[Box, Offer]]) -> list[tuple[Box, Offer]] | None:
-    """Cover the box `wanted` by disjoint boxes, each with the offer to read it from; None if it cannot be covered.
+    """Cover the box `wanted` by disjoint boxes, each with the offer from which to read it; returns None if `wanted`
+    cannot be covered.
 
     Earlier offers are preferred.
     """
@@ -317,4 +323,4 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Name of a data type in safetensors -> data type of torch."""
+"""Maps the names of data types in safetensors to torch's data types."""

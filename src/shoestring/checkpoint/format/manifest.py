@@ -14,22 +14,23 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import read_regular
 
 FORMAT = 3
-"""Number of the format that `Tiered` writes. Format 2, which does not name the run, can be read as well. Format 1 is
-the single file per checkpoint of `Plain`."""
+"""Number of the format that `Tiered` writes. Format 2, which does not name the run, can also be read. Format 1 is the
+format of `Plain`, with a single file per checkpoint."""
 READS = (2, FORMAT)
-LIMIT = 100_000_000  # maximum bytes of a record: enough for the checksums of some 30 TB
+LIMIT = 100_000_000  # maximum size of a record in bytes: enough for the checksums of about 30 TB
 _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointId:
-    """Identity of a checkpoint: its step, and the start of the run that did this step."""
+    """Identity of a checkpoint: its step, and the start of the run that trained this step."""
 
     step: int
     start: int
-    """Number of the start, from 0. If a later start repeats the step, its checkpoint is a different one."""
+    """Number of the start of the run, counted from 0. If a later start repeats the step, that checkpoint has a
+    different identity."""
     uid: str
-    """Random identity of the start, because two starts that do not know of each other may have the same number."""
+    """Random identity of the start of the run, because independent starts may have the same number."""
     ranks: int = field(compare=False)
     local: int = field(compare=False)
     """Number of ranks per host."""
@@ -43,7 +44,7 @@ class CheckpointId:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that are repeated in the header of each part of the checkpoint."""
+        """Fields that are repeated in the header of each part of the checkpoint."""
         return {"step": self.step, "start": self.start, "uid": self.uid, "run": self.run}
 
     def claims(self, part: Part) -> None:
@@ -57,7 +58,7 @@ class CheckpointId:
 
 @dataclass(frozen=True)
 class Entry:
-    """The file of a part: its name, its length in bytes, and the checksum of each chunk."""
+    """Describes the file of a part: its name, its length in bytes, and the checksum of each chunk."""
 
     file: str
     nbytes: int
@@ -66,11 +67,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """Lists the parts of a checkpoint in one place: the seal of a slot in memory, or the manifest of a disk folder."""
+    """List of a checkpoint's parts in one place. In memory, the record is the seal of a slot; on disk, the record is
+    the manifest of a folder."""
 
     checkpoint: CheckpointId
     parts: Mapping[str, Entry]
-    """Name of a part, made of its kind and rank -> its file."""
+    """Maps the name of a part, which consists of its kind and rank, to its file."""
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def dumps(self) -> bytes:
@@ -81,10 +83,10 @@ class Record:
 
     @classmethod
     def loads(cls, data: bytes, source: str) -> Record:
-        """The inverse of `dumps`.
+        """Parse a record that `dumps` has encoded.
 
         Raises:
-            CheckpointError: the data is damaged, has another format, or names files outside of its folder.
+            CheckpointError: the data is damaged, has another format, or names files outside the record's folder.
         """
         try:
             outer = json.loads(data)
@@ -106,7 +108,7 @@ class Record:
             raise CheckpointError(f"cannot read `{path}`: {error.strerror}") from error
 
     def part(self, folder: Path, name: str) -> Part:
-        """Open a part. Raises CheckpointError if its file is missing or has another length."""
+        """Open a part. Raises CheckpointError if the part's file is missing or has another length."""
         entry = self.parts[name]
         return Part.open(folder / entry.file, entry.nbytes, entry.sums)
 
@@ -125,7 +127,7 @@ def _parse_checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
 
 def _parse_entry(fields: Mapping[str, Any]) -> Entry:
     file = fields["file"]
-    # A record may come from a stranger, so it must not name files outside of its folder.
+    # A record may come from an untrusted source, so it must not name files outside its folder.
     if not isinstance(file, str) or PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
         raise ValueError(f"{file!r} is not the name of a file in its folder")
     nbytes, sums = _count(fields["nbytes"]), tuple(map(_count, _listed(fields["sums"])))
@@ -135,7 +137,7 @@ def _parse_entry(fields: Mapping[str, Any]) -> Entry:
 
 
 def _check_notes(notes: Any) -> dict[str, Any]:
-    """Check the notes on parity, which are read later: ranks, lengths and checksums. Returns all notes."""
+    """Check the notes on parity (ranks, lengths and checksums), which are used later; returns all notes."""
     if not isinstance(notes, dict):
         raise ValueError(f"its notes are {notes!r}, not a mapping")
     names = ("ranks", "lengths", "marks")

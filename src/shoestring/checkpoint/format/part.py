@@ -1,7 +1,7 @@
-"""The part: a safetensors file with pieces of tensors, in the same format at every level, checksummed in chunks.
+"""The format of a part: a safetensors file with pieces of tensors and checksums of chunks, the same at every level.
 
-The metadata in the header has two JSON entries. `about` holds the checkpoint, the rank, and the trees of the states to
-which the tensors belong. `boxes` holds the tensor and the box of each piece.
+The metadata in the file's header has two entries in JSON. `about` holds the checkpoint, the rank, and the trees of the
+states to which the tensors belong. `boxes` holds the tensor and the box of each piece.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shoestring.checkpoint.format.layout import DTYPES, Box, Leaf
 from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular
 
-HEADER_LIMIT = 100_000_000  # maximum bytes of a header, as in safetensors
-ROOM = 1 << 10  # headers are padded to a multiple of this, so that a longer number in them does not move the pieces
+HEADER_LIMIT = 100_000_000  # maximum size of a header in bytes, as in safetensors
+ROOM = 1 << 10  # headers are padded to multiples of this, so that longer numbers in them do not move the pieces
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -34,19 +34,20 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Layout of the pieces in a part, and their header entries; reused as long as names, types and shapes stay."""
+    """Layout of the pieces in a part, and their header entries; reused as long as names, data types and shapes do not
+    change."""
 
     entries: str
-    """safetensors' header entry of each piece, as JSON without the outer braces."""
+    """Header entries of all pieces in safetensors' format, as JSON without the outer braces."""
     boxes: str
-    """The tensor and the box of each piece, as JSON inside a JSON string."""
+    """Tensor and box of each piece, as JSON inside a JSON string."""
     places: tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]
-    """(start, stop, type, shape) of each piece; start and stop are byte offsets from the end of the header."""
+    """(start, stop, data type, shape) of each piece; start and stop are byte offsets from the end of the header."""
     nbytes: int
 
     @classmethod
     def of(cls, leaves: Iterable[Leaf]) -> Form:
-        """Compute the layout of pieces in this order; see `aligned`."""
+        """Compute the layout of pieces in the given order; see `aligned`."""
         entries, boxes, places, end = {}, {}, [], 0
         for leaf in leaves:
             name, kind = _entry_name(leaf, entries), _NAMES.get(leaf.data.dtype)
@@ -59,20 +60,20 @@ class Form:
         return cls(json.dumps(entries)[1:-1], json.dumps(json.dumps(boxes)), tuple(places), end)
 
     def header(self, about: Mapping[str, Any], least: int = 0) -> bytes:
-        """The header, preceded by its length, and padded to a multiple of `ROOM` and at least `least` bytes."""
+        """Return the header, preceded by its length and padded to a multiple of `ROOM` of at least `least` bytes."""
         metadata = f'{{"about": {json.dumps(json.dumps(about))}, "boxes": {self.boxes}}}'
         text = f'{{"__metadata__": {metadata}{self.entries and ", "}{self.entries}}}'.encode()
         text = text.ljust(max(least, -(-(8 + len(text)) // ROOM) * ROOM) - 8)
         return len(text).to_bytes(8, "little") + text
 
     def views(self, data: Tensor) -> list[Tensor]:
-        """Typed views of the pieces in the bytes that follow a part's header."""
+        """Return views of the pieces, with their data types, in the bytes that follow a part's header."""
         return [data[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in self.places]
 
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A part that is to be written: its layout, its header, and the tensors to copy into it."""
+    """A part to be written: its layout, its header, and the tensors to copy into the part."""
 
     form: Form
     header: bytes
@@ -85,7 +86,7 @@ class Draft:
 
     @classmethod
     def of(cls, leaves: Iterable[Leaf], about: Mapping[str, Any]) -> Draft:
-        """Prepare to write some pieces.
+        """Prepare a part with the given pieces.
 
         Args:
             about: metadata of the part; see the top of this file.
@@ -98,7 +99,7 @@ class Draft:
         return cls(form, form.header(about), [leaf.data for leaf in ordered])
 
     def begin(self, room: Tensor) -> None:
-        """Write the header to the beginning of `room`, the part's memory: (nbytes,) uint8."""
+        """Write the header to the beginning of the part's memory `room`, uint8 with shape (nbytes,)."""
         room[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
 
     def fill(self, room: Tensor) -> None:
@@ -109,15 +110,15 @@ class Draft:
 
 
 def aligned(leaves: Iterable[Leaf]) -> list[Leaf]:
-    """Sort pieces by decreasing element size, so that each begins at a multiple of its element size."""
+    """Sort pieces by decreasing element size, so that each piece begins at a multiple of its element size."""
     return sorted(leaves, key=lambda leaf: -leaf.data.element_size())
 
 
 def _entry_name(leaf: Leaf, taken: Mapping[str, Any]) -> str:
-    """A name for a piece that is not yet taken by another entry of the header."""
+    """Return a name for a piece, different from the names of all other entries of the header."""
     whole = leaf.box.shape == leaf.shape
     name = leaf.name if whole else f"{leaf.name}@{','.join(map(str, leaf.box.offset))}"
-    while name in taken or name == "__metadata__":  # a tensor may be named `a@5`, like a piece of `a`
+    while name in taken or name == "__metadata__":  # a tensor may have a piece's name, such as `a@5`
         name += "#"
     return name
 
@@ -127,7 +128,7 @@ def _entry_name(leaf: Leaf, taken: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece in a part: which box of which tensor it holds, its data type, and the range of its bytes."""
+    """Describes a piece in a part: its tensor and box, its data type, and its range of bytes."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -139,12 +140,12 @@ class Piece:
 
 @dataclass(eq=False)
 class Part:
-    """The bytes of a part, and the checksums that they should have. Bytes are verified before they are read.
+    """The bytes of a part, and their expected checksums. Bytes are verified before they are read.
 
     Args:
-        name: name of the part for messages.
+        name: name of the part in messages.
         data: the bytes (uint8, 1-d), in this process's memory or memory-mapped from a file.
-        expected: the CRC-32 that each chunk should have.
+        expected: expected CRC-32 of each chunk.
     """
 
     name: str
@@ -158,8 +159,8 @@ class Part:
 
         Args:
             nbytes: length of the part.
-            slot: whether the file belongs to a slot in memory. The file of a slot must be owned by this user, and may
-                be longer than the part.
+            slot: whether the file belongs to a slot in memory. A slot's file must belong to this user, and may be
+                longer than the part.
 
         Raises:
             CheckpointError: the file is missing, or has another length.
@@ -174,7 +175,8 @@ class Part:
             raise CheckpointError(f"cannot read `{path}`: {error}") from error
 
     def verify(self, start: int = 0, stop: int | None = None) -> None:
-        """Raise CheckpointError if the checksum of a chunk in a range of bytes is wrong; each chunk is checked once."""
+        """Raise CheckpointError if a chunk in a range of bytes has a wrong checksum; each chunk is checked only
+        once."""
         view = self.data.numpy().data
         for index in range(start // CHUNK, -(-(len(view) if stop is None else stop) // CHUNK)):
             if index not in self._good:
@@ -212,7 +214,7 @@ class Part:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of the part, in the order of their bytes.
+        """The pieces of the part, in the order of their byte ranges.
 
         Raises:
             CheckpointError: pieces overlap, leave gaps, or contradict the header.
@@ -231,10 +233,10 @@ class Part:
         return tuple(pieces)
 
     def read(self, piece: Piece, box: Box | None = None) -> Tensor:
-        """Verify a piece, and return a box of it, or all of it, as a view of the part's bytes."""
+        """Verify a piece, and return the whole piece or one box of it, as a view of the part's bytes."""
         self.verify(piece.start, piece.stop)
         whole = self.data[piece.start : piece.stop]
-        if whole.data_ptr() % piece.dtype.itemsize:  # another program wrote the file; torch needs aligned views
+        if whole.data_ptr() % piece.dtype.itemsize:  # in a file by another program; torch needs aligned views
             whole = whole.clone()
         whole = whole.view(piece.dtype).view(piece.box.shape)
         return whole if box is None else whole[box.inside(piece.box)]
@@ -247,29 +249,30 @@ def _parse_piece(entry: Mapping[str, Any], place: Sequence[Any], start: int) -> 
         if type(number) is not int or not 0 <= number < 1 << 60:
             raise ValueError(f"{number!r} is not a valid size")
     if not isinstance(tensor, str) or not len(shape) == len(offset) == len(extent):
-        raise ValueError(f"a piece of {tensor!r} has other dimensions than the tensor")
+        raise ValueError(f"a piece of {tensor!r} has a different number of dimensions than the tensor")
     if any(at + size > whole for at, size, whole in zip(offset, extent, shape, strict=True)):
-        raise ValueError(f"a piece of `{tensor}` lies outside of the tensor")
+        raise ValueError(f"a piece of `{tensor}` lies outside the tensor")
     if (
         prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63
     ):  # torch refuses such a shape, even without elements
         raise ValueError(f"the shape {shape} of `{tensor}` is too large")
     if stop - first != prod(extent) * dtype.itemsize:
-        raise ValueError(f"a piece of `{tensor}` has {stop - first} bytes, which is not what its shape needs")
+        raise ValueError(f"a piece of `{tensor}` has {stop - first} bytes, which does not match its shape")
     return Piece(tensor, tuple(shape), Box(tuple(offset), tuple(extent)), dtype, start + first, start + stop)
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        raise ValueError("its header has a name twice")
+        raise ValueError("its header contains the same name twice")
     return mapping
 
 
 def mapped(file: BinaryIO, nbytes: int, *, writable: bool = False) -> Tensor:
-    """Memory-map the first bytes of a file as uint8, 1-d. If `writable`, writes to the tensor change the file."""
+    """Memory-map the first `nbytes` bytes of a file as a 1-d uint8 tensor. If `writable`, writes to the tensor change
+    the file."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    # If not writable, the mapping is copy-on-write, because torch has no read-only tensors. No page is copied as long
-    # as nobody writes to the tensor.
+    # If not `writable`, the mapping is copy-on-write, because torch has no read-only tensors. No page is copied unless
+    # the tensor is written to.
     return torch.from_numpy(np.memmap(file, np.uint8, mode="r+" if writable else "c", shape=(nbytes,)))

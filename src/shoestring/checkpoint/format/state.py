@@ -1,4 +1,5 @@
-"""Serialise state without pickle: tensors in safetensors' format, everything else as JSON in its metadata."""
+"""Serialises state without pickle: tensors in safetensors' format, all other values as JSON in the safetensors
+metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from shoestring.core.errors import CheckpointError
 log = logging.getLogger("shoestring")
 
 BESIDES = frozenset({"best", "checkpoint", "clock", "progress", "random", "scaler"})
-"""Names of states that every run adds to its checkpoints by itself, in addition to model and optimizer."""
+"""Names of states that every run automatically adds to its checkpoints, beside model and optimizer."""
 
 _HINTS = {
     "model": "this run's model differs from the checkpoint's: build it as before (by `model` and [model] in a run "
@@ -41,7 +42,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
     tree = json.dumps(encode(state, "", tensors))
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # A clone, because safetensors refuses tensors that share memory (tied weights).
+        # Clone the tensor, because safetensors refuses tensors that share memory (tied weights).
         tensors[name] = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
     try:
         return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
@@ -51,7 +52,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """The inverse of `pack`.
+    """Deserialise state that `pack` has serialised.
 
     Raises:
         CheckpointError: the bytes are damaged or were not written by `pack`.
@@ -71,24 +72,23 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason in an error of `load_state_dict`, on one line: the last line of its message, or its class."""
+    """Return the reason of an error in `load_state_dict` as one line: the last line of its message, or its class."""
     return (str(error).splitlines() or [""])[-1].strip() or type(error).__name__
 
 
 def misfit(source: str, name: str, reason: str) -> CheckpointError:
-    """Build the error for a state that the run cannot load; the hint says what to do, if that is known.
+    """Build the error for a state that the run cannot load; has a hint for states with a known remedy.
 
     Args:
-        source: the checkpoint, for the message.
+        source: name of the checkpoint in the message.
         name: name of the state.
     """
     return CheckpointError(f"{source} does not fit this run's {name}: {reason}", hint=_HINTS.get(name, ""))
 
 
 def tell_missing(source: str, wanted: Iterable[str], saved: Iterable[str]) -> None:
-    """Warn of states that a checkpoint lacks, and of saved states that the run does not load.
-
-    A state may have been renamed. There is no warning for states that every run adds by itself (`BESIDES`).
+    """Warn of states that a checkpoint lacks, and of saved states that the run does not load, because a state may have
+    been renamed. There is no warning for states that every run adds automatically (`BESIDES`).
     """
     lacking, unused = sorted({*wanted} - {*saved} - BESIDES), sorted({*saved} - {*wanted} - BESIDES)
     if lacking:
@@ -99,13 +99,15 @@ def tell_missing(source: str, wanted: Iterable[str], saved: Iterable[str]) -> No
 
 
 def unreadable(folder: Path | str, reason: str) -> CheckpointError:
-    """Build the error for a folder in which no checkpoint can be read; the hint names the command to examine it."""
+    """Build the error for a folder in which no checkpoint can be read; the hint names the command that examines the
+    folder."""
     hint = f"`shoestring checkpoint verify {folder}` says what is damaged; restore a copy, or start in another folder"
     return CheckpointError(f"no checkpoint in `{folder}` can be read: {reason}", hint=hint)
 
 
 def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """CRC-32 of a tree and its tensors, because safetensors itself does not notice a flipped bit in a tensor."""
+    """Compute the CRC-32 of a tree and its tensors, because safetensors itself does not detect a flipped bit in a
+    tensor."""
     total = crc32(tree.encode())
     for name, tensor in sorted(tensors.items()):
         total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)

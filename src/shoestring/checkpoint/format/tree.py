@@ -2,9 +2,9 @@
 
 A tensor's name is its path: the keys from the outermost to the innermost, joined by slashes. Names are unique: in a
 text key, `~` is written as `~0` and `/` as `~1` (as in JSON Pointer, RFC 6901). Any other key is written as JSON,
-preceded by `~=` if the mapping has text keys too. Version 0.1 formed names differently if keys hold these characters,
-or are both text and numbers. Checkpoints of version 0.1 can still be read, because a tree holds the names of all its
-tensors.
+preceded by `~=` if the mapping has text keys too. Version 0.1 of shoestring formed names differently if keys contained
+these characters, or if a mapping had both text and number keys. Checkpoints of version 0.1 can still be read, because a
+tree contains the names of all its tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from shoestring.core.errors import CheckpointError
 
-# A value that JSON cannot express becomes an object with one of these keys. A mapping becomes a list of pairs under
-# _MAP.
+# A value that JSON cannot represent becomes an object with one of these keys. A mapping becomes a list of pairs with
+# the key _MAP.
 _TENSOR, _ARRAY, _TUPLE, _MAP = "tensor", "array", "tuple", "map"
 _SCALARS = {str, int, float, bool, type(None)}
 
 
 def root(name: str) -> str:
-    """The path of a whole state, from its name. Colons are escaped, because a colon separates rank and path in the
-    names of tensors that a rank has of its own."""
+    """Return the path of a whole state, given its name. Colons are escaped, because a colon separates rank and path in
+    the names of tensors that belong to one rank."""
     return step(name).replace(":", "~2")
 
 
@@ -35,9 +35,8 @@ def encode(value: Any, path: str, leaves: dict[str, Tensor]) -> Any:
     """Convert nested mappings, lists, tuples, tensors, arrays and JSON scalars to a JSON tree.
 
     Args:
-        path: path of the value, which the paths in it begin with; see `root`.
-        leaves: mapping to which tensors and arrays are added by their paths, without copying them. DTensors stay
-            DTensors.
+        path: path of the value; a prefix of the paths of nested values; see `root`.
+        leaves: mapping to which tensors and arrays are added by their paths, without copies. DTensors stay DTensors.
 
     Raises:
         CheckpointError: a value cannot be saved; the error names its path.
@@ -84,7 +83,7 @@ def _check_dense(tensor: Tensor, path: str) -> None:
 
 
 def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
-    """The function that converts the keys of a mapping to steps of a path; for mappings with other keys than text."""
+    """Return the function that converts keys to steps of a path, for a mapping in which not all keys are strings."""
     for key in value:
         if not isinstance(key, str | int | float | None):
             raise CheckpointError(f"cannot save `{path.lstrip('/')}`: its key {key!r} is neither a string nor a number")
@@ -93,9 +92,9 @@ def _steps(value: Mapping[Any, Any], path: str) -> Callable[[Any], str]:
 
 
 def merged(trees: Iterable[Any]) -> Any:
-    """One tree of the trees that ranks have written of a state: with the keys of all, where each has some of them.
-
-    Of a list of names that differs it has all names, as of the parameters of a group; of other values, the first.
+    """Merge the trees that the ranks have written for one state. Mappings are merged to have the keys of all ranks.
+    Lists of names, such as the parameters of a group, are merged to have all names. For other values that differ, the
+    first rank's value is used.
     """
     first, *others = trees
     for other in others:
@@ -105,7 +104,7 @@ def merged(trees: Iterable[Any]) -> Any:
 
 
 def merged_states(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The trees of all states by name, from those that each rank has written."""
+    """Merge the trees that the ranks have written, for all states, by name."""
     names = dict.fromkeys(name for states in of_ranks for name in states)
     return {name: merged([states[name] for states in of_ranks if name in states]) for name in names}
 
@@ -126,10 +125,10 @@ def _merged(one: Any, other: Any) -> Any:
 
 
 def decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`.
+    """Convert a JSON tree from `encode` back to nested state.
 
     Args:
-        leaf: function that returns the tensor of a path, or an object to put in its place.
+        leaf: function that returns the tensor at a path, or an object that takes the tensor's place.
 
     Raises:
         CheckpointError: the tree is damaged.
@@ -158,12 +157,12 @@ def _decode(tree: Any, leaf: Callable[[str], Any]) -> Any:
 
 
 def step(key: str) -> str:
-    """A text key, escaped for use in a path."""
+    """Escape a text key for use in a path."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def _put(tensor: Tensor, path: str, leaves: dict[str, Tensor]) -> str:
-    if path in leaves:  # a mapping may have several NaN keys, which all give the same path
+    if path in leaves:  # a mapping may have several NaN keys, whose paths are equal
         raise CheckpointError(f"cannot save `{path.lstrip('/')}`: two values have this name", hint="rename a key")
     leaves[path] = tensor
     return path

@@ -1,8 +1,9 @@
 """Export and import checkpoints in the format of torch.distributed.checkpoint (DCP).
 
-The export uses torch's own writer, and gives it one chunk for each piece of a tensor in our files. The format consists
-of pickles: `.metadata`, and each tensor as torch.save writes it. The import unpickles nothing, because unpickling can
-run code. Instead `pickles.inert` parses the pickles, and only tensors and plain data are accepted.
+The export uses torch's own writer, with one chunk for each piece of a tensor in shoestring's files. The format consists
+of pickles: the file `.metadata`, and one archive of torch.save for each tensor. The import does not unpickle, because
+unpickling can run code. Instead, `pickles.inert` parses the pickles, and the import accepts only tensors and plain
+data.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from shoestring.core.errors import CheckpointError
 from shoestring.storage.guarded import open_regular, read_regular
 
 METADATA: Final = ".metadata"
-LIMIT: Final = 1 << 28  # maximum bytes of a .metadata file
-_SHORT: Final = 1 << 26  # maximum bytes of a pickle other than .metadata
-_CONTENTS: Final = 1 << 20  # maximum bytes of an archive's table of contents; torch writes some hundred bytes
+LIMIT: Final = 1 << 28  # maximum size of a .metadata file in bytes
+_SHORT: Final = 1 << 26  # maximum size of any other pickle in bytes
+_CONTENTS: Final = 1 << 20  # maximum size of an archive's table of contents in bytes; torch writes a few hundred bytes
 _CHUNKS: Final = 1 << 14  # maximum number of chunks of a tensor
 _OF_ZIP: Final = (zipfile.BadZipFile, struct.error)
 _OF_DCP: Final = "torch.distributed.checkpoint.metadata."
@@ -54,25 +55,26 @@ def write(saved: Saved, names: Sequence[str], folder: Path) -> None:
     """Write some states of a checkpoint to a folder that `torch.distributed.checkpoint.load` reads.
 
     Raises:
-        CheckpointError: a tensor is damaged or incomplete; the folder then has no .metadata.
+        CheckpointError: a tensor is damaged or incomplete; then the folder has no .metadata file.
         OSError: the folder cannot be written.
     """
     planner = _Pieces()
     states = {name: _replaced(saved.state(name), planner.stored) for name in names}
     writer = FileSystemWriter(folder, overwrite=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process is alone on purpose
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no process group on purpose
         try:
             save(states, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # it wraps the errors of all ranks, here only one
+        except CheckpointException as error:  # wraps the errors of all ranks, here of one rank
             raise error.failures[0][0] from None
 
 
 def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
-    """Replace each `Stored` in a state by an empty tensor, so that torch flattens the state like any other.
+    """Replace each `Stored` in a state by an empty tensor, so that torch flattens the state like any other state.
 
     Args:
-        stored: mapping to which each empty tensor is added by its id, with the `Stored` that it replaces.
+        stored: mapping to which each empty tensor is added, by the tensor's id, together with the `Stored` that it
+            replaces.
     """
     if isinstance(value, Stored):
         empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -86,12 +88,14 @@ def _replaced(value: Any, stored: dict[int, tuple[Tensor, Stored]]) -> Any:
 
 
 class _Pieces(DefaultSavePlanner):
-    """A planner for torch's writer: plans one chunk for each piece, and reads a piece only when it is written."""
+    """A planner for torch's writer, which plans one chunk for each piece, and reads each piece only when torch writes
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: dict[int, tuple[Tensor, Stored]] = {}
-        """Id of an empty tensor -> the tensor, to keep it alive, and the `Stored` that it replaces."""
+        """Maps the id of an empty tensor to the tensor itself, which must stay alive, and to the `Stored` that it
+        replaces."""
         self._reads: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -116,8 +120,8 @@ class _Pieces(DefaultSavePlanner):
             return super().resolve_data(write_item)
         assert write_item.index.offset is not None
         tensor = self._reads[write_item.index.fqn, tuple(write_item.index.offset)]().contiguous()
-        # If a tensor is a view of a larger storage, torch copies it, and keeps all copies in memory. Return a tensor
-        # whose storage has exactly its size instead.
+        # If a tensor is a view of a larger storage, torch copies the tensor and keeps all copies in memory. Avoid this
+        # by returning a tensor whose storage has exactly the tensor's size.
         alone = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor
         return alone.view(tensor.dtype).view(tensor.shape)
 
@@ -126,22 +130,21 @@ class _Pieces(DefaultSavePlanner):
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the nested states in a folder that torch.distributed.checkpoint wrote.
-
-    A tensor of one chunk is memory-mapped; other tensors are copied.
+    """Read the nested states in a folder that torch.distributed.checkpoint wrote. Tensors with a single chunk are
+    memory-mapped; other tensors are copied.
 
     Raises:
-        CheckpointError: the folder is damaged, or holds something that is neither a tensor nor plain data.
+        CheckpointError: the folder is damaged, or contains an object that is neither a tensor nor plain data.
     """
     path = folder / METADATA
     try:
         metadata = _state(inert(read_regular(path, LIMIT), str(path)), f"{_OF_DCP}Metadata")
         entries: Mapping[str, Any] = metadata["state_dict_metadata"]
         places = {_key(index): _place(info) for index, info in metadata["storage_data"].items()}
-        # Tensors must not share bytes, because together they could then be many times as large as the files.
+        # Tensors must not share bytes, because tensors that share bytes could be many times as large as the files.
         for (file, start, length), (next_file, following, _) in itertools.pairwise(sorted(set(places.values()))):
             if file == next_file and start + length > following:
-                raise ValueError(f"two tensors in the same bytes of `{file}`")
+                raise ValueError(f"two tensors share bytes of `{file}`")
         budget = iter(range(NODES))
         paths = plain(metadata["planner_data"], str(path), budget) or {}
         states: dict[str, Any] = {}
@@ -156,7 +159,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _state(value: Any, target: str) -> Any:
-    """The state of an object in a pickle; ValueError unless the object has the type `target`."""
+    """Return the state of an object in a pickle; raises ValueError unless the object has the type `target`."""
     if not isinstance(value, Call) or value.target != target:
         raise ValueError(f"{repr(value.target if isinstance(value, Call) else value)} instead of a {target}")
     return value.state
@@ -182,7 +185,7 @@ Place = tuple[str, int, int]  # (name of a file, offset, length in bytes)
 
 def _key(index: Any) -> Key:
     fields = _state(index, f"{_OF_DCP}MetadataIndex")
-    offset = fields.get("offset")  # torch omits it if it has its default, None
+    offset = fields.get("offset")  # torch omits an offset of None, the default
     return fields["fqn"], None if offset is None else _size(offset)
 
 
@@ -218,12 +221,12 @@ def _value(folder: Path, name: str, entry: Any, places: Mapping[Key, Place], bud
 
 
 def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
-    """Memory-map a tensor as torch.save wrote it."""
+    """Memory-map a tensor that torch.save wrote."""
     file, offset, length = place
     with _archive(folder / file, offset, length) as (window, archive):
         rebuilt = inert(_pickle(archive), file)
         if not isinstance(rebuilt, Call) or not rebuilt.target.startswith("torch._utils._rebuild_tensor_v"):
-            raise ValueError(f"there is another object instead of a tensor of shape {list(box.shape)}")
+            raise ValueError(f"there is no tensor of shape {list(box.shape)}, but another object")
         storage, first, shape, strides = rebuilt.arguments[:4]
         if _numbers(shape) != box.shape or not isinstance(storage, Outside) or not storage.key[2].isdecimal():
             raise ValueError(f"a tensor has shape {shape} instead of {list(box.shape)}")
@@ -235,7 +238,7 @@ def _chunk(folder: Path, place: Place, box: Box, dtype: torch.dtype) -> Tensor:
     last = first + sum((extent - 1) * stride for extent, stride in zip(shape, _numbers(strides), strict=True))
     if prod(shape) and not (
         last < len(numbers) and prod(shape) <= len(numbers)
-    ):  # strides of 0 would make a large tensor of few bytes
+    ):  # strides of 0 would make a large tensor from few bytes
         raise ValueError("a tensor that is larger than its bytes")
     return numbers.as_strided(shape, strides, first) if prod(shape) else torch.empty(shape, dtype=dtype)
 
@@ -261,7 +264,7 @@ def _archive(path: Path, offset: int, length: int) -> Iterator[tuple[_Window, zi
 
 
 def _pickle(archive: zipfile.ZipFile) -> bytes:
-    """The pickle in an archive of torch.save; ValueError if the archive's numbers are big-endian."""
+    """Read the pickle in an archive of torch.save; raises ValueError if the archive's numbers are big-endian."""
     members = {PurePath(info.filename).name: info for info in archive.infolist()}
     if "byteorder" in members and _stored(archive, members["byteorder"]) != b"little":
         raise ValueError("its numbers are big-endian")
@@ -271,7 +274,7 @@ def _pickle(archive: zipfile.ZipFile) -> bytes:
 def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     """Read a short, uncompressed file in an archive.
 
-    Compressed files are refused: torch writes none, and their real size is only known after they are read.
+    Compressed files are refused, because torch writes none, and their real size is only known after decompression.
     """
     if info.compress_type != zipfile.ZIP_STORED or max(info.file_size, info.compress_size) > _SHORT:
         raise ValueError(f"`{info.filename[:80]}` is compressed, or longer than {figures.size(_SHORT)}")
@@ -279,11 +282,11 @@ def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file's bytes, opened as if it were a whole file."""
+    """A range of a file's bytes that can be read like a whole file."""
 
     def __init__(self, path: Path, offset: int, length: int, most: int) -> None:
         self.most = most
-        """Maximum bytes of one read; a longer read raises ValueError."""
+        """Maximum number of bytes of one read; a longer read raises ValueError."""
         self._file, self._offset, self._length, self._at = open_regular(path), offset, length, 0
 
     def readable(self) -> bool:
@@ -310,7 +313,8 @@ class _Window(io.RawIOBase):
         return data
 
     def content(self, info: zipfile.ZipInfo) -> int:
-        """The offset in the window at which the content of an archived file begins, after the file's header."""
+        """Return the offset in the window at which the content of an archived file begins, directly after the file's
+        header."""
         self.seek(info.header_offset + 26)
         lengths = self.read(4) or b""
         return info.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
@@ -321,7 +325,7 @@ class _Window(io.RawIOBase):
 
 
 def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterator[int]) -> None:
-    """Put a value at its path in the nested states, as before they were flattened.
+    """Put a value at its path in the nested states, which undoes flattening.
 
     Args:
         path: keys of mappings, and integers for indices of lists.
@@ -346,11 +350,11 @@ def _put(states: dict[str, Any], path: Sequence[Any], value: Any, budget: Iterat
 
 
 def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, Any]:
-    """Rename another program's states to the names that a job uses.
+    """Rename the states of another program to the names that a job uses.
 
     Args:
-        model: name of the model in `states`; empty if `states` is itself the state dict of the model.
-        optimizer: name of the optimizer in `states`; there may be none.
+        model: name of the model in `states`; empty if `states` itself is the model's state dict.
+        optimizer: name of the optimizer in `states`; `states` may lack an optimizer.
 
     Raises:
         CheckpointError: `states` has no such model.
@@ -369,7 +373,8 @@ def renamed(states: Mapping[str, Any], model: str, optimizer: str) -> dict[str, 
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the keys of an optimizer's state back to parameter numbers, which flattening has turned into strings."""
+    """Convert the keys of an optimizer's state from strings, which flattening has produced, back to parameter
+    numbers."""
     groups = state.get("param_groups")
     listed = (
         [group.get("params", ()) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
@@ -380,9 +385,9 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_step(states: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int]:
-    """Add the state `progress`; returns all states, and the number of steps done.
+    """Add the state `progress`; returns all states, and the number of completed steps.
 
-    The number of steps is `step` if given, else the number in the states' own progress, else 0.
+    The number of steps is `step` if it is not None, else the number in the imported progress, else 0.
     """
     saved = states.get("progress", {})
     known = saved.get("step") if isinstance(saved, dict) else None

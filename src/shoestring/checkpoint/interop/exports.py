@@ -1,4 +1,4 @@
-"""Read whole tensors of a checkpoint in one process, to export them, and write checkpoints of imported tensors."""
+"""Reads whole tensors of a checkpoint in one process for export, and writes checkpoints of imported tensors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a checkpoint, whose pieces on this host are read only when needed."""
+    """A tensor of a checkpoint; its pieces on this host are read only when needed."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[tuple[Box, Callable[[Box], Tensor]], ...]
-    """Boxes of the tensor, each with a function that verifies and reads a smaller box inside it."""
+    """Boxes of the tensor, each with a function that verifies and reads a smaller box inside this box."""
 
     @property
     def nbytes(self) -> int:
@@ -56,23 +56,26 @@ class Stored:
         return sources(self.whole, self.pieces) is not None
 
     def numpy(self) -> Stored:
-        """Return the tensor itself, because arrays are exported as tensors; `decode` calls this for an array."""
+        """Return this object; `decode` calls the method for arrays, which are exported as tensors."""
         return self
 
     def cover(self) -> list[tuple[Box, Callable[[], Tensor]]]:
-        """Disjoint boxes that make up the whole tensor, each with the function that reads it.
+        """Return disjoint boxes that make up the whole tensor, each with the function that reads the box.
 
         Raises:
             CheckpointError: pieces are missing on this host.
         """
         covering = sources(self.whole, self.pieces)
         if covering is None:
-            raise CheckpointError(f"`{self.name}` is incomplete", hint="the rest is on the disks of other hosts")
+            raise CheckpointError(
+                f"`{self.name}` is incomplete", hint="the missing pieces are on the disks of other hosts"
+            )
         empty = partial(torch.empty, self.shape, dtype=self.dtype)
         return [(box, partial(read, box)) for box, read in covering] or [(self.whole, empty)]
 
     def read(self) -> Tensor:
-        """The whole tensor: a view of the checkpoint's file if it is stored as one piece, otherwise a copy.
+        """Return the whole tensor: a view of the checkpoint's file if the tensor is stored as one piece, otherwise a
+        copy.
 
         Raises:
             CheckpointError: the tensor is damaged or incomplete.
@@ -94,18 +97,18 @@ class Saved:
     source: str
     """Name of the checkpoint in messages."""
     shared: Mapping[str, Any]
-    """Name of a state that all ranks share -> its tree."""
+    """Maps the name of a state that all ranks share to the state's tree."""
     own: Mapping[int, Mapping[str, Any]]
-    """Rank -> name of a state that differs from rank to rank -> its tree."""
+    """Maps a rank, then the name of a state that differs between ranks, to the state's tree."""
     homes: Mapping[int, Mapping[str, int]]
-    """Rank -> path of a tensor in a state of its own -> the rank that is part of the tensor's name."""
+    """Maps a rank, then the path of a tensor in one of the rank's own states, to the rank in the tensor's name."""
     tensors: Mapping[str, Stored]
 
     def state(self, name: str) -> Any:
-        """A state with `Stored` objects instead of tensors; of states that each rank has of its own, the first rank's.
+        """Return a state with `Stored` objects in place of tensors; if each rank has its own state, the first rank's.
 
         Raises:
-            CheckpointError: the checkpoint has no state of this name.
+            CheckpointError: the checkpoint has no state with this name.
         """
         if name in self.shared:
             return decode(self.shared[name], self._stored)
@@ -123,7 +126,7 @@ class Saved:
 
 
 def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
-    """Open a checkpoint from (folder, record) pairs; a part in several folders is read from the first of them.
+    """Open a checkpoint from (folder, record) pairs; a part that is in several folders is read from the first of these.
 
     Raises:
         CheckpointError: a part is damaged or missing.
@@ -138,7 +141,9 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
     for part in parts.values():
         for piece in part.pieces:
             if kinds.setdefault(piece.tensor, (piece.dtype, piece.shape)) != (piece.dtype, piece.shape):
-                raise CheckpointError(f"`{part.name}` has `{piece.tensor}` in another type or shape than other parts")
+                raise CheckpointError(
+                    f"`{part.name}` has `{piece.tensor}` with a different data type or shape than other parts"
+                )
             pieces.setdefault(piece.tensor, []).append((piece.box, partial(part.read, piece)))
     tensors = {name: Stored(name, dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
     checkpoint = places[0][1].checkpoint
@@ -155,7 +160,7 @@ def opened(places: Sequence[tuple[Path, Record]]) -> Saved:
 
 
 def part_of(folder: Path, record: Record, name: str) -> Part:
-    """Memory-map a part of a checkpoint, on disk or in a slot.
+    """Memory-map a part of a checkpoint on disk or in a slot.
 
     Raises:
         CheckpointError: the part's file is missing or too short.
@@ -165,7 +170,7 @@ def part_of(folder: Path, record: Record, name: str) -> Part:
 
 
 def one_file(path: Path) -> Saved:
-    """Open a checkpoint of `Plain`, which is a single file.
+    """Open a checkpoint in the format of `Plain`, which is a single file.
 
     Raises:
         CheckpointError: the file is damaged, or has another format.
@@ -186,7 +191,7 @@ def one_file(path: Path) -> Saved:
 
 
 def held(name: str, tensor: Tensor) -> Stored:
-    """Wrap a tensor in memory as a `Stored`, like a tensor in a checkpoint."""
+    """Wrap a tensor in memory as a `Stored`, to use the tensor like a tensor in a checkpoint."""
     whole = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return Stored(name, tensor.dtype, tuple(tensor.shape), ((whole, lambda box: tensor[box.inside(whole)]),))
 
@@ -195,15 +200,14 @@ def held(name: str, tensor: Tensor) -> Stored:
 
 
 def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
-    """Write whole tensors to one safetensors file, one after the other; each tensor is verified before it is written.
-
-    The file is written completely or not at all, with at most one tensor in memory.
+    """Write whole tensors to one safetensors file, one after the other; each tensor is verified first. The file is
+    written completely or not at all, and at most one tensor is in memory at a time.
 
     Raises:
         CheckpointError: a tensor is damaged or incomplete, or safetensors does not support its data type.
         OSError: the file cannot be written.
     """
-    # Wide data types come first, so that all tensors are aligned.
+    # Data types with wide elements come first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -221,10 +225,11 @@ def write_safetensors(tensors: Mapping[str, Stored], path: Path) -> None:
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of one safetensors file, or of all such files in a folder, by name.
+    """Memory-map the tensors of one safetensors file, or of all safetensors files in a folder, by name.
 
     Raises:
-        CheckpointError: there is no such file, one is damaged, or two hold a tensor of the same name.
+        CheckpointError: there is no safetensors file, a file is damaged, or two files contain a tensor with the same
+            name.
     """
     tensors: dict[str, Tensor] = {}
     for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
@@ -245,10 +250,11 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path:
-    """Write a checkpoint of whole states, as a run of one rank would; any number of ranks can resume from it.
+    """Write a checkpoint of whole states, as a run with one rank would; any number of ranks can resume from this
+    checkpoint.
 
     Args:
-        start: number of the start of the run that the checkpoint claims to be from.
+        start: number of the start of the run that the checkpoint names as its origin.
 
     Returns:
         The folder of the checkpoint.
@@ -269,7 +275,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
         disk.files.sync(disk.aside(checkpoint))
         disk.commit(
             Record(checkpoint, {f"{PRIVATE}-0": entry}, {"last": True})
-        )  # `last`, so that resuming from it does not count as a failure
+        )  # with `last`, resuming does not count as a failure
     except BaseException:
         disk.abort(checkpoint)
         raise
@@ -277,7 +283,7 @@ def commit(states: Mapping[str, Any], step: int, start: int, disk: Disk) -> Path
 
 
 def _fill(disk: Disk, draft: Draft, path: Path) -> Entry:
-    """Write a part by memory-mapping its file, so that at most one tensor is in memory."""
+    """Write a part by memory-mapping its file, so that at most one tensor is in memory at a time."""
     disk.files.write(path, b"", durable=False)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, draft.nbytes)

@@ -1,8 +1,8 @@
-"""Parse pickles without running them.
+"""Parses pickles without running their instructions.
 
-A pickle is a program for a stack machine, with instructions that import objects and call functions. Here such an
-instruction only creates a placeholder (`Name`, `Call`, `Outside`) that describes what it asks for. The caller
-interprets the placeholders; nothing is imported or called.
+A pickle is a program for a stack machine, with instructions that import objects and call functions. This parser imports
+and calls nothing. For these instructions, the parser only creates placeholders (`Name`, `Call`, `Outside`), which
+describe the import or call. The caller interprets the placeholders.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from shoestring.core.errors import CheckpointError
 
 NODES = 1_000_000
-"""Maximum number of values in a checkpoint, which keeps a list that contains itself from being copied without end."""
+"""Maximum number of values in a checkpoint. The limit prevents endless copying of a list that contains itself."""
 DEPTH = 100
-"""Maximum depth to which values may be nested."""
+"""Maximum nesting depth of values."""
 INSTRUCTIONS = 8_000_000
 """Maximum number of instructions in a pickle, each of which may create an object; enough for about 75,000 tensors or
 400,000 pieces."""
@@ -26,7 +26,7 @@ INSTRUCTIONS = 8_000_000
 
 @dataclass(frozen=True)
 class Name:
-    """Placeholder for an object that the pickle would import."""
+    """Placeholder for an object that unpickling would import."""
 
     name: str
     """Qualified name of the object: package.module.name."""
@@ -34,7 +34,8 @@ class Name:
 
 @dataclass(eq=False)
 class Call:
-    """Placeholder for the result of a call that the pickle would make, with the state that it would set on it."""
+    """Placeholder for the result of a call that unpickling would make, and the state that unpickling would set on the
+    result."""
 
     target: str
     arguments: tuple[Any, ...] = ()
@@ -43,13 +44,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Outside:
-    """Placeholder for a reference to data outside of the pickle (a persistent id), such as a tensor's storage."""
+    """Placeholder for a reference to data outside the pickle (a persistent id), such as a tensor's storage."""
 
     key: Any
 
 
 def inert(data: bytes, source: str) -> Any:
-    """The value of a pickle, built of plain Python types and the placeholders above.
+    """Parse a pickle to a value that consists of plain Python types and the placeholders above.
 
     Raises:
         CheckpointError: the data is not a pickle, or has instructions that plain data and tensors do not need.
@@ -67,10 +68,10 @@ def inert(data: bytes, source: str) -> Any:
 
 
 def plain(value: Any, source: str, budget: Iterator[int] | None = None) -> Any:
-    """Copy a value of `inert`, and check that it consists of nested lists, tuples, mappings and scalars only.
+    """Copy a value returned by `inert`, and check that it consists only of nested lists, tuples, mappings and scalars.
 
     Args:
-        budget: iterator with one item for each object that the value may consist of; several values may share it.
+        budget: iterator whose length limits the number of objects in the value; several values may share the iterator.
 
     Raises:
         CheckpointError: the value contains anything else, or is too large.
@@ -82,7 +83,7 @@ def plain(value: Any, source: str, budget: Iterator[int] | None = None) -> Any:
 
 
 def spend(budget: Iterator[int]) -> None:
-    """Take one item from a budget; ValueError if there is none left."""
+    """Take one item from a budget; raises ValueError if the budget is exhausted."""
     if next(budget, None) is None:
         raise ValueError("it is too large")
 
@@ -157,7 +158,7 @@ class _Machine:
                 self._note(code, argument)
 
     def _note(self, code: str, argument: Any) -> None:
-        """Create the placeholder for an instruction by which an unpickler would import or call something."""
+        """Create the placeholder for an instruction that would make an unpickler import or call something."""
         match code:
             case "GLOBAL":
                 self.stack.append(Name(argument.replace(" ", ".")))
@@ -166,7 +167,7 @@ class _Machine:
                 self.stack.append(Name(f"{module}.{name}"))
             case "REDUCE" | "NEWOBJ":
                 target, arguments = self._pop(2)
-                ordered = target.name == "collections.OrderedDict" and not arguments  # becomes a plain mapping
+                ordered = target.name == "collections.OrderedDict" and not arguments  # this is a plain mapping
                 self.stack.append({} if ordered else Call(target.name, tuple(arguments)))
             case "BUILD":
                 (state,) = self._pop(1)

@@ -1,1 +1,1 @@
-"""Find the newest usable checkpoint, and resume from it."""
+"""Finds the newest usable checkpoint of a run, and resumes from it."""

@@ -1,8 +1,8 @@
-"""Count attempts to load a checkpoint over restarts, so that a checkpoint that crashes every process is given up.
+"""Counts attempts to load a checkpoint across restarts, so that a run gives up a checkpoint that crashes every process.
 
 An attempt counts as failed only if loading itself ended the process: a crash (a segmentation fault, an abort) left its
-report, or the system killed a process for lack of memory meanwhile. A kill by someone else says nothing about the
-checkpoint.
+report, or the system killed a process for lack of memory during the attempt. If a user or scheduler killed the process,
+the attempt does not count.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shoestring.checkpoint.tiers.rank_group import RankGroup
 from shoestring.planning.system import kills_for_memory
 from shoestring.storage.guarded import read_regular
 
-LIMIT = 1 << 20  # maximum bytes of a file with counts
+LIMIT = 1 << 20  # maximum size of a file with counts, in bytes
 MOST = 10
-"""Number of failed attempts in a row after which a checkpoint is given up."""
+"""Number of consecutive failed attempts after which a checkpoint is given up."""
 
 
 @dataclass(eq=False)
 class Attempts:
-    """Counts, for each checkpoint, the attempts in a row that did not finish; every method is a collective.
+    """Counts consecutive unfinished attempts to load each checkpoint; every method is a collective.
 
     The counts are stored in the folder of the checkpoints. `.loading-HOST` holds the number of attempts for each
-    checkpoint. `.shoestring-attempt-HOST` names the checkpoint that is being loaded, and how many processes the system
-    had killed for lack of memory before. A crash writes its report to `.shoestring-crash-RANK`.
+    checkpoint. `.shoestring-attempt-HOST` names the checkpoint that is being loaded, and the number of processes that
+    the system had killed for lack of memory before the attempt. A crash writes its report to `.shoestring-crash-RANK`.
 
     Args:
-        folder: folder of the run's checkpoints; with None nothing is counted.
-        host: index of this host, on the one rank of the host that writes files; None on its other ranks.
-        counts: name of a checkpoint -> number of attempts in a row that did not finish.
+        folder: folder of the run's checkpoints; None turns counting off.
+        host: index of this host on the rank that writes the host's files; None on the other ranks.
+        counts: maps the name of a checkpoint to its number of consecutive unfinished attempts.
     """
 
     group: RankGroup
@@ -48,7 +48,8 @@ class Attempts:
     counts: dict[str, int] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Gather the counts of all hosts, without an attempt that ended because someone else killed the process."""
+        """Gather the counts of all hosts. An attempt that ended for a reason other than loading itself is not
+        counted."""
         here = read_marks(self.folder) if self.folder and self.host is not None else ({}, [], False)
         self.counts, under_way = judge(self.group.all_gather(here))
         if under_way:
@@ -56,14 +57,13 @@ class Attempts:
 
     @contextmanager
     def counted(self, checkpoint: CheckpointId) -> Iterator[None]:
-        """Context around an attempt to load `checkpoint`. If loading finishes, the checkpoint's count is cleared.
-
-        An error restores the former count, except for a RuntimeError or OSError, which may come from the death of
-        another rank.
+        """Context manager for an attempt to load `checkpoint`. If loading finishes, the checkpoint's count is cleared.
+        An exception restores the former count. RuntimeError and OSError do not restore the count, because they may
+        result from the death of another rank.
         """
         before = dict(self.counts)
         self._write({**before, checkpoint.name: before.get(checkpoint.name, 0) + 1}, checkpoint.name)
-        self.group.all_gather(None)  # no rank begins before the attempt is on disk
+        self.group.all_gather(None)  # no rank begins to load before the attempt is recorded on disk
         with self._reported():
             try:
                 yield
@@ -75,7 +75,7 @@ class Attempts:
         self._write({name: count for name, count in before.items() if name != checkpoint.name})
 
     def _write(self, counts: dict[str, int], under_way: str = "") -> None:
-        """Write the counts, and the name of the checkpoint that is being loaded, if any.
+        """Write the counts and, during an attempt, the name of the checkpoint that is being loaded.
 
         Errors are ignored, so that a run can also resume from a read-only disk.
         """
@@ -99,7 +99,8 @@ class Attempts:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Context in which a crash of this process writes its report to a file, which is removed at the end."""
+        """Context manager that makes a crash of this process write a report to a file; the file is removed at the
+        end."""
         if self.folder is None or (report := self._create_report(self.folder / f"{CRASH}{self.group.rank}")) is None:
             yield
             return
@@ -117,7 +118,7 @@ class Attempts:
                 self.files.unlink(Path(report.name))
 
     def _create_report(self, path: Path) -> IO[bytes] | None:
-        """Create and open the file for a crash report; None if that fails."""
+        """Create and open the file for a crash report; returns None if this fails."""
         try:
             self.files.unlink(path)
             self.files.write(path, b"", durable=False)
@@ -137,8 +138,8 @@ def judge(marks: Iterable[Sequence[Any]]) -> tuple[dict[str, int], bool]:
     """Merge the results of `read_marks` on all hosts.
 
     Returns:
-        The largest number of attempts for each checkpoint, by its name, without an attempt that ended because someone
-        else killed the process; and whether any attempt had not finished.
+        The maximum number of attempts over all hosts, by the checkpoint's name, and whether any attempt had not
+        finished. An attempt that ended for a reason other than loading itself is not counted.
     """
     counts, pending, caused_by_load = dict[str, int](), set[str](), False
     for counted, names, caused in marks:
@@ -153,10 +154,10 @@ def judge(marks: Iterable[Sequence[Any]]) -> tuple[dict[str, int], bool]:
 
 
 def read_marks(folder: Path) -> tuple[dict[str, int], list[str], bool]:
-    """Read the files that count attempts of all hosts that use this folder. Damaged files are ignored.
+    """Read the files in which all hosts that share this folder count attempts. Damaged files are ignored.
 
     Returns:
-        Number of attempts for each checkpoint, by its name; names of the checkpoints that were being loaded when the
+        The number of attempts, by the checkpoint's name; the names of the checkpoints that were being loaded when a
         process ended; and whether loading itself ended a process.
     """
     counts: dict[str, int] = {}

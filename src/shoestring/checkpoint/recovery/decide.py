@@ -1,13 +1,14 @@
-"""Decide which checkpoint a run resumes from, by a pure function of the hosts' files, the history and the request.
+"""Decides from which checkpoint a run resumes, by a pure function of the hosts' files, the history and the user's
+request.
 
 `resume` gathers the arguments of `decide` and carries out the plan that it returns. If a part turns out to be damaged,
-`decide` is called again with that fact, so that all ranks fall back to the same checkpoint. `explain` calls it without
-ranks.
+`decide` is called again with that fact, so that all ranks fall back to the same checkpoint. `explain` calls `decide` in
+a single process.
 
-The checkpoint of the newest step is chosen, wherever its parts lie. A checkpoint is usable if it is part of the run's
-history, if the private part of each rank exists or can be rebuilt from parity, if no part is known to be damaged, and
-if the last attempts to load it did not end the process. If a step has both forms, a single file of `Plain` is chosen
-last.
+The usable checkpoint of the newest step is chosen, no matter where its parts are. A checkpoint is usable if it is part
+of the run's history, if the private part of each rank exists or can be rebuilt from parity, if no part is known to be
+damaged, and if the last attempts to load the checkpoint did not end the process. If a step has both a checkpoint of
+`Tiered` and a single file of `Plain`, the checkpoint of `Tiered` is preferred.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class ResumeFacts:
-    """Facts other than the offers on which the decision depends; equal on all ranks."""
+    """The facts, beside the offered files, on which the decision depends; equal on all ranks."""
 
     hosts: int = 1
     local_size: int = 1
@@ -44,21 +45,21 @@ class ResumeFacts:
     history_damaged: bool = False
     """Whether the run's history exists but cannot be read."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """Name of a checkpoint -> number of attempts in a row to load it that ended the process."""
+    """Maps the name of a checkpoint to the number of consecutive attempts to load it that ended the process."""
     damaged: Mapping[tuple[int, str], str] = field(default_factory=dict)
-    """Key of a damaged offer -> what is wrong with it."""
+    """Maps the key of a damaged offer to a description of the damage."""
     misfits: Mapping[CheckpointId, str] = field(default_factory=dict)
-    """Checkpoint of undamaged parts -> why it still cannot be loaded."""
+    """Maps a checkpoint without damaged parts to the reason why it still cannot be loaded."""
 
     def after(self, checkpoint: CheckpointId, damaged: Mapping[tuple[int, str], str], misfit: str) -> ResumeFacts:
-        """These facts, and the new ones from a failed verification of `checkpoint`."""
+        """Return these facts together with the results of a failed verification of `checkpoint`."""
         misfits = {**self.misfits, checkpoint: misfit} if misfit else self.misfits
         return replace(self, damaged={**self.damaged, **damaged}, misfits=misfits)
 
 
 @dataclass(frozen=True)
 class NotTaken:
-    """Offers of one checkpoint that are not used, and the reason."""
+    """Offered files of one checkpoint that are not used, and the reason."""
 
     checkpoint: CheckpointId
     offers: tuple[Offer, ...]
@@ -67,28 +68,29 @@ class NotTaken:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a start of a run will resume, and why."""
+    """The plan by which a start of a run will resume, and its reason."""
 
     wish: Wish
     history: History | None
     """History of the run whose checkpoints may be used; if its file is lost, reconstructed from the checkpoints."""
     not_taken: tuple[NotTaken, ...]
-    """All offers that the plan does not use, those of the newest checkpoints first."""
+    """All offered files that the plan does not use, starting with the newest checkpoint."""
     warnings: tuple[str, ...] = ()
     action: Literal["load", "load one file", "start anew", "refuse"] = "start anew"
     why: str = "there is no checkpoint"
     step: int = 0
-    """Step of the checkpoint to load; 0 if the user named a single file, whose step is known only after reading it."""
+    """Step of the checkpoint to load; 0 if the user named a single file, because the step is then unknown until the
+    file is read."""
     checkpoint: CheckpointId | None = None
     offers: tuple[Offer, ...] = ()
-    """All undamaged offers of the checkpoint."""
+    """All undamaged files that hosts offer for the checkpoint."""
     rebuilds: tuple[Rebuild, ...] = ()
     """Parts that must be rebuilt from parity before the checkpoint can be loaded."""
     refusal: CheckpointError | None = None
 
     @property
     def level(self) -> str:
-        """The highest level that must be read: memory, peers or disk."""
+        """The highest level from which a part must be read: memory, peers or disk."""
         nearest: dict[str, int] = {}
         for offer in self.offers:
             level = LEVELS.index(DISK if offer.level == DISK else PEERS if offer.held else MEMORY)
@@ -104,17 +106,19 @@ class ResumePlan:
 
     @property
     def ended(self) -> bool:
-        """Whether the checkpoint is of the run's last step; the run may have been killed before it was on disk."""
+        """Whether the checkpoint belongs to the run's last step; the run may have been killed before the checkpoint was
+        on disk."""
         return _ended(self.offers)
 
     @property
     def follows_failure(self) -> bool:
-        """Whether the run had ended by a failure; the rate of failures determines the intervals between checkpoints."""
+        """Whether a failure had ended the run; failures are counted, because their rate determines the intervals
+        between checkpoints."""
         return self.wish.auto and not _ended(offer for offer in self.offers if offer.level == DISK)
 
     @property
     def replays(self) -> bool:
-        """Whether steps after the checkpoint are to be replayed, as far as their differences exist."""
+        """Whether to replay the steps after the checkpoint for which differences exist."""
         return self.action == "load" and self.wish.auto and not self.ended and self.history is not None
 
 
@@ -152,14 +156,13 @@ def decide(available: Available, history: History | None, wish: Wish, facts: Res
 
 
 def _why_excluded(offer: Offer, history: History | None, wish: Wish) -> str:
-    """Why an offer must not be used: it is not part of the run's history, or the user named another checkpoint.
-
-    The result is empty if the offer may be used.
+    """Return the reason why an offered file must not be used: its checkpoint is not part of the run's history, or the
+    user named another checkpoint. The reason is empty if the file may be used.
     """
     checkpoint = offer.checkpoint
     if wish.only is not None:
         return "" if Path(offer.path).parent == wish.only else f"`{wish.only}` was named"
-    if history is None:  # checkpoints in memory may be from another run that used a folder of the same name
+    if history is None:  # checkpoints in memory may belong to another run whose folder had the same name
         return "" if offer.level == DISK else f"`{wish.disk}` does not say of which run it is"
     if history.holds(checkpoint):
         return ""
@@ -173,13 +176,13 @@ def _why_excluded(offer: Offer, history: History | None, wish: Wish) -> str:
 
 @dataclass
 class _Choice:
-    """The newest checkpoint that can be loaded, and why others are not chosen."""
+    """The newest checkpoint that can be loaded, and the reasons why other checkpoints are not chosen."""
 
     newest: CheckpointId | None = None
     rebuilds: tuple[Rebuild, ...] = ()
     passed_over: dict[CheckpointId, str] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
-    """For each checkpoint that is complete but cannot be loaded: its step and the reason, as text."""
+    """Texts with the step and the reason for each checkpoint that is complete but cannot be loaded."""
 
 
 def _choose(candidates: Mapping[CheckpointId, Sequence[Offer]], one_file: int, facts: ResumeFacts) -> _Choice:
@@ -200,13 +203,14 @@ def _choose(candidates: Mapping[CheckpointId, Sequence[Offer]], one_file: int, f
 
 
 def _exhausted(checkpoint: CheckpointId, facts: ResumeFacts) -> str:
-    """Why no further attempt is made to load a checkpoint; empty if it may be loaded."""
+    """Return the reason why a checkpoint is given up; empty if the checkpoint may be loaded."""
     tried_often = facts.attempts.get(checkpoint.name, 0) >= MOST
     return f"the last {MOST} attempts to load it ended the process" if tried_often else ""
 
 
 def _incomplete(offers: Sequence[Offer], ranks: int) -> str:
-    """The reason "incomplete", with the number of missing parts; not a list, as a record may claim a million ranks."""
+    """Return the reason "incomplete" with the number of missing parts, and not their list, because a record may claim a
+    million ranks."""
     there = len({offer.part for offer in offers if offer.part.startswith(PRIVATE)})
     return f"incomplete: the parts of {ranks - there} of {ranks} ranks are missing"
 
@@ -214,7 +218,8 @@ def _incomplete(offers: Sequence[Offer], ranks: int) -> str:
 def _without_any(
     plan: ResumePlan, available: Available, usable: Sequence[Offer], one_file: int, facts: ResumeFacts, given_up: str
 ) -> ResumePlan:
-    """The plan if no checkpoint of `Tiered` can be loaded: a single file, a refusal, or a new start."""
+    """Return the plan if no checkpoint of `Tiered` can be loaded: to load a single file, to refuse, or to begin a new
+    run."""
     if one_file:
         why = "it is the newest that is undamaged, in a single file"
         return replace(plan, action="load one file", step=one_file, why=why)
@@ -222,7 +227,7 @@ def _without_any(
         return replace(plan, action="refuse", why=refusal.parts()[1], refusal=refusal)
     if not plan.wish.auto:
         return replace(plan, action="load one file", why="the path may name a checkpoint in a single file")
-    if usable:  # the first checkpoint was interrupted, or hosts are lost
+    if usable:  # the first checkpoint was interrupted, or hosts were lost
         why = "there is no checkpoint on disk, and those in memory are incomplete"
         return replace(plan, why=why, warnings=(*plan.warnings, f"{why}: starting from step 0"))
     return plan
@@ -231,7 +236,7 @@ def _without_any(
 def _refusal(
     plan: ResumePlan, available: Available, usable: Sequence[Offer], facts: ResumeFacts, given_up: str
 ) -> CheckpointError | None:
-    """The error if the run has checkpoints but none can be used; None if a new run may begin.
+    """Return the error if the folder has checkpoints but none can be used; None if a new run may begin.
 
     A new run never begins in a folder with checkpoints unless the user asks for it.
     """
@@ -262,7 +267,7 @@ def _refusal(
 
 
 def _grouped(left: Iterable[tuple[Offer, str]]) -> tuple[NotTaken, ...]:
-    """Group unused offers by checkpoint and reason, the newest checkpoint first."""
+    """Group unused files by checkpoint and reason, with the newest checkpoint first."""
     groups: dict[tuple[CheckpointId, str], list[Offer]] = {}
     for offer, reason in left:
         groups.setdefault((offer.checkpoint, reason), []).append(offer)
@@ -271,10 +276,9 @@ def _grouped(left: Iterable[tuple[Offer, str]]) -> tuple[NotTaken, ...]:
 
 
 def _reconstruct_history(offers: Sequence[Offer], damaged: bool) -> History | None:
-    """Reconstruct a lost or damaged history from the run's checkpoints; None if none of them is in memory.
-
-    If the history is damaged, a start of the run has begun in this folder, and has removed checkpoints of other runs
-    from memory. If there is no history, checkpoints in memory are used only if their run also has one on disk.
+    """Reconstruct a lost or damaged history from the run's checkpoints; returns None if no checkpoint is in memory. A
+    damaged history shows that a start of the run has begun in this folder and has removed other runs' checkpoints from
+    memory. Without any history, checkpoints in memory are used only if their run also has a checkpoint on disk.
     """
     runs = {offer.checkpoint.run for offer in offers if offer.level == DISK}
     own = [offer for offer in offers if damaged or offer.checkpoint.run in runs]
@@ -291,7 +295,7 @@ def _ended(offers: Iterable[Offer]) -> bool:
 
 
 def plan_rebuilds(offers: Iterable[Offer], ranks: int, facts: ResumeFacts) -> list[Rebuild] | None:
-    """Plan how to rebuild the parts of a checkpoint that no host has; None if a part cannot be rebuilt.
+    """Plan how to rebuild the parts of a checkpoint that no host has; returns None if a part cannot be rebuilt.
 
     The function takes time linear in the number of offers, and returns at the first part that cannot be rebuilt,
     because a damaged record may claim a million ranks.
@@ -315,7 +319,7 @@ def plan_rebuilds(offers: Iterable[Offer], ranks: int, facts: ResumeFacts) -> li
 def _plan_rebuild(
     by_part: Mapping[str, list[Offer]], parities: Iterable[Offer], lost: int, facts: ResumeFacts
 ) -> Rebuild | None:
-    """Plan how to rebuild a lost rank's part; None if more than one rank of its parity set is lost."""
+    """Plan how to rebuild a lost rank's part; returns None if more than one rank of its parity set is lost."""
     local = facts.local_size
     for offer in parities:
         notes = dict(offer.notes)
@@ -332,7 +336,8 @@ def _plan_rebuild(
 
 
 def _hosts_with(by_part: Mapping[str, list[Offer]], *parts: str) -> list[int]:
-    """The hosts that have all of these parts, sorted: in own memory first, then as held copies, then on disk."""
+    """Return the hosts that have all of these parts. Hosts with the parts in their own slots come first, then hosts
+    with copies held for other hosts, then hosts with the parts on disk."""
     offers = [offer for part in parts for offer in by_part.get(part, ())]
     ordered = sorted(offers, key=lambda offer: (offer.level == DISK, offer.held, offer.host))
     hosts = dict.fromkeys(offer.host for offer in ordered)

@@ -1,4 +1,4 @@
-"""Explain what `run.resume = "auto"` would do, by calling `decide` with the files on this host, without ranks."""
+"""Explains what `run.resume = "auto"` would do, by calling `decide` with the files on this host in a single process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _RING = re.compile(rf"{STEPS}-(\d+)\.ring")
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a run would resume, with other facts about the run that can be seen on this host."""
+    """The plan by which a run would resume, and other facts about the run that are visible on this host."""
 
     plan: ResumePlan
     available: Available
     replayed: int
-    """The last step that would be replayed after the checkpoint; the checkpoint's own step if none would be."""
+    """The last step that would be replayed after the checkpoint; the checkpoint's own step if no step would be
+    replayed."""
     in_use: bool
     """Whether a running process holds the lock on the run's checkpoints."""
 
     def facts(self) -> dict[str, Any]:
-        """The explanation as a JSON object."""
+        """Return the explanation as an object for JSON."""
         plan = self.plan
         return {
             "action": plan.action,
@@ -61,7 +62,7 @@ class Explanation:
         }
 
     def lines(self) -> Iterator[str]:
-        """The explanation as lines of text."""
+        """Yield the explanation as lines of text."""
         plan, disk = self.plan, self.plan.wish.disk
         would = f'resume = "auto" in `{disk}` would'
         if plan.action == "load":
@@ -96,7 +97,7 @@ class Explanation:
 
 
 def explain(disk: Path, memory: Path) -> Explanation:
-    """Decide as a start of a run would, and verify the checkpoint that it would load, without writing any file.
+    """Decide like a start of a run, and verify the checkpoint that would be loaded, without writing any file.
 
     Args:
         disk: folder of the run's checkpoints.
@@ -121,11 +122,12 @@ def explain(disk: Path, memory: Path) -> Explanation:
 
 
 def _verify(plan: ResumePlan) -> tuple[Damage, str]:
-    """Read all tensors of a checkpoint; returns the damaged offers, and why the tensors do not fit together, if so."""
+    """Read all tensors of a checkpoint; returns the damaged files, and the reason if the tensors do not fit
+    together."""
     reader = Reader(World(), RankGroup(0, 1, None), list(plan.offers))
     if damaged := reader.open():
         return damaged, ""
-    if plan.rebuilds:  # a rebuilt part would have to be written, so only the parts that it is rebuilt from are read
+    if plan.rebuilds:  # rebuilding would write a file, so only read the parts needed to rebuild
         for index, part in reader.parts.items():
             try:
                 part.verify()
@@ -141,7 +143,8 @@ def _verify(plan: ResumePlan) -> tuple[Damage, str]:
 
 
 def _replayed(plan: ResumePlan) -> int:
-    """The last step that could be replayed: up to it, every rank that has differences on this host has all of them."""
+    """Return the last step that could be replayed, up to which every rank with differences on this host has the
+    differences of all steps."""
     history, checkpoint = plan.history, plan.checkpoint
     if not plan.replays or history is None or checkpoint is None or plan.wish.memory is None:
         return plan.step
@@ -173,7 +176,7 @@ def _in_use(disk: Path) -> bool:
 
 
 def _describe(left: NotTaken, planned: int) -> str:
-    """Text that says where unused offers are, and why they are not used."""
+    """Return a text that says where unused files are, and why they are not used."""
     checkpoint, reason = left.checkpoint, left.reason
     if checkpoint.step > planned and reason.startswith("incomplete") and checkpoint.ranks > checkpoint.local:
         reason += "; it is used if other hosts have them"

@@ -1,4 +1,4 @@
-"""Gather a list of all checkpoint files in the memory and on the disks of all hosts, from which `decide` chooses."""
+"""Gathers the list of all checkpoint files in the memory and on the disks of all hosts, from which `decide` chooses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Wish:
     disk: Path
     """Folder of checkpoints on disk."""
     memory: Path | None = None
-    """Folder of the run's slots in this host's memory; None if the user named a path, which is always on disk."""
+    """Folder of the run's slots in this host's memory; None if the user named a path, which is always a path on
+    disk."""
     only: Path | None = None
-    """Folder of the only checkpoint to use, if the user named one; otherwise None."""
+    """Folder of the only checkpoint to use; None if the user did not name a checkpoint."""
 
     @property
     def auto(self) -> bool:
@@ -39,7 +40,8 @@ class Wish:
 
     @classmethod
     def of_path(cls, path: Path) -> Wish:
-        """The request for a path: a run folder, a folder of checkpoints, the folder of one checkpoint, or a file.
+        """Build the request for a path, which may be a run folder, a folder of checkpoints, the folder of one
+        checkpoint, or a file.
 
         Raises:
             CheckpointError: the path cannot be read.
@@ -54,12 +56,13 @@ class Wish:
 
 @dataclass(frozen=True)
 class Offer:
-    """A file with a part of a checkpoint, which can be read on one host."""
+    """A file with a part of a checkpoint that one host offers, which means that ranks of this host can read the
+    file."""
 
     checkpoint: CheckpointId
     host: int
     level: str
-    """Where the file is on that host: MEMORY or DISK."""
+    """Place of the file on the host: MEMORY or DISK."""
     path: str
     part: str
     entry: Entry
@@ -71,7 +74,7 @@ class Offer:
 
     @property
     def held(self) -> bool:
-        """Whether the file is a copy that its host holds for a rank of another host."""
+        """Whether the file is a copy that the host holds for a rank of another host."""
         return Path(self.path).name.startswith("held-")
 
     def open(self) -> Part:
@@ -85,19 +88,19 @@ class Offer:
 
 @dataclass(frozen=True)
 class Available:
-    """All checkpoint files that the hosts have; the same on all ranks."""
+    """All checkpoint files that the hosts offer; equal on all ranks."""
 
     offers: tuple[Offer, ...] = ()
     unusable: tuple[str, ...] = ()
     """Names of committed checkpoints on disk whose manifests cannot be read."""
     one_files: tuple[OneFiles, ...] = ()
-    """For each host that has checkpoints of `Plain`, their summary."""
+    """One summary for each host that has checkpoints of `Plain`."""
     unseen: str = ""
-    """Why a host could not look for checkpoints; empty if all hosts could."""
+    """Reason why a host could not search for checkpoints; empty if all hosts could."""
 
 
 def gather(world: World, group: RankGroup, wish: Wish) -> Available:
-    """Look for checkpoints on the first rank of each host, and share the result; a collective."""
+    """Search for checkpoints on the first rank of each host, and share the results; a collective."""
     offers, unusable, files, unseen = list[Offer](), dict[str, None](), list[OneFiles](), ""
     for rank, seen in enumerate(group.all_gather(look(wish) if world.local_rank == 0 else None)):
         if seen is None:
@@ -115,9 +118,9 @@ def gather(world: World, group: RankGroup, wish: Wish) -> Available:
 
 
 def look(wish: Wish) -> dict[str, Any]:
-    """Look for checkpoints on this host; returns the result as JSON values for `gather`.
+    """Search for checkpoints on this host; returns the result as JSON values for `gather`.
 
-    If a folder cannot be read, `unseen` says why, and its checkpoints count as damaged.
+    If a folder cannot be read, `unseen` has the reason, and the folder's checkpoints count as damaged.
     """
     seen: dict[str, Any] = {"records": [], "unusable": [], "one_files": None, "unseen": ""}
 
@@ -140,6 +143,6 @@ def look(wish: Wish) -> dict[str, Any]:
 
 
 def seals_under(memory: Path) -> Iterator[tuple[Path, Record]]:
-    """The seals of all slots of a run on this host."""
+    """Yield the seals of all slots of a run on this host."""
     for folder in sorted(path for path in memory.glob("host-*") if path.is_dir()):
         yield from seals(folder)

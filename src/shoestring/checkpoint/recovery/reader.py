@@ -1,4 +1,4 @@
-"""Read a checkpoint wherever its parts lie: in the memory or on the disk of this host or of another host."""
+"""Reads a checkpoint whose parts may be in the memory or on the disk of this host or of other hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("shoestring")
 
 
 Damage = dict[tuple[int, str], str]
-"""Key of a damaged offer -> what is wrong with it."""
+"""Maps the key of a damaged offer to a description of the damage."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,26 @@ class Reader:
     offers: list[Offer]
     parts: dict[int, Part] = field(default_factory=dict)
     pieces: dict[str, list[tuple[Box, tuple[int, int]]]] = field(default_factory=dict)
-    """Name of a tensor -> its boxes that can be read, as (box, (offer, piece)), the nearest first."""
+    """Maps the name of a tensor to its readable boxes, as (box, (offer, piece)), sorted by distance, the nearest
+    first."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    """Name of a tensor -> its data type and shape."""
+    """Maps the name of a tensor to its data type and shape."""
     abouts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a part -> its metadata."""
+    """Maps the name of a part to its metadata."""
     _plan: dict[str, list[Read]] = field(default_factory=dict)
-    """Name of a group -> this rank's reads."""
+    """Maps the name of a group of reads to this rank's reads."""
     _asked: list[dict[str, list[Any]]] = field(default_factory=list)
-    """For each rank: name of a group -> the reads that this rank requests from other ranks."""
+    """One mapping per rank, from the name of a group to the reads that the rank requests from other ranks."""
     _headers: list[Any] = field(default_factory=list)
-    """(index of the offer, metadata, pieces) for each offer of all hosts."""
+    """A tuple (index of the offer, metadata, pieces) for each offer of all hosts."""
 
     @property
     def host(self) -> int:
         return self.world.rank // self.world.local_size
 
     def open(self) -> Damage:
-        """Memory-map this host's offers, and share their headers with all ranks; returns the damaged offers.
-
-        Each header is read and shared by one rank. A collective.
+        """Memory-map this host's offers, and share their headers with all ranks; returns the damaged offers. One rank
+        reads and shares each header. A collective.
         """
         damaged, headers = [], []
         for index, offer in enumerate(self.offers):
@@ -108,10 +108,10 @@ class Reader:
         return {}
 
     def sort(self) -> None:
-        """Collect the pieces of each tensor from the headers, sorted by distance, the nearest first.
+        """Collect the pieces of each tensor from the headers; pieces on this host and in memory come first.
 
         Raises:
-            CheckpointError: two pieces of a tensor disagree on its type or shape; raised on all ranks.
+            CheckpointError: two pieces of a tensor disagree on its data type or shape; raised on all ranks.
         """
         origin: dict[str, int] = {}
 
@@ -131,14 +131,14 @@ class Reader:
                 self.pieces.setdefault(tensor, []).append((Box(tuple(offset), tuple(extent)), (index, number)))
 
     def _server(self, index: int) -> int:
-        """The rank that reads an offer for other hosts; offers are spread over the ranks of their host."""
+        """Return the rank that reads an offer for other hosts; offers are distributed over the ranks of their host."""
         return self.offers[index].host * self.world.local_size + index % self.world.local_size
 
     def locate(self, tensor: str, box: Box) -> list[Read]:
-        """The reads that together make up a box of a tensor.
+        """Return the reads that together make up a box of a tensor.
 
         Raises:
-            CheckpointError: a region of the box is in no offer.
+            CheckpointError: no offer contains some region of the box.
         """
         covering = sources(box, self.pieces.get(tensor, []))
         if covering is None or tensor not in self.kinds:
@@ -153,7 +153,7 @@ class Reader:
         """Verify all bytes that any rank will read; returns the damaged offers. A collective.
 
         Args:
-            reads: name of a group -> this rank's reads.
+            reads: maps the name of a group to this rank's reads.
         """
         self._plan = dict(reads)
         asks = {
@@ -180,17 +180,17 @@ class Reader:
         return gather_damage(self.group, damaged)
 
     def _requests(self, name: str) -> Iterator[tuple[int, int, int, Box]]:
-        """(rank, offer, piece, box) for each read that another rank requests from this rank."""
+        """Yield (rank, offer, piece, box) for each read that another rank requests from this rank."""
         for rank, asked in enumerate(self._asked):
             for offer, piece, offset, shape, server in asked[name]:
                 if server == self.world.rank:
                     yield rank, offer, piece, Box(tuple(offset), tuple(shape))
 
     def fetch(self, name: str) -> list[Tensor]:
-        """Read the tensors of one group: views of this host's files, and copies that other ranks send. A collective.
+        """Read the tensors of one group, as views of this host's files or copies that other ranks send. A collective.
 
         Raises:
-            ConnectionError: a tensor was damaged on the way; raised on this rank only, after the exchange.
+            ConnectionError: a tensor was damaged during transfer; raised only on this rank, after the exchange.
         """
         sends = [(rank, self._at(offer, piece, box).contiguous()) for rank, offer, piece, box in self._requests(name)]
         got, receives = [], []
@@ -210,13 +210,14 @@ class Reader:
 
 
 def gather_damage(group: RankGroup, damaged: Sequence[tuple[Offer, CheckpointError]]) -> Damage:
-    """Share with all ranks which offers each rank has found damaged; a collective."""
+    """All-gather the damaged offers that the ranks have detected; a collective."""
     gathered = group.all_gather([[*offer.key, error.parts()[1]] for offer, error in damaged])
     return {(host, path): reason for of_rank in gathered for host, path, reason in of_rank}
 
 
 _Region = tuple[list[tuple[Box, Box]], DTensor | None]
-"""Boxes of a tensor, each in the whole tensor and in the local part; and the DTensor that gets them, if it is one."""
+"""Boxes of a tensor, as pairs (box of the whole tensor, box of the local tensor), and the DTensor into which to load
+the boxes, or None."""
 
 
 # -- what a rank wants ------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ _Region = tuple[list[tuple[Box, Box]], DTensor | None]
 
 @dataclass(eq=False)
 class Wanted:
-    """The states that this rank loads from a checkpoint, and the boxes of tensors that it needs for them."""
+    """The states that this rank loads from a checkpoint, and the boxes of tensors that these states need."""
 
     states: Mapping[str, Kept]
     """The states of this run, by name."""
@@ -233,18 +234,19 @@ class Wanted:
     reader: Reader
 
     def __post_init__(self) -> None:
-        self._boxes: dict[str, dict[str, _Region]] = {}  # state -> tensor -> what to read
-        self._reads: dict[str, list[list[list[Read]]]] = {}  # state -> for each of its tensors and boxes, the reads
+        self._boxes: dict[str, dict[str, _Region]] = {}  # maps a state and a tensor to the region to read
+        self._reads: dict[str, list[list[list[Read]]]] = {}  # maps a state to reads by tensor and box
         self._placed: dict[str, DTensor] = {}
-        """Path -> DTensor of this rank; saved tensors at that path, or directly below, get the same placement."""
+        """Maps a path to a DTensor of this rank; saved tensors at this path, or directly below it, get the same
+        placement."""
         self._orders = dict[str, ShardOrder]()
         for name, entry in self.states.items():
             tensors: dict[str, Tensor] = {}
             self._orders |= orders_of(entry.state)
             encode(entry.state.state_dict(), root(name), tensors)
             if isinstance(entry.state, Optimizer):
-                # A new optimizer has no state yet. The state for parameter N, at path state/N, will get the placement
-                # of parameter N.
+                # A new optimizer has no state yet. Its state for parameter N, at the path state/N, will get the
+                # placement of parameter N.
                 parameters = (parameter for group in entry.state.param_groups for parameter in group["params"])
                 tensors |= {f"{root(name)}/state/{index}": parameter for index, parameter in enumerate(parameters)}
             for path, tensor in tensors.items():
@@ -262,7 +264,7 @@ class Wanted:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Metadata of the first rank's private part."""
+        """Metadata of the private part of the first rank."""
         return self._trees[0]
 
     @property
@@ -285,7 +287,8 @@ class Wanted:
         }
 
     def state(self, name: str) -> dict[str, Any] | None:
-        """Read one state; None if the checkpoint has none for this rank, so that it starts afresh. A collective."""
+        """Read one state; returns None if the checkpoint does not have the state for this rank, so that the state
+        starts afresh. A collective."""
         tensors, ready = iter(self.reader.fetch(name)), {}
         for (tensor, (boxes, placed)), of_boxes in zip(self._boxes[name].items(), self._reads[name], strict=True):
             local = torch.empty(
@@ -308,7 +311,8 @@ class Wanted:
         return self._visit(name, lambda leaf, _: ready[leaf])
 
     def _want(self, boxes: dict[str, _Region], tensor: str, placed: bool) -> Tensor:
-        """Record what of a tensor is needed: this rank's boxes if it is a DTensor here, otherwise all of it."""
+        """Record which boxes of a tensor to read: this rank's boxes if the tensor is a DTensor in this run, otherwise
+        the whole tensor."""
         shape = self.reader.kinds[tensor][1] if tensor in self.reader.kinds else ()
         like = self._like(tensor, shape) if placed else None
         if like is not None:
@@ -318,11 +322,10 @@ class Wanted:
         return torch.empty(0)
 
     def _like(self, tensor: str, shape: tuple[int, ...]) -> DTensor | None:
-        """A DTensor whose placement a saved tensor gets on this rank; None if the tensor is loaded whole.
-
-        State of a new optimizer gets the placement that the optimizer would give it. A moment has the placement of its
-        parameter. A factor of a moment (Adafactor), which has as many dimensions, has the placement of a new tensor
-        made from the parameter.
+        """Return a DTensor with the placement that a saved tensor gets on this rank; None if the whole tensor is
+        loaded. The state of a new optimizer gets the same placement that the optimizer itself would choose. A moment
+        gets the placement of its parameter. A factor of a moment (in Adafactor), which has as many dimensions as the
+        parameter, gets the placement of a new tensor created from the parameter.
         """
         if (present := self._placed.get(tensor)) is not None:
             return present if tuple(present.shape) == shape else None
@@ -335,11 +338,10 @@ class Wanted:
         return factor if isinstance(factor, DTensor) else None
 
     def _visit(self, name: str, leaf: Callable[[str, bool], Tensor]) -> dict[str, Any] | None:
-        """This rank's state, with tensors from `leaf`; None if the checkpoint has none, so that it starts afresh.
-
-        If a state was saved once for all ranks and is now each rank's own, it begins equal on all ranks. If each rank
-        saved its own and all ranks now have the same, all ranks resume from the state that `merge` returns, or without
-        `merge` from the first rank's.
+        """Return this rank's state, with tensors from `leaf`; None if the checkpoint lacks the state, so that it starts
+        afresh. A state that was saved once for all ranks, but is now separate on each rank, begins equal on all ranks.
+        If each rank saved its own state, but all ranks now share one state, the ranks resume from the result of
+        `merge`, or from the first rank's state if there is no `merge`.
         """
         entry = self.states[name]
         first = self._trees[0]["trees"]
@@ -347,7 +349,7 @@ class Wanted:
         if name in self._shared:
 
             def shared_leaf(path: str) -> Tensor:
-                own = apart_name(path, self.world.rank)  # a buffer that each rank saved itself
+                own = apart_name(path, self.world.rank)  # name of a buffer that each rank saved separately
                 return leaf(own if ranks == self.world.size and own in self.reader.kinds else path, True)
 
             return decode(self._shared[name], shared_leaf)
@@ -363,7 +365,7 @@ class Wanted:
         return entry.merge(states, self.world.rank, self.world.size) if name in self._reads else None
 
     def _own(self, rank: int, name: str, leaf: Callable[[str, bool], Tensor], *, placed: bool) -> dict[str, Any]:
-        """A state that a former rank saved for itself, because its `across` was "own"."""
+        """Return a state that a former rank saved separately, because the state's `across` was "own"."""
         about = self._trees[rank]
         homes = about["homes"]
         return decode(about["trees"]["own"][name], lambda path: leaf(f"{homes.get(path, rank)}:{path}", placed))

@@ -1,4 +1,4 @@
-"""Resume a run: gather the checkpoints that exist, choose one by `decide`, verify it, and load it."""
+"""Resumes a run: gathers the existing checkpoints, chooses a checkpoint by `decide`, verifies it, and loads it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger("shoestring")
 
 
 def resume(checkpointer: Checkpointer, where: str) -> int | None:
-    """Resume from the newest checkpoint of `Tiered` or `Plain` ("auto"), or from the one at a path; a collective.
+    """Resume from the newest checkpoint of `Tiered` or `Plain` ("auto"), or from the checkpoint at a path; a
+    collective.
 
     Args:
-        where: "auto", or the path of a run folder, of its folder of checkpoints, of one checkpoint's folder, or of a
-            file.
+        where: "auto", or the path of a run folder, a folder of checkpoints, the folder of one checkpoint, or a file.
 
     Returns:
         The step after which training continues; None if "auto" finds no checkpoint.
@@ -44,7 +44,7 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
     if where != "auto":
         wish = world.agree(lambda: Wish.of_path(Path(where)))
     host, looks = world.host_of(world.rank), world.local_rank == 0
-    checkpointer.take()  # first, so that no other launch of the run writes checkpoints meanwhile
+    checkpointer.take()  # claim first, so that no other launch of the run writes checkpoints meanwhile
     available = gather(world, group, wish)
     attempts = Attempts(group, checkpointer.files, wish.disk if wish.auto else None, host if looks else None)
     attempts.look()
@@ -78,12 +78,12 @@ def resume(checkpointer: Checkpointer, where: str) -> int | None:
 
 
 def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
-    """Load one state after the other, so that at most one is in memory twice.
+    """Load one state after the other, so that at most one state is in memory twice.
 
     Random number generators come last, because loading the other states may draw random numbers.
 
     Args:
-        source: the checkpoint, for messages.
+        source: name of the checkpoint in messages.
 
     Raises:
         CheckpointError: a state does not fit this run; raised on all ranks.
@@ -95,14 +95,14 @@ def load(checkpointer: Checkpointer, wanted: Wanted, source: str) -> None:
         try:
             if (state := wanted.state(name)) is not None:
                 checkpointer.kept[name].state.load_state_dict(state)
-        except Exception as error:  # a user's `load_state_dict` may raise any error
+        except Exception as error:  # a user's `load_state_dict` may raise any exception
             reason = reason_of(error)
         if reason := next(filter(None, checkpointer.group.all_gather(reason)), ""):
             raise misfit(source, name, reason)
 
 
 def _load(checkpointer: Checkpointer, plan: ResumePlan, wanted: Wanted) -> list[CheckpointId]:
-    """Load a checkpoint, and replay the steps after it whose differences exist; returns the replayed steps."""
+    """Load a checkpoint, and replay the later steps whose differences exist; returns the replayed steps."""
     reload = partial(load, checkpointer, wanted, f"step {plan.step} of `{plan.wish.disk}`")
     reload()
     if not plan.replays or plan.history is None or checkpointer.differences is None:
@@ -126,9 +126,9 @@ def _continue(
     if plan.follows_failure:
         saved_at, now = loaded.about.get("at"), time.time()
         seconds = now - saved_at if isinstance(saved_at, float) and 0 < saved_at < now else 0.0
-        # Use the first rank's clock, so that all ranks plan the same intervals.
+        # Use the time measured by the first rank, so that all ranks plan the same intervals.
         checkpointer.schedule.failed(plan.level, checkpointer.group.all_gather(seconds)[0])
-    forget_peak()  # the peak of memory so far includes memory-mapped files, and says nothing about training
+    forget_peak()  # the peak so far includes memory-mapped files, so it does not describe training
     reached = replayed[-1] if replayed else None
     checkpointer.begin(loaded.checkpoint, {*others, *replayed}, reached)
     if checkpointer.world.local_rank == 0:
@@ -156,13 +156,14 @@ def _continue_from_one_file(checkpointer: Checkpointer, where: str, others: Coll
 
 
 def _go_back(checkpointer: Checkpointer, step: int) -> None:
-    """Record in the folder of checkpoints that `Plain`'s checkpoints of later steps are abandoned."""
+    """Record in the folder of checkpoints that `Plain`'s checkpoints of later steps than `step` are abandoned."""
     folder = Path(checkpointer.settings.folder)
     checkpointer.world.agree(lambda: abandon_after(folder, step) if checkpointer.world.first else None)
 
 
 def _forget(checkpointer: Checkpointer, restored: CheckpointId) -> None:
-    """Free slots that this host filled when it had another index among the hosts, except of the restored checkpoint."""
+    """Free the slots that this host filled when it had another index among the hosts, except for those of the restored
+    checkpoint."""
     with suppress(OSError):
         for path, record in seals_under(checkpointer.folder.parent):
             if path.parent != checkpointer.folder and record.checkpoint != restored:

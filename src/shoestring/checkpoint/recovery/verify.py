@@ -1,7 +1,8 @@
-"""Verify that the chosen checkpoint can be read, before anything is loaded.
+"""Verifies that the chosen checkpoint can be read, before anything is loaded.
 
 The ranks rebuild lost parts from parity, memory-map the other parts, determine which bytes each rank needs, and verify
-these bytes on the hosts that hold them. All ranks agree on the outcome, so that no rank loads alone.
+these bytes on the hosts that hold them. All ranks agree on the result, so that either all ranks load the checkpoint or
+none does.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ log = logging.getLogger("shoestring")
 
 @dataclass(frozen=True)
 class Unusable:
-    """Why the chosen checkpoint cannot be loaded; equal on all ranks."""
+    """The reasons why the chosen checkpoint cannot be loaded; equal on all ranks."""
 
     damaged: Damage = field(default_factory=dict)
     misfit: str = ""
-    """Why the checkpoint cannot be loaded although none of its parts is damaged; empty if parts are damaged."""
+    """Reason why the checkpoint cannot be loaded although no part is damaged; empty if parts are damaged."""
 
 
 def verify(plan: ResumePlan, damaged: Mapping[tuple[int, str], str], checkpointer: Checkpointer) -> Wanted | Unusable:
     """Verify all data that this rank needs of the chosen checkpoint; a collective.
 
     Args:
-        damaged: key of an offer that is known to be damaged -> what is wrong with it.
+        damaged: maps the key of an offer that is known to be damaged to a description of the damage.
     """
     assert plan.checkpoint is not None
     world, group = checkpointer.world, checkpointer.group
@@ -50,7 +51,7 @@ def verify(plan: ResumePlan, damaged: Mapping[tuple[int, str], str], checkpointe
         rebuilt = _rebuild(plan.checkpoint, plan.offers, how, checkpointer)
         if not isinstance(rebuilt, Offer):
             return Unusable(rebuilt)
-        if rebuilt.key in damaged:  # it was rebuilt before, but did not fit into this host's memory
+        if rebuilt.key in damaged:  # the part was rebuilt before, but did not fit into this host's memory
             return Unusable(dict.fromkeys(_parities(plan.offers), "a part rebuilt from it did not fit into memory"))
         offers.append(rebuilt)
     reader = Reader(world, group, offers)
@@ -74,7 +75,7 @@ def verify(plan: ResumePlan, damaged: Mapping[tuple[int, str], str], checkpointe
 def _rebuild(
     checkpoint: CheckpointId, offers: tuple[Offer, ...], how: peer_copies.Rebuild, checkpointer: Checkpointer
 ) -> Offer | Damage:
-    """Rebuild a part in a slot of rank `how.builder`; returns the new offer, or the damaged offers."""
+    """Rebuild a part in a slot of rank `how.builder`; returns the rebuilt part as an offer, or the damaged offers."""
     world, group = checkpointer.world, checkpointer.group
     parts: dict[int, Tensor] = {}
     parities: dict[int, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Write checkpoints to this host's memory, to other hosts' memory and to disk, each at an interval of its own."""
+"""Write checkpoints at three levels, each with its own interval: this host's memory, other hosts' memory, and disk."""

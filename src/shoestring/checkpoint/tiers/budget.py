@@ -1,7 +1,7 @@
-"""Limit how much of a host's memory checkpoints take.
+"""Limits the memory of a host that checkpoints take.
 
-If memory runs short, copies held for other hosts are freed first, then the host's own slots. One copy, from which
-checkpoints are written to disk, is always allowed.
+If memory runs short, copies held for other hosts are freed first, then the host's own slots. One copy of the state,
+from which checkpoints are written to disk, is always allowed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PRIORITIES = {
 
 
 def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> None:
-    """Set a rank's budget of its host's memory: what the user allows, or most of what is free at the peak of a step.
-
-    A collective. A budget that is already set stays, unless the user has set `max_memory_gb`. Slots of an earlier start
-    will be filled again, so their memory counts as free. If the system has killed a process for lack of memory since
-    that start, the run takes half as much from now on.
+    """Set a rank's budget of its host's memory: `max_memory_gb` if the user has set it, else most of the memory that is
+    free at the peak of a step. A collective. Without `max_memory_gb`, a budget that is already set does not change.
+    Slots of an earlier start of the run will be filled again, so their memory counts as free. If the system has killed
+    a process for lack of memory since that start, checkpoints may take at most half of the memory that was free at that
+    start.
     """
     if settings.max_memory_gb:
         world.memory.budget = settings.max_memory_gb * 1e9 / world.local_size
@@ -63,13 +63,12 @@ def share(group: RankGroup, world: World, settings: Tiered, folder: Path) -> Non
 
 
 def _allowed(note: Path) -> float:
-    """Maximum bytes that the checkpoints of all ranks of this host may take.
-
-    If the system has killed a process for lack of memory since an earlier start, this is half of the memory that the
-    earlier start found free.
+    """Return the maximum number of bytes that the checkpoints of all ranks of this host may take. If the system has
+    killed a process for lack of memory since an earlier start, the maximum is half of the memory that was free at that
+    start.
 
     Args:
-        note: file that an earlier start has written, with the free memory and its own maximum.
+        note: file of an earlier start, with the memory that was free and the maximum of that start.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         before = json.loads(read_regular(note, 1 << 16))
@@ -78,9 +77,9 @@ def _allowed(note: Path) -> float:
 
 
 def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
-    """Lease memory for slots; returns an empty string, or why there is no room.
+    """Lease (reserve) memory for slots; returns an empty string, or the reason why there is no room.
 
-    If there is no room, the caller must free the slots and give their lease back.
+    If there is no room, the caller must free the slots and return their lease.
     """
     if memory.take(name, slots * nbytes, _PRIORITIES[name]):
         return ""
@@ -89,7 +88,8 @@ def lacking(memory: HostMemory, name: str, slots: int, nbytes: int) -> str:
 
 
 def called_back(memory: HostMemory, name: str) -> str:
-    """Why the caller must free slots now and give their lease back; empty if nobody else needs the memory."""
+    """Return the reason why the caller must free slots now and return their lease; empty if no other process needs the
+    memory."""
     if name not in memory.called_back:
         return ""
     nbytes = memory.leases[name][0] if name in memory.leases else 0
@@ -97,6 +97,6 @@ def called_back(memory: HostMemory, name: str) -> str:
 
 
 def release(memory: HostMemory) -> None:
-    """Give back all leases of host memory that checkpoints hold."""
+    """Return all leases of host memory that checkpoints hold."""
     for name in _PRIORITIES:
         memory.give(name)

@@ -1,7 +1,7 @@
-"""Compute checksums in a child process.
+"""Computes checksums in a child process, so that the training thread is not delayed.
 
 Threads of the training process would take the global interpreter lock (GIL) once for every chunk, and a checkpoint of
-19 GB has 4,500 chunks. Taking the GIL so often would delay the training thread when it launches kernels on a GPU.
+19 GB has 4,500 chunks. If other threads took the GIL so often, the training thread would launch kernels on a GPU late.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from torch import Tensor
 from shoestring.checkpoint.format import checksum
 from shoestring.processors import processors
 
-PATIENCE = 30.0  # seconds that an answer may take, in addition to the time that `SLOWEST` allows for its bytes
+PATIENCE = 30.0  # seconds for an answer, in addition to the time that `SLOWEST` allows
 SLOWEST = 1e8  # minimum speed in bytes/s at which checksums must be computed
-_END = 5.0  # seconds in which the process must end
+_END = 5.0  # seconds to wait for the process to end
 
 
 def threads_beside(ranks: int) -> int:
-    """Number of threads that a rank may use while it trains: a quarter of its share of the host's processors.
+    """Return the number of threads that a rank may use beside training: a quarter of the rank's share of the host's
+    processors.
 
-    Each chunk takes the global interpreter lock once. More threads would take it so often that the training thread
-    launches kernels late.
+    Threads take the global interpreter lock once per chunk. More threads would take the lock so often that the training
+    thread would launch kernels late.
 
     Args:
         ranks: number of ranks on the host.
@@ -41,12 +42,11 @@ def threads_beside(ranks: int) -> int:
 class ChecksumProcess:
     """Computes the checksums of files in shared memory in a child process, which ends when this process ends.
 
-    Checksums of data that is not in a file are computed in this process, and so are those that the child fails to
-    compute.
+    If data is not in a file, or if the child fails, checksums are computed in this process.
 
     Args:
         threads: number of threads in either process.
-        child: whether to use a child process; it has no benefit for training on a CPU.
+        child: whether to use a child process, which has no benefit for training on a CPU.
     """
 
     def __init__(self, threads: int, *, child: bool = True) -> None:
@@ -55,7 +55,8 @@ class ChecksumProcess:
         self._works = child and bool(sys.executable) and not getattr(sys, "frozen", False)
 
     def sums(self, data: Tensor, file: tuple[Path, int, int] | None) -> list[int]:
-        """The checksum of each chunk of `data` (uint8, 1-d), which is the beginning of `file` (path, device, inode)."""
+        """Compute the checksum of each chunk of `data` (uint8, 1-d), which is the beginning of `file` (path, device,
+        inode)."""
         if self._works and file is not None and len(data):
             try:
                 answer = self._ask([str(file[0]), *file[1:], len(data), self.threads], PATIENCE + len(data) / SLOWEST)
@@ -94,11 +95,11 @@ class ChecksumProcess:
         process.terminate()  # the child has nothing to save
         try:
             process.wait(_END)
-        except subprocess.TimeoutExpired:  # a stopped process, for example
+        except subprocess.TimeoutExpired:  # for example, if the process is stopped
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # the rest of the last request cannot be written
+                with suppress(OSError):  # closing flushes the rest of the last request, which may fail
                     pipe.close()

@@ -1,9 +1,10 @@
-"""The right to write a run's checkpoints, which only one start of the run has at a time.
+"""Claims the right to write a run's checkpoints, which only one start of the run has at a time.
 
-A kernel lock on the folder keeps a second start out as long as the process that holds it exists, even if it is stopped.
-A lock on this host's slots does the same for each process that has mapped them. If hosts share a folder on which locks
-do not work, a start reads the history before it renames or deletes anything, and ends if another start has taken over.
-Checkpoints that it commits after that are never resumed, because the history does not list its epoch.
+A kernel lock on the folder keeps a second start of the run out as long as the process with the lock exists, even if
+that process is stopped. Locks on this host's slots do the same as long as any process has the slots mapped. If hosts
+share a folder on which locks do not work, a start reads the history before it renames or deletes anything, and ends if
+another start has taken over. A run never resumes from checkpoints that the replaced start commits later, because the
+history does not list that start's epoch.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ class Claim:
     def __init__(self, world: World, disk: Disk, memory: Path) -> None:
         self.world, self.disk, self.memory = world, disk, memory
         self.known: History | None = None
-        """The history that the folder held when it was claimed; None if it held none."""
+        """History that was in the folder when the folder was claimed; None if there was none."""
         self.damaged = False
-        """Whether the folder has a history that cannot be read."""
+        """Whether the folder's history exists but cannot be read."""
         self.history: History | None = None
-        """The history of this start, once it has begun."""
+        """The history of this start of the run; None until the start has begun."""
         self.commits = False
         """Whether this rank commits checkpoints to its folder; exactly one of the ranks that share a folder does."""
         self.shared: bool | None = None
-        """Whether all hosts share one folder; None until that is known."""
+        """Whether all hosts share one folder; None until this is known."""
         self.unrecorded = ""
-        """Why the history cannot be written, so that checkpoints in memory could not be resumed; empty if it can."""
+        """Reason why the history cannot be written; without a history, no run could resume from checkpoints in memory.
+        The reason is empty if the history can be written."""
         self.replaced = False
         """Whether another start of the run has taken over the folder."""
         self._token = ""
@@ -61,7 +63,7 @@ class Claim:
         self._presence: Lock | None = None
 
     def take(self, group: RankGroup) -> None:
-        """Claim the folder, unless this start has claimed it before, and read its history.
+        """Claim the folder, unless this start has already claimed it, and read the folder's history.
 
         Raises:
             CheckpointError: a process of another start of the run still exists; raised on all ranks.
@@ -69,7 +71,7 @@ class Claim:
         self._token = self._token or str(group.all_gather(secrets.token_hex(8))[0])
         self._lock_folder(group)
         _agreed(group, tried(self._take_memory) if self.world.local_rank == 0 else None)
-        # The processes of the earlier start are gone. Now each process of this start creates and locks a file.
+        # All processes of earlier starts have ended. Now each process of this start creates and locks a file.
         if self._presence is None or not self._presence.stands:
             with suppress(OSError, ShoestringError):
                 check_private(self.memory, 2)
@@ -82,7 +84,8 @@ class Claim:
         return f"process {os.getpid()} on {socket.gethostname()} {self._token}"
 
     def _lock_folder(self, group: RankGroup) -> None:
-        """Lock each folder of checkpoints by one rank. The first host locks first, as others may share its folder."""
+        """Lock each folder of checkpoints by one of the ranks that share the folder. The first host locks first,
+        because other hosts may share its folder."""
         first = self._grab() if self.world.first else None
         self.unrecorded = str(_agreed(group, first)[0] or "")
         if self.unrecorded:
@@ -97,7 +100,8 @@ class Claim:
         self.unrecorded = next((str(reason) for reason in _agreed(group, problem) if reason), "")
 
     def _sees_first(self) -> bool:
-        """Whether this host has the same folder as the first rank, so that its lock file holds the token."""
+        """Whether this host shares the folder of the first rank, which is so if the lock file contains this start's
+        token."""
         try:
             return self._token.encode() in read_regular(self.disk.folder / LOCK, 1000)
         except OSError:
@@ -107,8 +111,9 @@ class Claim:
         """Lock the folder.
 
         Returns:
-            None if this process has locked the folder. If another process has locked the folder, a list of message and
-            hint, with which all ranks refuse to start. If the folder cannot be locked for another reason, a message.
+            None if this process has locked the folder. If another process has locked the folder, the result is a list
+            of a message and a hint, with which all ranks refuse to start. If the folder cannot be locked for another
+            reason, the result is a message.
         """
         if self._lock is not None and self._lock.stands:
             return None
@@ -124,10 +129,10 @@ class Claim:
         return None
 
     def _take_memory(self) -> list[str] | None:
-        """Wait until no process of an earlier start has this host's slots mapped.
+        """Wait until no process of an earlier start of the run has this host's slots mapped.
 
         Returns:
-            None, or a list of message and hint if such a process still exists.
+            None, or a list of a message and a hint if such a process still exists.
         """
         for path in sorted(self.memory.glob(f"{LOCK}-*")):
             if not path.name.startswith(f"{LOCK}-{self._token}-"):
@@ -141,7 +146,7 @@ class Claim:
         """Begin a start of the run, and write its history.
 
         Args:
-            restored: the checkpoint that the start resumes from, if any.
+            restored: the checkpoint from which the start resumes; None for a new run.
             others: all checkpoints that exist.
         """
         starts = [checkpoint.start for checkpoint in others]
@@ -169,12 +174,12 @@ class Claim:
         self.disk.files.replace(self.disk.folder / HISTORY, self.history.dumps())
 
     def guard(self) -> None:
-        """Raise OSError if another start has taken over. If somebody has emptied the folder, it is claimed again."""
+        """Raise OSError if another start has taken over. If somebody has emptied the folder, claim it again."""
         if not self.commits or self.history is None:
             return
         try:
             current = History.read(self.disk.folder)
-        except CheckpointError:  # a damaged history is treated like a missing one, and written again
+        except CheckpointError:  # treat a damaged history like a missing history, and write it again
             current = None
         if current is not None and current.epoch == self.history.epoch and current.run == self.history.run:
             return
@@ -187,7 +192,8 @@ class Claim:
         raise OSError(errno.ESTALE, "another start of this run has taken over", str(self.disk.folder))
 
     def release(self) -> None:
-        """Release the locks. If this start has not begun, remove its lock file, and the folder if it is then empty."""
+        """Release the locks. If this start has not begun, remove its lock file, and then the folder if the folder is
+        empty."""
         if self._lock is not None:
             self._lock.release(remove=self.history is None)
             if self.history is None:
@@ -195,7 +201,7 @@ class Claim:
                     self.disk.folder.rmdir()
         if self._presence is not None:
             self._presence.release(remove=True)
-            with suppress(OSError):  # fails while other files are in it
+            with suppress(OSError):  # fails while other files are in the folder
                 self.memory.rmdir()
         self._lock = self._presence = None
 
@@ -207,7 +213,8 @@ def newest(group: RankGroup, folder: Path | None) -> tuple[History | None, bool]
         folder: this host's folder of checkpoints, on the rank that reads it; None on other ranks.
 
     Returns:
-        The newest history of the run that most hosts record, if any; and whether all histories are damaged.
+        The newest history of the run that most hosts have recorded, or None; and whether all existing histories are
+        damaged.
     """
     own, damaged = None, False
     if folder is not None:
@@ -226,13 +233,16 @@ def newest(group: RankGroup, folder: Path | None) -> tuple[History | None, bool]
 
 
 def _in_use(folder: Path, error: BlockingIOError) -> list[str]:
-    """Message and hint of the error for a folder that another process has locked."""
+    """Return the message and hint of the error for a folder that another process has locked."""
     process = str(error.strerror).rpartition(" ")[0] or str(error.strerror)
-    return [f"`{folder}` is in use by {process}", "another start of this run still lives: end it, or wait for its end"]
+    return [
+        f"`{folder}` is in use by {process}",
+        "another start of this run is still alive: end it, or wait until it ends",
+    ]
 
 
 def _agreed(group: RankGroup, value: object) -> list[object]:
-    """All-gather a value; if it is a list of message and hint on any rank, raise CheckpointError on all ranks."""
+    """All-gather a value; if any rank's value is a list of message and hint, raise CheckpointError on all ranks."""
     gathered = group.all_gather(value)
     for answer in gathered:
         if isinstance(answer, list):

@@ -1,4 +1,5 @@
-"""Checkpoints on disk. Each is a folder, which is valid once it has its manifest and its final name."""
+"""Stores checkpoints on disk. Each checkpoint is a folder, which is valid once it has its manifest and its final
+name."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from shoestring.storage.guarded import read_regular
 log = logging.getLogger("shoestring")
 
 MANIFEST = "manifest.json"
-LATEST = "latest"  # file that names the newest checkpoint, for people; the code does not use it
-MARK = ".loading-"  # prefix of the counts of attempts to load; see `attempts`
-NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # folder of a checkpoint
-ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # folder that is being written or deleted
-UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # prefixes of an attempt's files; see `attempts`
+LATEST = "latest"  # file that names the newest checkpoint for people; not used by the code
+MARK = ".loading-"  # prefix of files that count attempts to load; see `attempts`
+NAME = re.compile(r"step-\d{8,}-\d{4,}-[0-9a-z]+")  # name of a checkpoint's folder
+ASIDE = re.compile(rf"\.{NAME.pattern}(\.[0-9a-f]{{16}})?\.tmp")  # name of a folder that is being written or deleted
+UNDER_WAY, CRASH = ".shoestring-attempt-", ".shoestring-crash-"  # prefixes of files of an attempt; see `attempts`
 MARKS = re.compile(rf"({'|'.join(map(re.escape, (MARK, UNDER_WAY, CRASH)))})\d+")
 _LEFT = re.compile(r"\.(latest|history\.json)\.[0-9a-f]{8}\.tmp")
 
 
 def _unguarded() -> None:
-    """The `guard` of a folder to which no other start can write; does nothing."""
+    """Do nothing; the `guard` of a folder to which no other start of the run can write."""
 
 
 @dataclass
@@ -42,28 +43,27 @@ class Disk:
     folder: Path
     files: Files
     run: str = ""
-    """Identity of the run, which is part of the names of folders that are not committed yet."""
+    """Identity of the run, which is part of the names of uncommitted folders."""
     guard: Callable[[], None] = _unguarded
-    """Raises OSError if another start has taken over; called before a folder is committed or deleted."""
+    """Raises OSError if another start of the run has taken over; called before a folder is committed or deleted."""
     _rooted: bool = field(default=False, init=False)
 
     def aside(self, checkpoint: CheckpointId) -> Path:
-        """The folder in which a checkpoint is written before it is committed."""
+        """Return the folder into which a checkpoint is written before the commit."""
         return self._aside(checkpoint.name)
 
     def _aside(self, name: str) -> Path:
         return self.folder / (f".{name}.{self.run}.tmp" if self.run else f".{name}.tmp")
 
     def write(self, checkpoint: CheckpointId, parts: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Write parts of a checkpoint, sync them to disk, and read them back to compare their checksums.
-
-        The parts are read back because older checkpoints are deleted once this one is committed.
+        """Write parts of a checkpoint, sync them to disk, and read them back to compare checksums. The parts are read
+        back because older checkpoints are deleted once this checkpoint is committed.
 
         Returns:
-            Name of a part -> its file.
+            A mapping from the name of a part to its file.
 
         Raises:
-            OSError: as `Files.write`; or the disk does not hold the bytes that were written.
+            OSError: as for `Files.write`, or the bytes on disk differ from the bytes that were written.
         """
         aside = self.aside(checkpoint)
         self.files.folder(aside)
@@ -76,10 +76,10 @@ class Disk:
         return entries
 
     def commit(self, record: Record) -> None:
-        """Commit a checkpoint whose parts are written: write the manifest, then give the folder its final name.
+        """Commit a checkpoint whose parts have been written: write the manifest, then give the folder its final name.
 
         Raises:
-            OSError: as `write`. If the folder has its final name nevertheless, the checkpoint is complete.
+            OSError: as for `write`. If the folder has its final name despite the error, the checkpoint is complete.
         """
         aside, final = self.aside(record.checkpoint), self.folder / record.checkpoint.name
         data = record.dumps()
@@ -99,7 +99,7 @@ class Disk:
         """Add notes to a checkpoint that has been committed.
 
         Raises:
-            OSError: as `write`.
+            OSError: as for `write`.
             CheckpointError: the checkpoint's manifest is missing or damaged.
         """
         path = self.folder / record.checkpoint.name / MANIFEST
@@ -108,7 +108,8 @@ class Disk:
         self.files.replace(path, Record(there.checkpoint, there.parts, {**there.notes, **record.notes}).dumps())
 
     def _may_point(self) -> bool:
-        """Whether the file `latest` may be written: it is missing, or this package wrote it and not another program."""
+        """Whether the file `latest` may be written: the file is missing, or was written by this package and not by
+        another program."""
         path = self.folder / LATEST
         if path.is_symlink():
             return False
@@ -120,10 +121,10 @@ class Disk:
             return False
 
     def _root(self) -> None:
-        """Sync all parent folders once, so that a power loss cannot remove the path to the checkpoints."""
+        """Sync all parent folders once, so that no folder on the path to the checkpoints is lost in a power failure."""
         if not self._rooted:
             for above in self.folder.absolute().parents:
-                with suppress(OSError):  # folders that this user may not open
+                with suppress(OSError):  # this user may not be allowed to open some folders
                     self.files.sync(above)
             self._rooted = True
 
@@ -132,9 +133,8 @@ class Disk:
         self.files.remove(self.aside(checkpoint))
 
     def retire(self, folders: Iterable[Path]) -> None:
-        """Delete checkpoints. Each folder first gets the name of an uncommitted one, so half-deleted ones are invalid.
-
-        Symbolic links to checkpoints elsewhere are left alone.
+        """Delete checkpoints. Each folder is first renamed like an uncommitted folder, so that a half-deleted folder is
+        not valid. Symbolic links to checkpoints in other places are not touched.
         """
         for folder in folders:
             with suppress(OSError):
@@ -149,7 +149,7 @@ class Disk:
                 self.files.remove(folder)
 
     def clean(self) -> None:
-        """Remove files of this run's interrupted checkpoints. Only exact names match, so other files are safe."""
+        """Remove files of this run's interrupted checkpoints. Only files whose names match exactly are removed."""
         for path in self.folder.iterdir():
             name = path.name
             if path.is_symlink():
@@ -161,7 +161,7 @@ class Disk:
 
 
 def manifests(folder: Path) -> list[tuple[Path, Record]]:
-    """The committed checkpoints in a folder, the newest first, without those whose manifests are damaged."""
+    """List the committed checkpoints in a folder, with the newest first; omits checkpoints with damaged manifests."""
     records = []
     for path in folder.glob("step-*"):
         if (path / MANIFEST).is_file():
@@ -173,7 +173,8 @@ def manifests(folder: Path) -> list[tuple[Path, Record]]:
 
 
 def checked(folder: Path, record: Record) -> dict[str, Any]:
-    """Read and verify all parts of a checkpoint; returns their number as "parts", and their size as "bytes".
+    """Read and verify all parts of a checkpoint; returns the number of parts as "parts", and their total size as
+    "bytes".
 
     Raises:
         CheckpointError: a part is missing or damaged.

@@ -1,4 +1,5 @@
-"""The file operations with which checkpoints are written, in one class, so that tests can stop, fail or record each."""
+"""Collects the file operations that write checkpoints in one class, so that tests can stop, fail or record each
+operation."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ from shoestring.checkpoint.format.checksum import CHUNK, crc32
 from shoestring.storage.guarded import open_regular, read_regular
 from shoestring.storage.whole import sync_folder
 
-PIECE = 8 << 20  # bytes of one write
-WAIT = 20.0  # seconds to wait for a lock, because the process that holds it may be about to end
+PIECE = 8 << 20  # maximum number of bytes per write
+WAIT = 20.0  # seconds to wait for a lock, because its holder may be about to end
 _TURN = 0.05  # seconds between attempts to lock
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of file systems without locks
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # error numbers of file systems without locks
 
 
 class Files:
-    """File operations; each calls `before` first, which tests override."""
+    """File operations; each operation first calls `before`, which tests override."""
 
     def before(self, act: str, path: Path, data: memoryview | bytes | Path = b"", at: int = 0) -> None:
-        """Do nothing; tests override this to record an operation or to make it fail.
+        """Do nothing; tests override this method to record an operation or make it fail.
 
         Args:
             act: name of the operation that follows.
             data: the data to be written, or the new name for a rename.
-            at: the offset of the data, or the number of bytes to reserve.
+            at: the offset of the data in the file, or the number of bytes to reserve.
         """
 
     def folder(self, path: Path) -> None:
@@ -43,11 +44,12 @@ class Files:
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, data: Tensor | bytes, *, durable: bool = True) -> None:
-        """Write `data` (uint8, 1-d) to a new file: reserve its room on disk, write, and if `durable` sync it.
+        """Write `data` (uint8, 1-d) to a new file: reserve space on disk, write, and, if `durable`, sync the file.
 
         Raises:
-            OSError: no room, no permission, or the device failed; the error names the path. After a failed fsync the
-                file must not be used even if another fsync succeeds, because the kernel may have dropped pages.
+            OSError: there is no room or no permission, or the device failed; the error names the path. After a failed
+                fsync, the file must not be used even if a later fsync succeeds, because the kernel may have dropped
+                pages.
         """
         view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
         self.before("create", path)
@@ -72,31 +74,30 @@ class Files:
             view, at = view[done:], at + done
 
     def reread(self, path: Path, sums: Sequence[int]) -> None:
-        """Read a synced file back, from the device and not from the page cache, and compare its checksums.
+        """Read a synced file back from the device, not from the page cache, and compare checksums.
 
         Raises:
-            OSError: the file does not hold the bytes that were written, or cannot be read.
+            OSError: the file cannot be read, or its bytes differ from the bytes that were written.
         """
         self.before("read", path)
         with open_regular(path) as file, naming(path):
-            _forget(file.fileno())  # otherwise it would be read from the page cache
+            _forget(file.fileno())  # otherwise the file would be read from the page cache
             for checksum in sums:
                 if crc32(file.read(CHUNK)) != checksum:
                     raise OSError(errno.EIO, "it does not hold the bytes that were written", str(path))
             _forget(file.fileno())
 
     def lock(self, path: Path, says: str, wait: float | None = None) -> Lock:
-        """Lock a file for this process alone, and write into the file who holds the lock.
-
-        The kernel releases the lock when the process ends, however it ends. On a file system whose locks do not work
-        between hosts, the lock keeps out only processes of this host; on one without locks, it keeps out none.
+        """Lock a file exclusively for this process, and write into the file who holds the lock. The kernel releases the
+        lock when the process ends for any reason. On a file system whose locks do not work between hosts, the lock
+        excludes only processes on this host; on a file system without locks, it excludes no process.
 
         Args:
-            says: text for the file, which names this process.
+            says: text to write into the file, which names this process.
             wait: seconds to wait for the lock; defaults to `WAIT`.
 
         Raises:
-            BlockingIOError: another process still holds the lock after `wait` seconds; the error names it.
+            BlockingIOError: another process still holds the lock after `wait` seconds; the error names that process.
             OSError: the file cannot be created.
         """
         self.before("lock", path)
@@ -112,11 +113,11 @@ class Files:
                         file.write(says.encode())
                         file.flush()
                         os.fsync(file.fileno())
-                except OSError:  # a full disk, for example
+                except OSError:  # for example, because the disk is full
                     held.release(remove=True)
                     raise
                 return held
-            if held is not None:  # the former holder has removed the file meanwhile: lock a new one
+            if held is not None:  # the former holder has removed the file meanwhile: lock a new file
                 held.release()
             time.sleep(_TURN)
 
@@ -126,7 +127,7 @@ class Files:
         source.rename(target)
 
     def replace(self, path: Path, data: bytes, *, durable: bool = True) -> None:
-        """Write `data` to `path` atomically, so that the file has either its former or its new content."""
+        """Write `data` to `path` atomically, so that the file always has either its former or its new content."""
         aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         try:
             self.write(aside, data, durable=durable)
@@ -139,7 +140,7 @@ class Files:
             raise
 
     def sync(self, folder: Path) -> None:
-        """Sync a folder, so that renamed, created and removed entries survive a power loss."""
+        """Sync a folder, so that renamed, created and removed entries survive a power failure."""
         with naming(folder):
             self.before("sync folder", folder)
             sync_folder(folder)
@@ -150,7 +151,7 @@ class Files:
         path.unlink(missing_ok=True)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder with its content; files that cannot be removed stay, without an error."""
+        """Remove a folder with its content; files that cannot be removed stay, and no error is raised."""
         self.before("remove", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -160,15 +161,16 @@ class Lock:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
-        # Otherwise a forked child, such as a data loader's worker, would hold the lock after this process has ended.
+        # Close the descriptor in forked children. Otherwise a child, such as a data loader's worker, would hold the
+        # lock after this process has ended.
         held = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go(held()))
 
     @classmethod
     def of(cls, path: Path) -> Lock | None:
-        """Lock a file, which is created if it is missing; None if another process holds the lock."""
-        # Try to open the file read-only first, because a file that is open for writing keeps its file system from being
-        # remounted read-only. NFS needs a file that is open for writing for an exclusive lock.
+        """Lock a file, which is created if missing; returns None if another process holds the lock."""
+        # First try to open the file read-only, because a file that is open for writing prevents a read-only remount of
+        # the file system. NFS, however, requires that a file be open for writing to lock it exclusively.
         for mode in (os.O_RDONLY, os.O_RDWR):
             flags = mode | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             held = cls(path, os.open(path, flags, 0o600))
@@ -191,7 +193,7 @@ class Lock:
 
     @property
     def stands(self) -> bool:
-        """Whether this process holds the lock, and the file is still at its path."""
+        """Whether this process still holds the lock and the file is still at its path."""
         try:
             return self.descriptor >= 0 and os.path.samestat(os.fstat(self.descriptor), self.path.lstat())
         except OSError:
@@ -218,7 +220,8 @@ def _forget(descriptor: int) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context that adds the path to an OSError that lacks it, as errors of operations on descriptors do."""
+    """Context manager that adds the path to an OSError without a path, such as an error of an operation on a
+    descriptor."""
     try:
         yield
     except OSError as error:
@@ -227,7 +230,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def tried(work: Callable[[], Any]) -> Any:
-    """Call `work`, and return its result, or the message of an OSError that it raises."""
+    """Call `work`; return its result or, if it raises an OSError, the error's message."""
     try:
         return work()
     except OSError as error:
@@ -235,6 +238,6 @@ def tried(work: Callable[[], Any]) -> Any:
 
 
 def system_error(error: OSError) -> str:
-    """The message of an OSError, with the path that it names."""
+    """Return the message of an OSError, including the path in the error."""
     where = f" `{error.filename}`" if error.filename else ""
     return f"{error.strerror or error}{where}"

@@ -1,7 +1,7 @@
-"""Copy many tensors from a GPU to pinned memory by a single call of CUDA's driver.
+"""Copies many tensors from a GPU to pinned memory by a single call of the CUDA driver.
 
-One call for each tensor would take the driver's lock thousands of times, and the training thread would often wait for
-it before it can launch a kernel.
+One call per tensor would take the driver's lock thousands of times, and the training thread would often have to wait
+for the lock before a kernel launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: use the copy e
 
 
 class Location(ctypes.Structure):
-    """CUDA's CUmemLocation; with all zeros the driver determines the location from the pointer."""
+    """CUDA's struct CUmemLocation; with all zeros, the driver determines the location from the pointer."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -39,7 +39,8 @@ class CopyAttributes(ctypes.Structure):
 
 @cache
 def batched_copy() -> Callable[..., int] | None:
-    """The driver's `cuMemcpyBatchAsync` with CUDA 13's arguments, also for CUDA 12.8; None if the driver lacks it."""
+    """Return the driver's `cuMemcpyBatchAsync` with the arguments of CUDA 13, also for CUDA 12.8; None if the driver
+    lacks this function."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -49,15 +50,15 @@ def batched_copy() -> Callable[..., int] | None:
     earlier: Any = getattr(driver, "cuMemcpyBatchAsync", None)
     if earlier is None:
         return None
-    failed = ctypes.c_size_t()  # output argument: index of the copy that failed; CUDA 13 has dropped it
+    failed = ctypes.c_size_t()  # output argument (index of the failed copy), which CUDA 13 has removed
     return lambda *arguments: earlier(*arguments[:-1], ctypes.byref(failed), arguments[-1])
 
 
 def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
     """Issue copies of all sources to their targets on a stream, which must be this thread's current stream.
 
-    Sources in host memory, such as the state of some optimizers, are copied by torch immediately, because the host may
-    change them without waiting for the stream.
+    torch copies sources in host memory, such as the state of some optimizers, immediately, because the host may change
+    them without waiting for the stream.
     """
     pairs, batched, single = list(zip(targets, sources, strict=True)), [], []
     for pair in pairs:
@@ -71,7 +72,8 @@ def copy_from_gpu(targets: Sequence[Tensor], sources: Sequence[Tensor], stream: 
 
 
 def is_plain(target: Tensor, source: Tensor) -> bool:
-    """Whether a copy only moves bytes from a GPU: same data type, contiguous, no lazy conjugation or negation."""
+    """Whether a copy only moves bytes from a GPU: both tensors have the same data type, are contiguous, and have no
+    lazy conjugation or negation."""
     as_they_lie = target.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg())
     return is_on_gpu(source) and as_they_lie and target.dtype == source.dtype and source.numel() > 0
 
@@ -81,7 +83,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def arguments(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
-    """Arguments of `cuMemcpyBatchAsync` for (target, source) pairs, except for the stream."""
+    """Build the arguments of `cuMemcpyBatchAsync`, except for the stream, from (target, source) pairs."""
     count = len(pairs)
     addresses = ctypes.c_uint64 * count
     attributes = CopyAttributes(order=IN_STREAM_ORDER, flags=BESIDE_KERNELS)

@@ -1,6 +1,6 @@
-"""Replicate sealed checkpoints to other hosts, write them to disk, and delete old ones, in the background.
+"""Replicates sealed checkpoints to other hosts, writes them to disk, and deletes old checkpoints, in the background.
 
-All this runs on one thread with its own process group, in the same order on all ranks.
+This work runs on one thread with its own process group, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ REBUILT = "rebuilt-"
 
 
 def kind_of(reason: str) -> str:
-    """A reason for a failure without its file names, which differ from checkpoint to checkpoint."""
+    """Remove the file names, which differ between checkpoints, from the reason of a failure."""
     return re.sub(r"`[^`]*`", "", reason)
 
 
 @dataclass
 class Standing:
-    """State of the levels: the newest step that is safe at each level, and why a level does not work."""
+    """State of the levels: the newest step that is safe at each level, and the reason if a level does not work."""
 
     speaks: bool
     """Whether this rank logs warnings that concern all ranks."""
     speaks_for_host: bool
-    """Whether this rank logs warnings that concern its host only."""
+    """Whether this rank logs warnings that concern only its host."""
     safe: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
-    """Level -> the newest step of which all ranks have a complete checkpoint there; 0 if none."""
+    """Maps a level to the newest step with a complete checkpoint of all ranks at this level; 0 if there is none."""
     lacking: dict[str, str] = field(default_factory=lambda: dict.fromkeys(LEVELS, ""))
-    """Level -> why it does not work; empty if it does."""
+    """Maps a level to the reason why it does not work; empty if the level works."""
 
     def lacks(self, level: str, reason: str) -> None:
         """Record whether a level works, and warn once for each reason if it does not.
 
         Args:
-            reason: why the level does not work; empty if it works.
+            reason: reason why the level does not work; empty if the level works.
         """
         if reason and kind_of(reason) != kind_of(self.lacking[level]):
             says = self.speaks_for_host if level == MEMORY else self.speaks
@@ -84,7 +84,7 @@ class Keeper:
     schedule: CheckpointSchedule
     standing: Standing
     pinned: Slot | None = None
-    """This rank's slot with the checkpoint of which other hosts hold copies; it must not be refilled."""
+    """This rank's slot with the checkpoint of which other hosts hold copies; this slot must not be refilled."""
 
     def __post_init__(self) -> None:
         self.group = RankGroup.join(self.world, "copying a checkpoint to peers or to disk")
@@ -93,12 +93,12 @@ class Keeper:
         self._thread = BackgroundThread("checkpoint-keep")
         self._keeping: Future[None] | None = None
         self._reads: Slot | None = None
-        self._nbytes = 0  # bytes of the checkpoint that is being copied or written
+        self._nbytes = 0  # size of the checkpoint that is being copied or written, in bytes
         self._left: list[Slot] = []
-        """Slots of earlier starts that this start does not fill; they are freed once a newer checkpoint is safe."""
+        """Slots of earlier starts of the run that this start does not fill; freed once a newer checkpoint is safe."""
 
     def begin(self, history: History, own: list[Slot]) -> None:
-        """Begin a start of the run: find out which checkpoints the slots hold."""
+        """Begin a start of the run: determine which checkpoints the slots hold."""
         for slot in self.held:
             slot.resume(history)
         held = max((slot.checkpoint for slot in self.held if slot.checkpoint), default=None)
@@ -119,14 +119,15 @@ class Keeper:
 
     @property
     def reads(self) -> Slot | None:
-        """The slot that is being read, and must not be filled; None if there is none."""
+        """The slot that is being read and so must not be filled; None if no slot is being read."""
         return None if self.idle else self._reads
 
     def keep(self, sealing: Future[str], slot: Slot, levels: set[str], record: Record) -> None:
         """Start to copy the content of a slot to peers or to disk, once the slot is sealed.
 
         Args:
-            sealing: resolves to an empty text once the slot is sealed, or to why its content must not be used.
+            sealing: future that resolves to an empty text once the slot is sealed, or to the reason why its content
+                must not be used.
             levels: PEERS, DISK or both.
             record: identity and notes of the checkpoint.
         """
@@ -134,7 +135,8 @@ class Keeper:
         self._keeping = self._thread.submit(self._keep, sealing, slot, frozenset(levels), record)
 
     def answer_calls(self) -> None:
-        """Free the copies held for other hosts if other processes need the memory; later copies may lease it again."""
+        """Free the copies held for other hosts if other processes need the memory; later copies may lease the memory
+        again."""
         if self.idle and (reason := budget.called_back(self.world.memory, budget.HELD)):
             self._free_held()
             self.standing.lacks(PEERS, reason)
@@ -159,7 +161,7 @@ class Keeper:
     # -- on the other thread ------------------------------------------------------------------------------------------
 
     def _any(self, reason: str) -> str:
-        """The reason of the first rank that has one; a collective."""
+        """Return the first non-empty reason of all ranks; a collective."""
         return next(filter(None, self.group.all_gather(reason)), "")
 
     def _keep(self, sealing: Future[str], slot: Slot, levels: frozenset[str], record: Record) -> None:
@@ -173,7 +175,7 @@ class Keeper:
             if max(self.standing.safe[PEERS], self.standing.safe[DISK]):
                 while self._left:
                     self._left.pop().close()
-        except (RuntimeError, ConnectionError) as error:  # a rank is lost; the training thread will raise an error
+        except (RuntimeError, ConnectionError) as error:  # a rank is lost; the training thread will also raise an error
             level = PEERS if PEERS in levels else DISK
             self.standing.lacks(level, (str(error).splitlines() or [""])[0])
 
@@ -191,14 +193,15 @@ class Keeper:
                 peer_copies.copy(self.group, local, part, held, checkpoint)
         reason = self._any(held.lacking or slot.lacking)
         self.standing.lacks(PEERS, reason)
-        if reason:  # not all ranks have this copy, so the next one goes here, and the last complete copy stays
+        if reason:  # not all ranks have this copy: overwrite it next, and keep the last complete copy
             held.checkpoint = None
             return
         self.pinned, self.standing.safe[PEERS] = slot, checkpoint.step
         self.schedule.took(PEERS, time.perf_counter() - began)
 
     def _refused(self, slot: Slot, part: Tensor) -> str:
-        """Why no rank sends its part to peers; empty if every rank can send and has room for a copy. A collective."""
+        """Return the reason why no rank sends its part to peers; empty if every rank can send and has room for a copy.
+        A collective."""
         nbytes = max(self.group.all_gather(len(part)))
         if self.settings.redundancy == "parity":
             nbytes = -(-nbytes // (min(self.settings.set_size, self.world.hosts) - 1))
@@ -208,9 +211,8 @@ class Keeper:
         return self._any(slot.lacking or reason)
 
     def _persist(self, slot: Slot, record: Record) -> None:
-        """Write this rank's parts to disk, agree that all ranks have written theirs, and commit the checkpoint.
-
-        If a rank fails, nothing stays on disk, and training continues.
+        """Write this rank's parts to disk, agree that all ranks have written their parts, and commit the checkpoint. If
+        a rank fails, the checkpoint is removed from disk, and training continues.
         """
         began, checkpoint = time.perf_counter(), record.checkpoint
         if self.claim.unrecorded:
@@ -235,9 +237,8 @@ class Keeper:
         self.schedule.took(DISK, time.perf_counter() - began)
 
     def _noted(self, record: Record) -> bool:
-        """Add notes to the checkpoint of this step, which is on disk already; returns whether all ranks succeeded.
-
-        The step is on disk already if the training loop ends right after a checkpoint.
+        """Add notes to the checkpoint of this step, which is already on disk; returns whether all ranks succeeded. This
+        happens if the training loop ends directly after a checkpoint.
         """
         reason = ""
         if self.claim.commits:
@@ -248,7 +249,8 @@ class Keeper:
         return not self._any(reason)
 
     def _commit(self, record: Record, parts_of_ranks: list[Mapping[str, Any]]) -> str:
-        """Commit a checkpoint that all ranks have written; returns on all ranks why that failed, or an empty string."""
+        """Commit a checkpoint that all ranks have written; returns on all ranks an empty string or the reason of a
+        failure."""
         ranks = range(self.world.size)
         if not self.claim.shared:
             host = self.world.rank // self.world.local_size
@@ -264,9 +266,11 @@ class Keeper:
         return reason
 
     def _retire(self, newest: CheckpointId) -> None:
-        """Delete old checkpoints: all but the newest few of the run's history, and abandoned ones.
+        """Delete old checkpoints: all but the newest `keep` checkpoints of the run's history, and abandoned
+        checkpoints.
 
-        Abandoned checkpoints are deleted once their steps have been repeated. Checkpoints of other runs stay.
+        Abandoned checkpoints are deleted once their steps have been repeated. Checkpoints of other runs are not
+        deleted.
         """
         committed = [(path, record.checkpoint) for path, record in manifests(self.disk.folder)]
         assert self.claim.history is not None

@@ -1,9 +1,10 @@
-"""Store a rank's private part redundantly on other hosts, as a copy or as parity, so that it survives its host.
+"""Stores a rank's private part redundantly on other hosts, as a copy or as parity, so that the part survives the loss
+of its host.
 
-A copy is sent to a partner host. Hosts form pairs, which survive more losses of two hosts than a ring does. Parity is
-the XOR code of the SCR library. In a set of N ranks, each rank divides its part of B bytes into N - 1 segments, sends
-one to each of the others, and stores the XOR of the segments that it receives. This takes B / (N - 1) bytes per rank
-instead of B, and the part of any one lost rank can be rebuilt.
+A copy is sent to a partner host. Hosts form pairs, because pairs survive more combinations of two lost hosts than a
+ring does. Parity is the XOR code of the SCR library. In a set of N ranks, each rank divides its part of B bytes into
+(N-1) segments, sends one segment to each of the other ranks, and stores the XOR of the segments that it receives.
+Parity takes B/(N-1) bytes per rank instead of B, and the part of any single lost rank can be rebuilt.
 """
 
 from __future__ import annotations
@@ -22,29 +23,31 @@ from shoestring.checkpoint.tiers.rank_group import PIECE, RankGroup
 from shoestring.checkpoint.tiers.slots import Slot
 
 PARITY = "parity"
-_WORD = 8  # bytes that are XORed at once
-_STRIDE = PIECE // 2  # bytes of a segment that are rebuilt at once
+_WORD = 8  # number of bytes that are XORed at once
+_STRIDE = PIECE // 2  # number of bytes of a segment that are rebuilt at once
 
 
 def partner(host: int, hosts: int) -> int:
-    """The host that holds the copy for `host`. Hosts form pairs; if their number is odd, the last three form a ring."""
+    """Return the host that holds the copy for `host`. Hosts form pairs; if the number of hosts is odd, the last three
+    hosts form a ring."""
     if hosts % 2 and host >= hosts - 3:
         return hosts - 3 + (host - (hosts - 3) + 1) % 3
     return host ^ 1
 
 
 def sets(hosts: int, size: int) -> list[range]:
-    """Divide hosts into sets of at least `size`, as equal as possible; one set if there are fewer hosts."""
+    """Divide hosts into sets of at least `size` hosts, as equal as possible; if there are fewer hosts, they form one
+    set."""
     count = max(1, hosts // size)
     edges = [hosts * index // count for index in range(count + 1)]
     return [range(first, stop) for first, stop in itertools.pairwise(edges)]
 
 
 def copy(group: RankGroup, local: int, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
-    """Send this rank's part to its partner, receive a part into `slot`, and seal it; a collective.
+    """Send this rank's part to its partner, receive another rank's part into `slot`, and seal the slot; a collective.
 
     Raises:
-        ConnectionError: data was damaged on the way to any rank; raised on all ranks.
+        ConnectionError: data was damaged during a transfer to any rank; raised on all ranks.
     """
     hosts, host = group.size // local, group.rank // local
     target = partner(host, hosts) * local + group.rank % local
@@ -53,7 +56,7 @@ def copy(group: RankGroup, local: int, part: Tensor, slot: Slot, checkpoint: Che
     slot.begin()
     room = slot.room(f"{PRIVATE}-{source}", lengths[source])
     group.exchange([(target, part)], [(source, room)])
-    marks = group.all_gather([_mark(part), source, _mark(room)])  # checksums of the sent and the received part
+    marks = group.all_gather([_mark(part), source, _mark(room)])  # checksums of the sent part and the received part
     for holder, (_, owner, mark) in enumerate(marks):
         if mark != marks[owner][0]:
             raise ConnectionError(f"rank {holder} holds a damaged copy of rank {owner}'s state")
@@ -78,18 +81,18 @@ class ParitySet:
 
     @property
     def segment(self) -> int:
-        """Number of bytes of a segment, and of the parity that a rank stores."""
+        """Size of a segment in bytes, which is also the size of the parity that a rank stores."""
         return -(-max(self.lengths) // (len(self.ranks) - 1) // _WORD) * _WORD
 
     def span(self, owner: int, keeper: int) -> tuple[int, int]:
-        """(start, stop) of the segment of rank `owner` that goes into the parity of rank `keeper`."""
+        """Return (start, stop) of the segment of rank `owner` that is included in the parity of rank `keeper`."""
         place = [rank for rank in self.ranks if rank != owner].index(keeper)
         length = self.lengths[self.ranks.index(owner)]
         return min(place * self.segment, length), min((place + 1) * self.segment, length)
 
 
 def parity_set(group: RankGroup, local: int, size: int, part: Tensor) -> ParitySet:
-    """The parity set of this rank, with one rank of each host in the set; a collective."""
+    """Return the parity set of this rank, which has one rank on each host of the set; a collective."""
     marks = group.all_gather([len(part), _mark(part)])
     hosts = next(members for members in sets(group.size // local, size) if group.rank // local in members)
     ranks = tuple(host * local + group.rank % local for host in hosts)
@@ -97,10 +100,11 @@ def parity_set(group: RankGroup, local: int, size: int, part: Tensor) -> ParityS
 
 
 def encode(group: RankGroup, parity: ParitySet, part: Tensor, slot: Slot, checkpoint: CheckpointId) -> Record:
-    """Compute in `slot` the parity that this rank stores for the other ranks of its set, and seal it; a collective.
+    """Compute in `slot` the parity that this rank stores for the other ranks of its set, and seal the slot; a
+    collective.
 
     Raises:
-        ConnectionError: data was damaged on the way to any rank; raised on all ranks.
+        ConnectionError: data was damaged during a transfer to any rank; raised on all ranks.
     """
     slot.begin()
     room = slot.room(f"{PARITY}-{group.rank}", parity.segment)
@@ -116,11 +120,11 @@ def encode(group: RankGroup, parity: ParitySet, part: Tensor, slot: Slot, checkp
 
 
 def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths: dict[int, int]) -> set[int]:
-    """XOR the data that other ranks send into `room`, in messages of `PIECE` bytes.
+    """Exchange data in messages of `PIECE` bytes, and XOR the received data into `room`.
 
     Args:
-        outgoing: rank -> data that this rank sends to it.
-        widths: rank -> bytes that it sends to this rank.
+        outgoing: maps a rank to the data that is sent to it.
+        widths: maps a rank to the number of bytes that it sends to this rank.
 
     Returns:
         The ranks whose data arrived damaged.
@@ -138,7 +142,8 @@ def _xor_in(group: RankGroup, room: Tensor, outgoing: dict[int, Tensor], widths:
 
 
 def xor_(target: Tensor, data: Tensor) -> None:
-    """Compute target ^= data in place, both uint8 of equal length; by words of 8 bytes if both are aligned."""
+    """Compute target ^= data in place for uint8 tensors of equal length, in words of 8 bytes if both tensors are
+    aligned."""
     whole = len(data) // _WORD * _WORD
     if target.data_ptr() % _WORD or data.data_ptr() % _WORD:
         whole = 0
@@ -148,12 +153,12 @@ def xor_(target: Tensor, data: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How the part of a lost rank is rebuilt from its set."""
+    """Describes how the part of a lost rank is rebuilt from the other ranks of its set."""
 
     of: ParitySet
     lost: int
     holders: dict[int, int]
-    """For the other former ranks of the set: former rank -> present rank that holds its part and its parity."""
+    """Maps each other former rank of the set to the present rank that holds its part and its parity."""
     builder: int
     """The present rank that rebuilds the lost part."""
 
@@ -164,22 +169,22 @@ def rebuild(
     """Rebuild a lost part; a collective of all present ranks.
 
     Args:
-        parts: former rank -> its part, for the former ranks whose data this rank holds.
-        parities: former rank -> its parity, for the same ranks.
+        parts: maps each former rank whose data this rank holds to its part.
+        parities: maps the same former ranks to their parities.
         into: memory for the lost part on the builder, (bytes,) uint8; empty on other ranks.
 
     Returns:
-        On the builder, whether the rebuilt part has the lost part's checksum; True on all other ranks.
+        On the builder, whether the rebuilt part has the checksum of the lost part; on all other ranks, True.
 
-    Each holder computes the XOR of its parity and the segments that went into it from the other remaining ranks. The
-    result is the lost rank's segment, which it sends to the builder. No rank sends or receives much more than one part.
-    Segments are processed in strides, and the loop is pipelined: a finished stride is sent to the builder together with
-    the exchange for the next stride. Therefore the loop has one iteration more than there are strides.
+    Each holder computes the XOR of its parity and the segments that the other remaining ranks contributed to this
+    parity. The result is the lost rank's segment, which the holder sends to the builder. No rank sends or receives much
+    more than one part. Segments are processed in strides, and the loop is pipelined: a finished stride is sent to the
+    builder together with the exchange for the next stride. So the loop has one more iteration than there are strides.
     """
     others = [rank for rank in how.of.ranks if rank != how.lost]
     held = [rank for rank in others if how.holders[rank] == group.rank]
     builds = group.rank == how.builder
-    ready = {keeper: parities[keeper][:0] for keeper in held}  # the lost rank's segments in the previous stride
+    ready = {keeper: parities[keeper][:0] for keeper in held}  # segments of the lost rank in the previous stride
     for start in range(0, how.of.segment + _STRIDE, _STRIDE):
         pieces = {keeper: parities[keeper][start : start + _STRIDE].clone() for keeper in held}
         sends, receives, arriving = [], [], []
@@ -201,7 +206,7 @@ def rebuild(
                 sends.append((how.builder, ready[keeper][: stop - first]))
             if builds:
                 receives.append((how.holders[keeper], into[low + first : low + stop]))
-        group.exchange(sends, receives)  # damaged data changes the checksum of the result
+        group.exchange(sends, receives)  # the final checksum detects damaged data
         for buffer, target in arriving:
             xor_(target, buffer)
         ready = pieces
@@ -209,6 +214,7 @@ def rebuild(
 
 
 def pick_builder(present: Sequence[int], busy: Sequence[int]) -> int:
-    """Choose who rebuilds: the first of `present` that holds nothing of the set, or the last if all are `busy`."""
+    """Choose the host that rebuilds: the first of the `present` hosts that is not `busy` because it holds data of the
+    set, or the last if all are busy."""
     free = [rank for rank in present if rank not in busy]
     return free[0] if free else present[-1]

@@ -1,4 +1,5 @@
-"""Checkpoints in a single file: gathered on the first rank, written to a temporary file, synced, and renamed."""
+"""Checkpoints as single files: the state is gathered on the first rank, written to a temporary file, synced, and
+renamed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 NEWEST = "newest-step"
-"""Name of a file with the run's newest step, which exists if the folder also holds later steps that are abandoned."""
+"""Name of the file that records the run's newest step; exists if the folder also contains abandoned checkpoints of
+later steps."""
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 _LEFT = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]+\.tmp")
 
@@ -73,7 +75,8 @@ class Saver:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> bytes:
-        """The content of the file: shards, own states of all ranks, and buffers that differ from the first rank's."""
+        """Gather the content of the file: shards, separate states of all ranks, and buffers that differ from the first
+        rank's buffers."""
         world, shared = self.attachments.world, {}
         own_part: dict[str, dict[str, Any]] = {"own": {}, "buffers": {}}
         for name, entry in self.attachments.kept.items():
@@ -81,7 +84,7 @@ class Saver:
             if entry.across == "own":
                 own_part["own"][name] = state
                 continue
-            if entry.across == "shard" or world.first:  # `pack` gathers shards, which all ranks must call
+            if entry.across == "shard" or world.first:  # all ranks must call `pack`, which gathers shards
                 shared[name] = state
             if buffers := {key: state[key] for key in buffer_names(entry.state) if isinstance(state.get(key), Tensor)}:
                 own_part["buffers"][name] = buffers
@@ -107,10 +110,9 @@ class Saver:
             self._delete(path)
 
     def _delete(self, newest: Path) -> None:
-        """Delete all but the newest few checkpoints.
-
-        Checkpoints of steps after `newest` are damaged or abandoned, so "auto" does not resume from them. Such
-        checkpoints are deleted only if this start has restored a checkpoint; otherwise they may belong to another run.
+        """Delete all but the newest `keep` checkpoints. Checkpoints of steps after `newest` are damaged or abandoned,
+        so "auto" does not resume from them. These checkpoints are deleted only if this start of the run has restored a
+        checkpoint; otherwise they may belong to another run.
         """
         present, newest_on_line = saves(self.folder), _newest(self.folder)
         later = [path for path in present if _step(path) > min(_step(newest), newest_on_line) and path != newest]
@@ -135,10 +137,11 @@ class Restorer:
     folder: Path
 
     def restore(self, where: str) -> bool:
-        """Resume from the newest undamaged checkpoint in the folder ("auto"), or from the file or run folder at a path.
+        """Resume from the newest undamaged checkpoint in the folder ("auto"), or from the file or run folder at the
+        path `where`.
 
         Returns:
-            Whether a checkpoint was found and loaded; only "auto" may find none.
+            Whether a checkpoint was loaded; False is possible only for "auto".
         """
         world = self.world
         owner = self._owner() if where == "auto" else 0
@@ -150,10 +153,8 @@ class Restorer:
         return True
 
     def _owner(self) -> int:
-        """The rank whose host has the newest checkpoint.
-
-        This need not be the first rank: each host may have its own disk, and after a restart hosts may be in another
-        order.
+        """Return the rank whose host has the newest checkpoint. This rank need not be the first rank: each host may
+        have its own disk, and a restart may change the order of hosts.
         """
         world = self.world
         newest_here = continued(self.folder)[:1] if world.local_rank == 0 else []
@@ -161,9 +162,8 @@ class Restorer:
         return newest.index(max(newest))
 
     def _read(self, where: str) -> tuple[Path | None, bytes]:
-        """Path and content of the newest undamaged checkpoint.
-
-        If there is no such checkpoint, "auto" returns (None, b""), and a path raises CheckpointError.
+        """Read the newest undamaged checkpoint; returns its path and content. If there is no such checkpoint, the
+        result is (None, b"") for "auto", and CheckpointError is raised for a path.
         """
         path = Path(where)
         if where == "auto":
@@ -193,11 +193,10 @@ class Restorer:
                     raise misfit(f"`{source}`", name, reason_of(error)) from error
 
     def _part(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
-        """The state for this rank; None if the checkpoint lacks it, or it cannot be adapted to another number of ranks.
-
-        If a state was saved once for all ranks and is now each rank's own, it begins equal on all ranks. If each rank
-        saved its own and all ranks now have the same, all ranks resume from the state that `merge` returns, or without
-        `merge` from the first rank's.
+        """Return the state for this rank; None if the checkpoint lacks the state, or if it cannot be adapted to another
+        number of ranks. A state that was saved once for all ranks, but is now separate on each rank, begins equal on
+        all ranks. If each rank saved its own state, but all ranks now share one state, the ranks resume from the result
+        of `merge`, or from the first rank's state if there is no `merge`.
         """
         entry, world = self.states[name], self.world
         if name in content["shared"]:
@@ -214,7 +213,7 @@ class Restorer:
 
 @dataclass(frozen=True)
 class OneFiles:
-    """Summary of `Plain`'s checkpoints in one host's folder from which "auto" may resume."""
+    """Summary of the checkpoints of `Plain` in one host's folder; abandoned checkpoints are left out."""
 
     newest: str = ""
     """File name of the newest checkpoint; empty if there is none."""
@@ -224,14 +223,15 @@ class OneFiles:
 
 
 def one_files(folder: Path) -> OneFiles:
-    """Read `Plain`'s checkpoints in a folder, from the newest down to the first undamaged one, and summarise them."""
+    """Read the checkpoints of `Plain` in a folder, from the newest back to the first undamaged checkpoint, and
+    summarise them."""
     candidates = continued(folder)
     undamaged = next((_step(path) for path, _ in _undamaged(candidates)), 0)
     return OneFiles(candidates[0].name if candidates else "", len(candidates), undamaged)
 
 
 def _undamaged(paths: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
-    """Read files; yields the path and the content of each undamaged one."""
+    """Read checkpoint files; yields the path and the content of each undamaged file."""
     for path in paths:
         try:
             with open_regular(path) as file:
@@ -257,7 +257,7 @@ def abandon_after(folder: Path, step: int) -> None:
 
 
 def none_in(where: str) -> CheckpointError:
-    """Build the error for a path that the user wants to resume from, but that holds no checkpoint."""
+    """Build the error for a path from which the user wants to resume, but which has no checkpoint."""
     hint = "name the folder of a run's checkpoints, or one of them"
     return CheckpointError(f"`{where}` holds no checkpoint", hint=hint)
 
@@ -265,7 +265,8 @@ def none_in(where: str) -> CheckpointError:
 def _differing(
     first: Mapping[str, Mapping[str, Tensor]], buffers: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """The buffers of a rank that differ from the first rank's: name of the state -> name of the buffer -> buffer."""
+    """Return the buffers of a rank that differ from the first rank's buffers, as a nested mapping from the state's name
+    and the buffer's name."""
     differing = {
         name: {key: value for key, value in of_state.items() if not torch.equal(value, first[name][key])}
         for name, of_state in buffers.items()
@@ -305,7 +306,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def saves(folder: Path) -> list[Path]:
-    """Paths of `Plain`'s checkpoints in a folder, the newest first; none, with a warning, if it cannot be read."""
+    """List the paths of `Plain`'s checkpoints in a folder, with the newest first; warns and returns an empty list if
+    the folder cannot be read."""
     try:
         return sorted((path for path in folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)), reverse=True)
     except OSError as error:
@@ -314,13 +316,14 @@ def saves(folder: Path) -> list[Path]:
 
 
 def continued(folder: Path) -> list[Path]:
-    """Paths of the checkpoints from which "auto" may resume, the newest first; abandoned ones are left out."""
+    """List the paths of the checkpoints from which "auto" may resume, with the newest first; omits abandoned
+    checkpoints."""
     newest = _newest(folder)
     return [path for path in saves(folder) if _step(path) <= newest]
 
 
 def _newest(folder: Path) -> float:
-    """The newest step that is not abandoned, read from the file `NEWEST`; infinite if there is no such file."""
+    """Return the newest step that is not abandoned, from the file `NEWEST`; infinity if there is no such file."""
     try:
         return int(read_regular(folder / NEWEST, 100))
     except (OSError, ValueError):

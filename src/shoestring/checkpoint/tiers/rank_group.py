@@ -18,18 +18,18 @@ from shoestring.checkpoint.format.checksum import crc32
 from shoestring.checkpoint.tiers.waits import PATIENCE, naming
 from shoestring.core.world import World
 
-PIECE = 4 << 20  # bytes of one message
+PIECE = 4 << 20  # maximum size of a message in bytes
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Communication between all ranks, used by one thread at a time; `process_group` is None for a single rank."""
+    """Communicates between all ranks; used by one thread at a time. `process_group` is None for a single rank."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup | None
     purpose: str = "checkpoints"
-    """Purpose of the exchanges, as text for the error of an exchange that fails or times out."""
+    """Purpose of the exchanges, as a text for the error if an exchange fails or times out."""
     patience: float = PATIENCE
     """Seconds after which an exchange times out."""
 
@@ -39,14 +39,15 @@ class RankGroup:
         if world.size == 1:
             return cls(0, 1, None, purpose)
         assert dist.group.WORLD is not None
-        # torchrun gives restarted ranks the store of the ranks that died. torch names groups by a counter that starts
-        # at 0 in every process, so without a random name a group would find the addresses of dead ranks in the store.
+        # torchrun gives restarted ranks the same store as the ranks that died. torch names groups by a counter that
+        # starts at 0 in every process. So a group without a random name would read the addresses of dead ranks from the
+        # store.
         name_groups_from(int.from_bytes(world.broadcast(secrets.token_bytes(4) if world.first else None)) + 1_000_000)
         timeout: timedelta = timeout_of(dist.group.WORLD)
         with naming(f"all ranks to join the group for {purpose}"):
             group = dist.new_group(backend="gloo", timeout=timeout)
             assert isinstance(group, dist.ProcessGroup)
-            dist.barrier(group)  # no rank may destroy the group while others still connect
+            dist.barrier(group)  # no rank may destroy the group while other ranks still connect
         return cls(world.rank, world.size, group, purpose, timeout.total_seconds())
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class RankGroup:
         return f"all ranks, for {self.purpose}"
 
     def all_gather(self, value: object) -> list:
-        """All-gather a value that JSON can express; returns one entry for each rank."""
+        """All-gather a value that JSON can represent; returns one entry for each rank."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_reduce_min(self, values: Sequence[float]) -> Pending:
@@ -76,23 +77,24 @@ class RankGroup:
         return Pending(numbers, work, self._all)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> set[int]:
-        """Exchange contiguous tensors with any ranks at once, in messages of at most `PIECE` bytes with checksums.
+        """Send and receive contiguous tensors to and from any ranks at once, in messages of at most `PIECE` bytes with
+        checksums.
 
-        Two ranks must list the tensors between them in the same order.
+        Both ranks of a pair must list the tensors that they exchange with each other in the same order.
 
         Args:
             sends: (rank to send to, tensor).
             receives: (rank to receive from, tensor to receive into).
 
         Returns:
-            The ranks whose data arrived damaged. No error is raised, because the other ranks do not know of it and
-            continue with their next exchange; the caller must tell them in that one.
+            The ranks whose data arrived damaged. No error is raised, because the other ranks do not know of the damage
+            and continue with their next exchange; the caller must report the damage in that exchange.
         """
         to_self, from_self = ([pair for pair in pairs if pair[0] == self.rank] for pairs in (sends, receives))
         for (_, data), (_, room) in zip(to_self, from_self, strict=True):
             room.copy_(data)
         sends, receives = ([pair for pair in pairs if pair[0] != self.rank] for pairs in (sends, receives))
-        # Post all receives first, so that no sender ever waits for a receiver that is busy with another message.
+        # Post all receives first, so that no sender waits for a receiver that is busy with another message.
         arriving = [(rank, view, torch.zeros(1, dtype=torch.int64)) for rank, view in _messages(receives)]
         works = [
             (dist.irecv(view, rank, group=self.process_group), dist.irecv(mark, rank, group=self.process_group))
@@ -107,7 +109,8 @@ class RankGroup:
         return damaged
 
     def start_exchange(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> Callable[[], None]:
-        """Start to send a contiguous tensor to a rank and to receive one; returns a function that waits for both."""
+        """Start to send a contiguous tensor to a rank and to receive a tensor from a rank; returns a function that
+        waits for both transfers."""
         works = (
             dist.irecv(receive[1], receive[0], group=self.process_group),
             dist.isend(send[1], send[0], group=self.process_group),
@@ -120,7 +123,7 @@ class RankGroup:
         return wait
 
     def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
-        """Send a few messages at a time, so that messages of the training itself can be sent between them."""
+        """Send a few messages at a time, so that training's own messages can be sent in between."""
         window = 2 * len({rank for rank, _ in messages})
         under_way: deque[tuple[int, Sequence[dist.Work | None]]] = deque()
         for rank, view in messages:
@@ -155,7 +158,8 @@ class Pending:
 
 
 def _messages(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Split tensors into messages of `PIECE` bytes, and interleave these, so that all links are busy at once."""
+    """Split tensors into messages of `PIECE` bytes, and interleave the messages of different ranks, so that all links
+    are busy at once."""
     views = [(rank, tensor.reshape(-1).view(torch.uint8)) for rank, tensor in tensors if tensor.numel()]
     longest = max((len(view) for _, view in views), default=0)
     for start in range(0, longest, PIECE):

@@ -1,4 +1,4 @@
-"""Decide after which steps each level saves a checkpoint, from the settings and from measured costs."""
+"""Decides after which steps checkpoints are written at each level, from the settings and from measured costs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PEERS: Final = "peers"
 DISK: Final = "disk"
 LEVELS: Final = (MEMORY, PEERS, DISK)
 
-_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # class of failures from which a level recovers
-_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # interval in steps before costs are measured
+_CLASSES = {MEMORY: "process", PEERS: "host", DISK: "all"}  # class of failures from which each level recovers
+_FIRST = {MEMORY: 4, PEERS: 8, DISK: 16}  # initial interval in steps, until costs are measured
 _RESTART = 15.0  # seconds from a failure until training continues, without the time to read the state
-_SLOWDOWN = 0.1  # assumed fraction by which a checkpoint slows down training, until it is measured
-_LEAST = 0.02  # minimum slowdown: less is noise, and disk wear and traffic for others have a cost too
-_STEPS = 100  # number of newest steps, of each kind, whose trimmed mean is taken
-_MINUTE = 60.0  # seconds of training by which an interval must change to be reported
+_SLOWDOWN = 0.1  # assumed relative slowdown of training during a checkpoint, until the slowdown is measured
+_LEAST = 0.02  # minimum slowdown: lower values are noise, and disk wear and others' traffic also cost
+_STEPS = 100  # number of newest steps, with and without a checkpoint, for the trimmed means
+_MINUTE = 60.0  # minimum change of an interval that is reported, in seconds of training
 _RECENT = 0.2  # weight of the newest measurement in a moving average
 
 
@@ -46,21 +46,23 @@ class CheckpointSchedule:
         self.replays = False
         """Whether differences are recorded, so that steps after a checkpoint in memory can be replayed after a kill."""
         self.lacking: Mapping[str, str] = dict.fromkeys(LEVELS, "")
-        """Level -> why it does not work; empty if it does."""
+        """Maps a level to the reason why it does not work; empty if the level works."""
         self.total = 0
         """Number of steps of the run; 0 if not known."""
         self.rates = Rates()
         self.lost = 0.0
-        """Seconds lost to all failures of the run: for each, from the restored checkpoint until the run resumed."""
+        """Seconds lost to all failures of the run; each failure counts from the restored checkpoint until the run has
+        resumed."""
         self._late: set[str] = set()
-        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # duration of a checkpoint
-        self._stall = 0.0  # seconds for which a checkpoint stops training
+        self._seconds = {MEMORY: 0.0, PEERS: 0.0, DISK: 0.0}  # average duration of a checkpoint, by level
+        self._stall = 0.0  # average seconds for which a checkpoint stops training
         self._steps = {beside: deque[float](maxlen=_STEPS) for beside in (False, True)}
-        """Durations of the newest steps in seconds: under True those during which a checkpoint was being made."""
+        """Durations of the newest steps in seconds; the key True is for steps during which a checkpoint was being
+        written."""
         self._newest = 0.0  # time at which the newest step ended, in seconds
-        self._observed = 0  # step up to which the time without failures has been added to `rates`
+        self._observed = 0  # step up to which failure-free time has been added to `rates`
         self.outlives = True
-        """Whether checkpoints in memory survive the end of their processes, on all ranks."""
+        """Whether, on all ranks, checkpoints in memory survive the end of their processes."""
         self._announced: dict[str, int] = {}  # the intervals that were last reported to the user
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -69,8 +71,8 @@ class CheckpointSchedule:
         """Record the end of a step.
 
         Args:
-            now: time in seconds.
-            beside: whether a checkpoint was being made during the step.
+            now: current time in seconds.
+            beside: whether a checkpoint was being written during the step.
         """
         if self._newest:
             self._steps[beside].append(now - self._newest)
@@ -86,29 +88,31 @@ class CheckpointSchedule:
         self._seconds[level] = _mixed(self._seconds[level], seconds)
 
     def seconds(self, level: str) -> float:
-        """Average duration of a checkpoint at a level in seconds; 0 if there was none yet."""
+        """Return the average duration of a checkpoint at a level in seconds; 0 if there was no checkpoint yet."""
         return self._seconds[level]
 
     def costs(self) -> list[float]:
-        """The costs that this rank has measured, in seconds; the ranks agree on the maximum of each."""
+        """Return the costs that this rank has measured, in seconds; the ranks agree on the maximum of each cost."""
         return [*map(_middle, self._steps.values()), self._stall, *self._seconds.values()]
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> set[str]:
-        """The levels that are to save after this step, by their intervals or because an earlier checkpoint is late."""
+        """Return the levels at which a checkpoint is due after this step, by the interval or because an earlier
+        checkpoint was postponed."""
         return {level for level in LEVELS if self.steps[level] and step % self.steps[level] == 0} | self._late
 
     def postpone(self, levels: set[str]) -> None:
-        """Make a checkpoint at these levels after the next step at which that is possible."""
+        """Postpone the checkpoints at these levels to the next step at which a checkpoint is possible."""
         self._late |= levels
 
     def done(self, levels: set[str]) -> None:
-        """Record that checkpoints at these levels are being made, so that they are no longer late."""
+        """Record that checkpoints at these levels are being written, so that they are no longer postponed."""
         self._late -= levels
 
     def agreed(self, costs: Sequence[float], step: int) -> None:
-        """Plan new intervals from costs that the ranks have agreed on; levels without a measured cost keep theirs.
+        """Plan new intervals from costs on which the ranks have agreed; levels without a measured cost keep their
+        intervals.
 
         Args:
             costs: the maxima of `costs` over all ranks.
@@ -127,7 +131,7 @@ class CheckpointSchedule:
         self._reach()
 
     def _reach(self) -> None:
-        """Limit planned intervals, so that recorded differences always reach back to the newest checkpoint."""
+        """Limit planned intervals, so that differences are always available from the newest checkpoint on."""
         most = self.settings.differences // 2  # half, because completing a checkpoint on all ranks takes some steps
         for level in (MEMORY, *([PEERS] if self.settings.differences_on == "peers" else [])):
             if most and level in self.auto:
@@ -152,14 +156,15 @@ class CheckpointSchedule:
         ]
 
     def drop(self, *levels: str) -> None:
-        """Turn levels off; all ranks must do so at the same step."""
+        """Turn levels off; all ranks must call this method at the same step."""
         self.steps |= dict.fromkeys(levels, 0)
         self.auto = [level for level in self.auto if level not in levels]
         self.has_peers = self.has_peers and PEERS not in levels
         self._late -= {*levels}
 
     def failed(self, level: str, seconds: float) -> None:
-        """Count a failure after which the run has resumed from this level, and the seconds that it cost."""
+        """Count a failure after which the run has resumed from this level, and add the seconds that the failure
+        cost."""
         self.rates.observe(0.0, **{_CLASSES[level]: 1})
         self.lost += seconds
 
@@ -172,9 +177,8 @@ class CheckpointSchedule:
     # -- reporting ----------------------------------------------------------------------------------------------------
 
     def news(self) -> str:
-        """The text of `survives` if the user should be told again, otherwise an empty string.
-
-        The user is told once all levels are measured, and again whenever an interval has changed much.
+        """Return the text of `survives` if it should be logged, otherwise an empty string. The text is logged once all
+        levels are measured, and again whenever an interval has changed much.
         """
         measured = self._steps[False] and all(self._seconds[level] or not self.steps[level] for level in self.auto)
         if not measured or not any(map(self._changed, self.auto)):
@@ -183,7 +187,8 @@ class CheckpointSchedule:
         return self.survives()
 
     def _changed(self, level: str) -> bool:
-        """Whether an interval was never reported, or has since changed by a factor of 2 and by a minute or more."""
+        """Whether an interval was never reported, or has changed since the last report by a factor of 2 or more and by
+        at least a minute."""
         steps, announced = self.steps[level], self._announced.get(level)
         if announced is None:
             return True
@@ -193,7 +198,8 @@ class CheckpointSchedule:
         )
 
     def survives(self) -> str:
-        """One line for the user: which failures the run survives, and how many steps each of them costs, if known."""
+        """Return one line for the user: which failures the run survives, and how many steps each kind of failure costs,
+        if known."""
         promises, no_step = [], f"at most the newest step repeated: {self.settings.differences} are replayed"
         works = {level: self.steps[level] > 0 and not self.lacking[level] for level in LEVELS}
         works[MEMORY] &= self.outlives
@@ -215,9 +221,8 @@ class CheckpointSchedule:
         return "; ".join([*promises, "to disk at the end and on a signal"])
 
     def _often(self, level: str) -> str:
-        """Text on what a failure costs at a level: how many steps are repeated.
-
-        These steps are one interval, and the steps during which the next checkpoint is still being made.
+        """Return a text on the cost of a failure at a level: the number of steps that are repeated. These are the steps
+        of one interval, and the steps during which the next checkpoint is still being written.
         """
         short, most = "at the end only, because the run is short", self.steps[level]
         if level not in self.auto:
@@ -240,12 +245,12 @@ class CheckpointSchedule:
 
 
 def _middle(values: Iterable[float]) -> float:
-    """Trimmed mean, without the highest and the lowest tenth of the values; 0 if there are none."""
+    """Return the trimmed mean, without the highest and the lowest tenth of the values; 0 if there are no values."""
     ordered = sorted(values)
     cut = len(ordered) // 10
     return fmean(ordered[cut : len(ordered) - cut] or [0.0])
 
 
 def _mixed(before: float, now: float) -> float:
-    """The new value of a moving average; the first measurement is taken as it is."""
+    """Return the new value of a moving average; the first measurement is used unchanged."""
     return now if not before else (1 - _RECENT) * before + _RECENT * now

@@ -1,8 +1,9 @@
-"""Slots: checkpoints in a host's shared memory, which survive the processes that wrote them, but not the host.
+"""Slots hold checkpoints in a host's shared memory, which survives the processes that wrote the checkpoints, but not
+the host.
 
-A slot has a file for each kind of part, and a seal. The files are mapped once and filled again and again, because
+A slot has a file for each kind of part, and a seal. The files are mapped once and refilled many times, because
 allocating new pages takes eight times as long as a copy. The seal is a record of the parts, which is written once all
-files are complete, and removed before they are filled again.
+files are complete, and removed before the files are refilled.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     from shoestring.checkpoint import Tiered
     from shoestring.core.world import World
 
-ROUND = 1 << 20  # file lengths in bytes are rounded up to this, so that growing state rarely needs a new file
+ROUND = 1 << 20  # file lengths are rounded up to a multiple of this, so that growing state rarely needs a new file
 SEAL = ".seal"
 _LEVELS = 3  # number of nested folders for slots: the user's, the run's, and the host's
 
 
 def slots_folder(settings: Tiered, world: World, *, make: bool = True) -> Path:
-    """The folder of this host's slots, named by user, run (a hash of its folder of checkpoints) and index of the host.
-
-    If the folder cannot be created, no error is raised here; the memory level is then turned off with a warning.
+    """Return the folder of this host's slots, named by user, run (a hash of its folder of checkpoints) and index of the
+    host. If the folder cannot be created, this function raises no error; later, the memory level is turned off with a
+    warning.
 
     Raises:
-        ShoestringError: the folder is another user's, or others may write to it.
+        ShoestringError: the folder belongs to another user, or other users may write to it.
     """
     run = hashlib.sha256(os.fsencode(Path(settings.folder).resolve())).hexdigest()[:16]
     host = world.rank // world.local_size
@@ -56,11 +57,12 @@ def check_private(folder: Path, levels: int = _LEVELS, *, make: bool = True) -> 
     """Create a folder in memory, and check that only this user can write to it and to the folders above it.
 
     Args:
-        levels: number of folders at the end of the path that must be this user's: 3 for a host's slots, 2 for a run's.
-        make: create the folders that are missing.
+        levels: number of folders at the end of the path that must belong to this user: 3 for a host's folder of slots,
+            2 for a run's folder.
+        make: whether to create missing folders.
 
     Raises:
-        ShoestringError: a folder is another user's, or others may write to it.
+        ShoestringError: a folder belongs to another user, or other users may write to it.
         OSError: the folder cannot be created.
     """
     private_folder(folder.parents[levels - 1], *folder.parts[-levels:], make=make)
@@ -68,25 +70,25 @@ def check_private(folder: Path, levels: int = _LEVELS, *, make: bool = True) -> 
 
 @dataclass(eq=False)
 class Room:
-    """Memory for a part, and the views of its pieces, which the next checkpoint can usually use again."""
+    """Memory for a part, and the views of its pieces, which the next checkpoint can usually reuse."""
 
     data: Tensor
     """The memory as a tensor: uint8, 1-d."""
     file: tuple[Path, int, int] | None = None
-    """Path, device and inode of the file that is mapped; None for this process's own memory."""
+    """Path, device and inode of the mapped file; None if the memory is this process's own."""
     _form: Form | None = None
     _start: int = 0
     _places: list[Tensor] = field(default_factory=list)
 
     def places(self, form: Form, start: int) -> list[Tensor]:
-        """Views of the pieces of a layout, in a part whose header ends at byte `start`."""
+        """Return views of the pieces of a layout, in a part whose header ends at byte `start`."""
         if self._form is not form or self._start != start:
             self._form, self._start, self._places = form, start, form.views(self.data[start:])
         return self._places
 
     @property
     def stands(self) -> bool:
-        """Whether the mapped file is still at its path, where a later process will look for it."""
+        """Whether the mapped file is still at its path, where a later process will search for it."""
         if self.file is None:
             return True
         path, *file = self.file
@@ -104,13 +106,14 @@ class Slot:
     stem: Path
     files: Files
     sums: Callable[[Tensor, tuple[Path, int, int] | None], list[int]] = lambda data, _: sums(data)
-    """(bytes, file) -> checksums of the bytes; the file they are mapped from as (path, device, inode), or None."""
+    """Function that computes the checksums of bytes, given the bytes and their mapped file as (path, device, inode), or
+    None without a file."""
     checkpoint: CheckpointId | None = None
-    """The checkpoint in the slot; None if its content is not complete."""
+    """The checkpoint in the slot; None if the slot's content is not complete."""
     lacking: str = ""
-    """Why the content will not survive the end of the process; empty if it will."""
+    """Reason why the content will not survive the end of the process; empty if the content will survive."""
     order: object = None
-    """The `CopyOrder` of the stager for this slot, valid as long as the slot keeps its memory."""
+    """The stager's `CopyOrder` for this slot, valid as long as the slot keeps its memory."""
     _no_room: str = ""
     _rooms: dict[str, Room] = field(default_factory=dict)
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -120,9 +123,8 @@ class Slot:
         return self.stem.with_name(self.stem.name + SEAL)
 
     def begin(self) -> None:
-        """Remove the seal, so that the content of the slot is no longer valid and may be overwritten.
-
-        If the seal cannot be removed, the files stay as they are, and this process's own memory is used instead.
+        """Remove the seal, so that the content of the slot is no longer valid and may be overwritten. If the seal
+        cannot be removed, the files are not changed, and this process's own memory is used instead.
         """
         self.checkpoint = None
         self._parts = {}
@@ -138,10 +140,9 @@ class Slot:
         self.order = None
 
     def resume(self, history: History) -> None:
-        """Keep the slot's content if it is part of the run's history; otherwise remove its seal.
-
-        Older checkpoints are kept too. A checkpoint of which peers hold copies is needed if a host is lost before the
-        next checkpoint.
+        """Keep the slot's content if its checkpoint is part of the run's history; otherwise remove the seal.
+        Checkpoints older than the restored checkpoint are kept too. The reason is that peers may hold copies of an
+        older checkpoint, which the run needs if a host is lost before the next checkpoint.
         """
         record = sealed(self.seal_path)
         if record is not None and history.holds(record.checkpoint):
@@ -150,10 +151,9 @@ class Slot:
             self.begin()
 
     def room(self, part: str, nbytes: int) -> Tensor:
-        """Memory for a part: (nbytes,) uint8, mapped from the slot's file.
-
-        If the host's shared memory is full, the result is this process's own memory, from which the part can be written
-        to disk, but which does not survive the process.
+        """Return memory for a part, uint8 with shape (nbytes,), mapped from the slot's file. If the host's shared
+        memory is full, the result is this process's own memory. From this memory, the part can still be written to
+        disk, but the memory does not survive the process.
         """
         self._parts[part] = self._room(part.partition("-")[0], nbytes).data[:nbytes]
         return self._parts[part]
@@ -162,7 +162,7 @@ class Slot:
         """Allocate memory for parts ahead of time. The slot must be empty.
 
         Args:
-            sizes: name of a part -> its size in bytes.
+            sizes: maps the name of a part to its size in bytes.
         """
         for part, nbytes in sizes.items():
             self._room(part.partition("-")[0], nbytes)
@@ -174,7 +174,7 @@ class Slot:
         return room
 
     def begin_part(self, part: str, draft: Draft) -> list[Tensor]:
-        """Write a part's header; returns views to copy its pieces into, in the draft's order."""
+        """Write a part's header; returns the views into which to copy the part's pieces, in the draft's order."""
         draft.begin(self.room(part, draft.nbytes))
         return self._rooms[part.partition("-")[0]].places(draft.form, len(draft.header))
 
@@ -188,7 +188,7 @@ class Slot:
             self.files.before("reserve", path)
             with open_regular(path, private=True, write=True) as file:
                 status = os.fstat(file.fileno())
-                if status.st_blocks * 512 < nbytes:  # an earlier process may have reserved the file
+                if status.st_blocks * 512 < nbytes:  # unless an earlier process has already reserved the file's pages
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 return Room(mapped(file, nbytes, writable=True), (path, status.st_dev, status.st_ino))
         except ShoestringError as error:
@@ -207,7 +207,7 @@ class Slot:
         return self._rooms[key].file if key in self._rooms else None
 
     def seal(self, checkpoint: CheckpointId, notes: Mapping[str, Any] | None = None) -> Record:
-        """Compute the checksums of the slot's content, and write the seal; returns the record in it."""
+        """Compute the checksums of the slot's content, and write the seal; returns the record in the seal."""
         parts = {
             name: Entry(self._path(key).name, len(data), tuple(self.sums(data, self._file(key))))
             for name, data in self._parts.items()
@@ -231,14 +231,14 @@ class Slot:
         return self.seal_path.exists() and all(room.stands for room in self._rooms.values())
 
     def parts(self, kinds: Iterable[str]) -> dict[str, Tensor]:
-        """The parts of these kinds in the slot: name -> bytes."""
+        """Return the parts of these kinds in the slot, as a mapping from name to bytes."""
         return {name: data for name, data in self._parts.items() if name.partition("-")[0] in kinds}
 
     def close(self, reason: str = "") -> None:
-        """Remove the slot's files, also those of earlier processes.
+        """Remove the slot's files, including files of earlier processes.
 
         Args:
-            reason: if given, why the slot uses this process's own memory from now on.
+            reason: reason why the slot uses this process's own memory from now on; empty if it does not.
         """
         self.begin()
         with suppress(OSError):
@@ -256,27 +256,27 @@ class Sealed(NamedTuple):
     lasts: bool = True
     """Whether the newest sealed checkpoint survives the end of the process."""
     since: int = 0
-    """Step from which on all sealed checkpoints survive the end of the process."""
+    """All checkpoints sealed since this step survive the end of the process."""
 
     def then(self, step: int, lasts: bool) -> Sealed:
-        """The summary after the checkpoint of a further step is sealed."""
+        """Return the summary after the checkpoint of another step has been sealed."""
         return Sealed(step, lasts, self.since if self.lasts and lasts else step)
 
 
 def oldest(slots: Sequence[Slot]) -> Slot:
-    """The slot to fill next: an empty one if there is any, otherwise the one with the oldest checkpoint."""
+    """Return the slot to fill next: an empty slot if there is one, otherwise the slot with the oldest checkpoint."""
     return min(slots, key=lambda slot: (slot.checkpoint is not None, slot.checkpoint or ()))
 
 
 def seals(folder: Path) -> Iterator[tuple[Path, Record]]:
-    """The undamaged seals in a folder of slots, as (path, record)."""
+    """Yield the undamaged seals in a folder of slots, as (path, record)."""
     for path in sorted(folder.glob(f"*{SEAL}")):
         if (record := sealed(path)) is not None:
             yield path, record
 
 
 def sealed(path: Path) -> Record | None:
-    """The record in a seal; None if the seal is missing, is damaged, or names files of another slot."""
+    """Read the record in a seal; returns None if the seal is missing, is damaged, or names files of another slot."""
     try:
         record = Record.read(path, private=True)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Copy a job's state into a slot.
+"""Copies a job's state into a slot.
 
 Weights and optimizer state are copied during the next forward and backward pass ("the next pass"), which does not
 change them. All other tensors are copied immediately.
@@ -36,13 +36,13 @@ from shoestring.core.trace import span
 from shoestring.core.world import World
 
 T = TypeVar("T")
-BATCH = 16 << 20  # bytes that are copied before checking again whether training waits for the copy
+BATCH = 16 << 20  # bytes to copy between checks whether training waits for the copy
 PATIENCE = 0.05  # maximum seconds that a batch waits for more urgent copies
 
 
 @dataclass
 class Copies:
-    """Copies to do: each source tensor to the target at the same index."""
+    """Pending copies: each source tensor is copied to the target at the same index."""
 
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
@@ -68,14 +68,15 @@ class Copies:
 
 
 class CopyOrder:
-    """The targets of all sources in a slot, and which sources are copied immediately.
+    """The targets of all source tensors in a slot, and which sources are copied immediately.
 
-    The order is used again for the slot's next checkpoint, unless a source that is copied during the next pass has
-    moved to another address.
+    The order is reused for the slot's next checkpoint, unless a source that is copied during the next pass has moved to
+    another address.
 
     Args:
         places: targets of the sources, as one list for each part.
-        stable: addresses of storages that do not change during the next pass, so that they can be copied meanwhile.
+        stable: addresses of storages that do not change during the next pass, so that they can be copied during that
+            pass.
     """
 
     def __init__(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], stable: Collection[int]) -> None:
@@ -89,7 +90,7 @@ class CopyOrder:
     def holds(self, places: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> bool:
         """Whether this order is still valid for these targets and sources.
 
-        If the lists of targets are the same objects, names and shapes of the sources are the same too.
+        If the lists of targets are the same objects, then names and shapes of the sources have not changed either.
         """
         return (
             len(places) == len(self._places)
@@ -98,13 +99,13 @@ class CopyOrder:
         )
 
     def copies(self, sources: Sequence[Tensor]) -> tuple[Copies, Copies]:
-        """The copies to do immediately, and the copies to do during the next pass."""
+        """Return the copies to do immediately, and the copies to do during the next pass."""
         now, later = ([sources[index] for index in indices] for indices in (self._now, self._later))
         return Copies(self._to_now, now), Copies(self._to_later, later)
 
 
 class Content:
-    """The trees and tensors of all states of a job, without copying a tensor.
+    """The trees and tensors of all states of a job; no tensor is copied.
 
     Raises:
         CheckpointError: a state cannot be saved.
@@ -115,11 +116,14 @@ class Content:
         self.tensors: list[Tensor] = []
         self.kept = states
         self.trainers: dict[str, tuple[int, ...]] = {}
-        """Path of a tensor, or of the mapping that it is in -> the ranks that train it, where not all do."""
+        """Maps the path of a tensor, or of the mapping that contains it, to the ranks that train the tensor; only for
+        tensors that not all ranks train."""
         self.orders: dict[str, ShardOrder] = {}
-        """Parameter, as a step of a path -> the order of its DTensors, where they have another one."""
+        """Maps a parameter's name, escaped as a step of a path, to the shard order of its DTensors; only for parameters
+        with an unusual order."""
         self.outline: list[tuple[Any, ...]] = []
-        """For each tensor: whether it belongs to an "own" state, its path, data type and shape; a DTensor's placement.
+        """For each tensor: whether the tensor belongs to an "own" state, its path, data type and shape, and, for a
+        DTensor, its mesh and placement.
         """
         for name, entry in states.items():
             leaves: dict[str, Tensor] = {}
@@ -137,7 +141,7 @@ class Content:
 
 
 class Frame:
-    """Layout of this rank's parts; used again for the next checkpoint if the outline of the content is the same."""
+    """Layout of this rank's parts; reused for the next checkpoint if the outline of the content is the same."""
 
     def __init__(self, content: Content, world: World) -> None:
         self.outline = content.outline
@@ -147,7 +151,8 @@ class Frame:
             for buffer in buffer_names(entry.state)
         }
         self.homes: dict[str, int] = {}
-        """Path of a tensor in an "own" state -> the rank in its name; for a DTensor, the first rank of its mesh."""
+        """Maps the path of a tensor in an "own" state to the rank in the tensor's name; for a DTensor, this is the
+        first rank of its mesh."""
         leaves, indices = list[Leaf](), dict[str, int]()
         for index, ((own, path, *_), tensor) in enumerate(zip(self.outline, content.tensors, strict=True)):
             holders = content.trainers.get(path) or content.trainers.get(path.rpartition("/")[0]) or range(world.size)
@@ -164,7 +169,8 @@ class Frame:
     def _leaves(
         self, own: bool, path: str, tensor: Tensor, rank: int, holders: Sequence[int], order: ShardOrder | None
     ) -> list[Leaf]:
-        """The leaves of a tensor that the ranks `holders` have, with the name under which the tensor is saved."""
+        """Return the leaves of a tensor that the ranks `holders` hold, with the name under which the tensor is
+        saved."""
         apart = own or (path in self._buffers and not isinstance(tensor, DTensor))
         name = apart_name(path, rank) if apart else path
         if own:
@@ -173,7 +179,7 @@ class Frame:
         return leaves_of(name, tensor, (rank,) if apart else holders, order)
 
     def drafts(self, content: Content, about: Mapping[str, Any]) -> dict[str, Draft]:
-        """The drafts of this rank's parts, by name, for content with this outline."""
+        """Return the drafts of this rank's parts, by name, for content with this outline."""
         with torch.no_grad():
             data = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in content.tensors]
             drafts = {}
@@ -190,12 +196,13 @@ class Frame:
 
 
 def orders_of(state: object) -> dict[str, ShardOrder]:
-    """Parameter, as a step of a path -> the order of its DTensors in all states."""
+    """Map each parameter's name, escaped as a step of a path, to the shard order of its DTensors in all states."""
     return {step(name): order for name, order in state.orders.items()} if isinstance(state, ModelState) else {}
 
 
 def holders_of(name: str, state: object) -> dict[str, tuple[int, ...]]:
-    """Path of a parameter, or of the mapping of its state -> the ranks that have it, where not all do."""
+    """Map the path of a parameter, or of the mapping with its optimizer state, to the ranks that have it; only for
+    parameters that not all ranks have."""
     match state:
         case ModelState():
             return {f"{root(name)}/{step(parameter)}": ranks for parameter, ranks in state.holders.items()}
@@ -205,8 +212,9 @@ def holders_of(name: str, state: object) -> dict[str, tuple[int, ...]]:
 
 
 def buffer_names(state: object) -> list[str]:
-    """Names of a module's buffers in its state, which may differ between replicas (statistics of batch norms)."""
-    if isinstance(state, ModelState):  # its names do not depend on wrappers of the model
+    """Return the names of a module's buffers in its state. Buffers, such as the statistics of batch norms, may differ
+    between replicas."""
+    if isinstance(state, ModelState):  # names in this state do not depend on wrappers of the model
         return [own_name(state.model, name) for name in _buffers(state.model)]
     return list(_buffers(state)) if isinstance(state, nn.Module) else []
 
@@ -216,15 +224,15 @@ def _buffers(model: nn.Module) -> Iterator[str]:
 
 
 def apart_name(path: str, rank: int) -> str:
-    """The name of a rank's version of a tensor that may differ between ranks, in a state that is otherwise equal.
-
-    The first rank's version has the plain name, because it is exported, and used if the number of ranks has changed.
+    """Return the name of a rank's version of a tensor that may differ between ranks, although its state is otherwise
+    equal on all ranks. The first rank's version has the plain name, because this version is exported, and is used if
+    the number of ranks has changed.
     """
     return f"{rank}:{path}" if rank else path
 
 
 def home(tensor: Tensor, rank: int) -> int:
-    """The rank that is part of the name of a tensor in an "own" state."""
+    """Return the rank that is part of the name of a tensor in an "own" state."""
     return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else rank
 
 
@@ -232,18 +240,19 @@ def home(tensor: Tensor, rank: int) -> int:
 class Stager:
     """Fills one slot at a time: `start` begins the copy, and `finish` waits for it before training changes a tensor.
 
-    One thread copies. A second thread does the work that follows a copy, so that the next copy need not wait for it.
+    One thread copies. A second thread does the work that follows a copy, so that the next copy need not wait for this
+    work.
     """
 
     world: World
     stable: Callable[[], set[int]]
     """Returns the storage addresses of tensors that stay unchanged until the next optimizer step."""
     overlap: bool
-    """Whether to copy these tensors during the next pass, instead of immediately."""
+    """Whether to copy unchanged tensors during the next pass instead of immediately."""
     _frame: Frame | None = None
     _began: float = 0.0
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=4))
-    """For the newest copies: seconds from the start of the copy until the training thread waited for it."""
+    """Seconds from the start of each of the newest copies until the training thread waited for the copy."""
     _copier: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-copy"))
     _follower: BackgroundThread = field(default_factory=lambda: BackgroundThread("checkpoint-seal"))
     _copying: Future[None] | None = None
@@ -255,18 +264,18 @@ class Stager:
     _hurry: threading.Event = field(default_factory=threading.Event)
     """Set when the training thread waits for the copy."""
     _pinned: dict[int, Tensor | None] = field(default_factory=dict)
-    """Address of a slot's memory -> the pinned memory, or None if it cannot be pinned."""
+    """Maps the address of a slot's memory to the pinned memory, or to None if the memory cannot be pinned."""
     _stream: Any = None
     """CUDA stream for copies."""
     _reading: Any = None
     """CUDA stream for the work that follows a copy."""
     _event: Any = None
-    """CUDA event after the newest copies; None once the training stream waits for it."""
+    """CUDA event after the newest copies; None once the training stream has been told to wait for the event."""
     _waits: deque[tuple[Any, Any]] = field(default_factory=deque)
     """CUDA events before and after each of the newest waits of the training stream for copies."""
 
     def drafts(self, states: Mapping[str, Kept], about: Mapping[str, Any]) -> dict[str, Draft]:
-        """Drafts of this rank's parts of a checkpoint, by name.
+        """Return the drafts of this rank's parts of a checkpoint, by name.
 
         Args:
             about: metadata for the headers of the parts.
@@ -279,13 +288,14 @@ class Stager:
             if self._frame is None or self._frame.outline != content.outline:
                 self._frame = Frame(content, self.world)
             drafts = self._frame.drafts(content, about)
-            # Free these objects before garbage collection is enabled again. Objects that survive a collection move to
-            # an older generation, and then a full collection comes sooner.
+            # Free these objects before garbage collection is enabled again. Objects that survive a garbage collection
+            # move to an older generation, which makes a full collection happen sooner.
             del content
         return drafts
 
     def start(self, drafts: Mapping[str, Draft], slot: Slot) -> None:
-        """Start to fill a slot: copy some tensors immediately, and let a thread copy the others in the next pass."""
+        """Start to fill a slot: copy some tensors immediately, and let a thread copy the other tensors during the next
+        pass."""
         self._began = time.perf_counter()
         slot.begin()
         places = [slot.begin_part(name, draft) for name, draft in drafts.items()]
@@ -300,11 +310,12 @@ class Stager:
         if later.targets and self.world.device.type == "cuda":
             self._from_gpu(later, slot)
         elif later.targets:
-            pace = min(self._times, default=0.0) / 2  # half of the time that recent passes have left for the copy
+            pace = min(self._times, default=0.0) / 2  # half of the shortest recent time until training waited
             self._copying = self._copied = self._copier.submit(self._in_turn, later, pace)
 
     def finish(self) -> None:
-        """Wait until all data is copied; on a GPU, let the training stream wait for the copies, not this thread."""
+        """Wait until all data is copied; on a GPU, only make the training stream wait for the copies, and not this
+        thread."""
         if self._copying is not None:
             self._times.append(time.perf_counter() - self._began)
             self._hurry.set()
@@ -319,7 +330,8 @@ class Stager:
             self._event = None
 
     def waited(self) -> float:
-        """Seconds for which the GPU has waited for copies, summed over waits that have ended since the last call."""
+        """Return the seconds for which the GPU has waited for copies, summed over the waits that have ended since the
+        last call."""
         seconds = 0.0
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.popleft()
@@ -327,7 +339,8 @@ class Stager:
         return seconds
 
     def then(self, work: Callable[[], T]) -> Future[T]:
-        """Call `work` on the second thread once all data is in the slot; on a GPU, with a separate CUDA stream."""
+        """Call `work` on the second thread once all data is in the slot; on a GPU, `work` runs on a separate CUDA
+        stream."""
         copied, nbytes = self._copied, self.nbytes
 
         def following() -> T:
@@ -345,7 +358,7 @@ class Stager:
         self.unpin()
 
     def unpin(self) -> None:
-        """Unpin the memory of slots. No copy may be running."""
+        """Unpin the memory of slots; no copy may be running."""
         for address, room in self._pinned.items():
             if room is not None:
                 _cudart().cudaHostUnregister(address)
@@ -366,7 +379,7 @@ class Stager:
     def _from_gpu(self, copies: Copies, slot: Slot) -> None:
         """Copy on a separate CUDA stream, into pinned memory of the slot.
 
-        The memory is pinned here and not by torch, because torch rounds its size up to a power of 2.
+        The memory is pinned here and not by torch, because torch rounds sizes up to a power of 2.
         """
         if self._stream is None:
             self._stream, self._reading = torch.cuda.Stream(), torch.cuda.Stream()
@@ -394,14 +407,15 @@ class Stager:
         if not int(_cudart().cudaHostRegister(room.data_ptr(), room.nbytes(), 0)):
             self._pinned[room.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(room)
             return
-        self._pinned[room.data_ptr()] = None  # for example if it is a file on a disk; copies to it are slower
-        with suppress(RuntimeError):  # clears the error, which a later kernel would raise otherwise
+        self._pinned[room.data_ptr()] = None  # for example, a file on a disk; copies to it are slower
+        with suppress(RuntimeError):  # clears the CUDA error, which a later kernel would otherwise raise
             torch.ones(1, device=self.world.device)
 
 
 @contextmanager
 def _no_collecting() -> Iterator[None]:
-    """Context without garbage collection, which takes 0.1 s and is triggered by thousands of short-lived objects."""
+    """Context manager that turns garbage collection off, because a collection takes 0.1 s and is triggered by thousands
+    of short-lived objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -416,5 +430,5 @@ def _mark() -> Any:
 
 
 def _cudart() -> Any:
-    """The CUDA runtime, which torch loads when a GPU is used for the first time."""
+    """Return the CUDA runtime, which torch loads when a GPU is first used."""
     return torch.cuda.cudart()

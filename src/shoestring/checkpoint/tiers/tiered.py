@@ -1,10 +1,10 @@
-"""Multi-level checkpoints: each checkpoint goes through several stages.
+"""Writes multi-level checkpoints, each of which goes through several stages:
 
     staged ─ sealed in this host's memory ─ kept by peers ─ written to disk ─ committed ─ retired
 
-The training thread only starts the staging. A second thread copies the state, a third one seals it, and a fourth one
-(`keeper`) copies it to peers and writes it to disk. All ranks take the same decisions at the same steps, because they
-decide from numbers on which they agree by a small all-reduce, which is started one step earlier.
+The training thread only starts the staging. A second thread copies the state, a third thread seals the checkpoint, and
+a fourth thread (`keeper`) copies the checkpoint to peers and writes it to disk. All ranks make the same decisions at
+the same steps, because they decide by numbers from a small all-reduce, which is started one step earlier.
 """
 
 from __future__ import annotations
@@ -77,26 +77,26 @@ class Checkpointer:
         self.claim = Claim(self.world, Disk(Path(self.settings.folder), self.files), self.folder.parent)
         self.keeper = Keeper(self.world, self.settings, self.folder, self.claim, self.schedule, self.standing)
         self.differences: Differences | None = None
-        """Recorder of the steps since the newest checkpoint; None if they are not recorded."""
+        """Recorder of the steps since the newest checkpoint; None if steps are not recorded."""
         self.finished = self._last = False
         self.on_disk = False
-        """Whether the checkpoint that was restored, or made at the end of the run, is on disk."""
+        """Whether the restored checkpoint, or the last checkpoint of the run, is on disk."""
         self._claimed = False
         self._under_way: dict[Slot, Future[Any]] = {}
         self._pulse: Pending | None = None
-        self._staged = 0  # newest step that was staged; equal on all ranks
+        self._staged = 0  # newest staged step; equal on all ranks
         self._sealed = Sealed()  # the sealing thread replaces the whole object, so no lock is needed
         self._lasting = 0  # newest step whose checkpoint survives the end of all ranks' processes
-        self._refused = ""  # why no more checkpoints are sealed; empty if they are
+        self._refused = ""  # reason why no more checkpoints are sealed; else empty
         self._fits: bool | None = None  # whether the host's memory has room for this rank's slots; None until known
-        self.copied = 0  # bytes that were copied into slots
-        self.stalled = self._stall = self._began = 0.0  # seconds: all stalls, the current one; start of the newest copy
+        self.copied = 0  # number of bytes copied into slots
+        self.stalled = self._stall = self._began = 0.0  # seconds: all stalls, current stall; start of newest copy
 
     def take(self) -> None:
-        """Claim the right to write the run's checkpoints, before looking for any; a collective.
+        """Claim the right to write the run's checkpoints, before searching for checkpoints; a collective.
 
         Raises:
-            CheckpointError: another start of the run has claimed it; raised on all ranks.
+            CheckpointError: another start of the run has claimed this right; raised on all ranks.
         """
         self.claim.take(self.group)
         self._claimed = True
@@ -112,7 +112,7 @@ class Checkpointer:
         Args:
             restored: the checkpoint that was loaded; None begins a new run.
             others: all checkpoints that exist.
-            reached: the last step that was replayed after the checkpoint; None if none was.
+            reached: the last step that was replayed after the checkpoint; None if no step was replayed.
         """
         if not self._claimed:
             self.take()
@@ -125,11 +125,11 @@ class Checkpointer:
         self.keeper.begin(self.claim.history, self.own)
         if self.differences is not None:
             self.differences.begin()
-        if reached is not None:  # save soon, so that these steps need not be replayed again after another failure
+        if reached is not None:  # write a checkpoint soon, so that another failure does not replay these steps again
             self.schedule.postpone({MEMORY, PEERS} if self.schedule.steps[PEERS] else {MEMORY})
 
     def capture(self, last: bool, loss: Tensor | None = None) -> None:
-        """Start a checkpoint if one is due after this step; after the last step, write it to disk.
+        """Start a checkpoint if one is due after this step; after the last step, write a checkpoint to disk.
 
         Args:
             last: whether this was the last step.
@@ -152,28 +152,29 @@ class Checkpointer:
         due = self.schedule.due(step)
         if due:
             self._decide(step, due, loss)
-        if self.schedule.due(step + 1):  # ranks agree during the next step, so that none waits
+        if self.schedule.due(step + 1):  # ranks agree during the next step, so that no rank waits
             self._pulse = self.group.all_reduce_min(self._state())
         self._stalled(began)
 
     def wait(self) -> None:
-        """Wait until the state is copied; called before the optimizer step, which changes it."""
+        """Wait until the state is copied; called before the optimizer step, which changes the state."""
         began = time.perf_counter()
         with span("finish staging", "wait"):
             self.stager.finish()
         self._stalled(began)
         if self._staged == self.progress.step:
-            self._stall += self.stager.waited()  # the GPU's wait for the newest copy is added later
+            self._stall += self.stager.waited()  # the GPU's wait for the newest copy is added in a later call
             self.schedule.stalled(self._stall)
             self.stalled += self._stall
         self._stall = 0.0
 
     def _stalled(self, since: float) -> None:
-        """Count the time since `since` as time for which a checkpoint has stopped training."""
+        """Add the time since `since` to the time for which a checkpoint has stopped training."""
         self._stall += time.perf_counter() - since
 
     def _state(self) -> list[float]:
-        """The numbers from which ranks decide; all take the minimum over ranks, so some costs and steps are negated."""
+        """Return the numbers by which ranks decide. The numbers are reduced by a minimum over ranks, so some costs and
+        steps are negated."""
         if self._fits is None and self.world.device.type == "cuda":
             self._reserve()
         sealed = self._told()
@@ -187,18 +188,17 @@ class Checkpointer:
         ]
 
     def _told(self) -> list[float]:
-        """Numbers on the checkpoints that this rank has sealed, as `_agree` takes them."""
+        """Return the numbers on this rank's sealed checkpoints that are the arguments of `_agree`."""
         step, lasts, since = self._sealed
         newest = next((slot for slot in self.own if slot.checkpoint and slot.checkpoint.step == step), None)
         lasts = lasts and (newest is None or newest.stands)
         return [step, float(lasts) if self._fits is not False else -1.0, -since]
 
     def _agree(self, sealed: float, lasts: float, since: float) -> tuple[int, bool]:
-        """The newest step that all ranks have sealed, and whether it survives the end of all their processes.
-
-        The arguments are the minima of `_told` over all ranks. A rank may have sealed a later step than the agreed one.
-        The agreed step survives on that rank if all steps that it has sealed since then survive. So the agreed step is
-        compared with `since`. `since` is negated, so that its minimum over ranks is the latest step.
+        """Return the newest step that all ranks have sealed, and whether its checkpoint survives the end of all ranks'
+        processes. The arguments are the minima of `_told` over all ranks. Some ranks may have sealed later steps than
+        the agreed step. On each rank, the agreed step survives if the step is not before the rank's `since`. The
+        argument `since` is negated, so that its minimum over ranks is the latest step.
         """
         lasting = lasts > 0 and sealed >= -since
         self.safe[MEMORY] = int(sealed) if lasting else 0
@@ -207,12 +207,13 @@ class Checkpointer:
         return int(sealed), lasting
 
     def _choose(self, sealed: float, lasts: float, since: float, unless: float, needed: float) -> Slot | None:
-        """The slot to fill, chosen from the minima of `_state`; None on all ranks if any rank has no free slot.
+        """Choose the slot to fill, from the minima of `_state` over all ranks; returns None on all ranks if any rank
+        has no free slot.
 
         Args:
-            unless: the negated step that must be sealed on all ranks before the slot may be filled, if the newest
-                checkpoint does not survive on all ranks.
-            needed: the negated step that must be sealed on all ranks, if the newest checkpoint survives on all ranks.
+            unless: minimum over ranks of the negated step that all ranks must have sealed before the slot may be
+                filled; used if the newest checkpoint does not survive on all ranks.
+            needed: the same minimum for the case that the newest checkpoint survives on all ranks.
         """
         step, lasting = self._agree(sealed, lasts, since)
         most_needed = -(needed if lasting else unless)
@@ -221,17 +222,17 @@ class Checkpointer:
         return self._slot(step, lasting)
 
     def _slot(self, sealed: int, lasting: bool) -> Slot | None:
-        """The slot to fill next; None if no slot is free.
+        """Return the slot to fill next; None if no slot is free.
 
         A slot is not free while it is being filled, sealed or read. A slot is not free while it holds the newest
-        checkpoint that all ranks have sealed, or a newer one. A slot is not free while it holds the checkpoint of which
-        peers have copies, because after the loss of a host this checkpoint is needed on all other hosts. If the newest
-        checkpoint does not survive the end of all processes, its slot is free, but the slot of the newest checkpoint
-        that survives is not.
+        checkpoint that all ranks have sealed, or a newer checkpoint. A slot is not free while it holds the checkpoint
+        of which peers have copies, because all other hosts need this checkpoint after the loss of a host. If the newest
+        checkpoint does not survive the end of all processes, its slot is free. But then the slot of the newest
+        surviving checkpoint is not free.
 
         Args:
             sealed: newest step that all ranks have sealed.
-            lasting: whether the checkpoint of this step survives the end of all ranks' processes.
+            lasting: whether the checkpoint of the step `sealed` survives the end of all ranks' processes.
         """
         in_use = [self.keeper.pinned, self.keeper.reads]
         in_use += [slot for slot, work in self._under_way.items() if not work.done()]
@@ -243,7 +244,7 @@ class Checkpointer:
         return slot.checkpoint is not None and slot.checkpoint.step == self._lasting
 
     def _decide(self, step: int, due: set[str], loss: Tensor | None) -> None:
-        """Start a checkpoint that is due at some levels, or postpone it; all ranks decide the same."""
+        """Start the checkpoint that is due at some levels, or postpone it; all ranks make the same decision."""
         pulse, self._pulse = self._pulse or self.group.all_reduce_min(self._state()), None
         newest, sealed, lasts, since, unless, needed, idle, *costs = pulse.wait()
         if not newest:
@@ -252,7 +253,7 @@ class Checkpointer:
             self.claim.record(self.group)
         self.schedule.agreed([-cost for cost in costs], step)
         slot = self._choose(sealed, lasts, since, unless, needed)
-        if lasts < 0:  # a rank has no room in memory for its slots, and will not get any
+        if lasts < 0:  # a rank has no room in memory for its slots, now or later
             self.schedule.drop(MEMORY, PEERS)
             due -= {PEERS}
         self.schedule.total = self.progress.total
@@ -260,7 +261,7 @@ class Checkpointer:
             log.info("checkpoint.tiered: %s", news)
         further = due & {PEERS, DISK} if idle else set()
         self.schedule.postpone(due)
-        if slot is None or not (further or MEMORY in due):  # no slot is free, or peers and disk are still busy
+        if slot is None or not (further or MEMORY in due):  # no slot is free, or the keeper is still busy
             return
         self.schedule.done({MEMORY} | further)
         self.stage(slot, self._checkpoint(step))
@@ -286,12 +287,12 @@ class Checkpointer:
         self._staged = checkpoint.step
 
     def _share(self) -> None:
-        """Find out how much of the host's memory this rank may use; a collective."""
+        """Determine how much of the host's memory this rank may use; a collective."""
         self._fits = True
         budget.share(self.group, self.world, self.settings, self.folder)
 
     def _reserve(self) -> None:
-        """Allocate slots in the background, because for a GPU's state that takes ten times as long as the copy."""
+        """Allocate slots in the background, because allocation takes ten times as long as a copy of a GPU's state."""
         self._share()
         sizes = {name: draft.nbytes for name, draft in self.stager.drafts(self.kept, {}).items()}
         self._fit(self.own[0], sum(sizes.values()))
@@ -300,7 +301,8 @@ class Checkpointer:
                 self._under_way[slot] = self.stager.then(partial(slot.reserve, sizes))
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
-        """Lease host memory for this rank's slots. If memory is short, keep only `slot`, in the process's memory."""
+        """Lease host memory for this rank's slots. If memory is short, keep only `slot`, in the process's own
+        memory."""
         if self._fits and self.keeper.idle:
             reason = budget.lacking(self.world.memory, budget.OWN, len(self.own), nbytes)
             if reason:
@@ -309,7 +311,7 @@ class Checkpointer:
             self.world.memory.take(budget.STAGING, nbytes)
 
     def _give_back(self, slot: Slot, reason: str) -> None:
-        """Free this rank's slots, except for `slot`, from which checkpoints are written to disk."""
+        """Free this rank's slots except for `slot`, from which checkpoints are still written to disk."""
         self._fits = False
         self._settle()
         self.stager.unpin()
@@ -319,19 +321,19 @@ class Checkpointer:
         self.own, self.keeper.pinned = [slot], None
 
     def _then(self, slot: Slot, checkpoint: CheckpointId, further: set[str], loss: Tensor | None = None) -> None:
-        """Seal a slot once all data is in it; then the keeper copies it to peers or to disk, as `further` says."""
+        """Seal a slot once all data is in it; then let the keeper copy the slot to the levels in `further`."""
         began, notes = self._began, {"last": self._last}
 
         def seal() -> str:
             if not self._refused and loss is not None and not math.isfinite(float(loss)):
                 self._refused = f"the loss of step {checkpoint.step} is not finite"
-            if self._refused:  # for all later checkpoints too, because their states follow from this one
+            if self._refused:  # refuse all later checkpoints too, because their states derive from this state
                 return self._refused
             slot.lacking = slot.lacking or self.claim.unrecorded
             with span("seal", "copy"):
                 reason = tried(lambda: slot.seal(checkpoint, notes))
             self.standing.lacks(MEMORY, lacking := slot.lacking or (reason if isinstance(reason, str) else ""))
-            slot.checkpoint = checkpoint  # even without a seal, its content can be written to disk
+            slot.checkpoint = checkpoint  # even without a seal, the content can be written to disk
             self._sealed = self._sealed.then(checkpoint.step, not lacking)
             self.schedule.took(MEMORY, time.perf_counter() - began)
             return ""
@@ -341,7 +343,8 @@ class Checkpointer:
             self.keeper.keep(sealing, slot, further, Record(checkpoint, {}, notes))
 
     def finish(self) -> None:
-        """Write the last step to disk, or to peers if the deadline is too near, and wait for it; a collective.
+        """Write the checkpoint of the last step to disk, or to peers if the deadline is too near, and wait for it; a
+        collective.
 
         Raises:
             CheckpointError: the checkpoint could not be written; raised on all ranks.
@@ -367,7 +370,7 @@ class Checkpointer:
         raise CheckpointError(f"cannot save step {step}: {reason}", hint=hint)
 
     def drain(self) -> None:
-        """Wait until no checkpoint is being made."""
+        """Wait until no checkpoint is in progress."""
         self.stager.finish()
         self._settle()
         self.keeper.drain()
@@ -383,7 +386,7 @@ class Checkpointer:
             result_of(work, "sealing a checkpoint in this host's memory", self.stager.nbytes)
 
     def close(self) -> None:
-        """Stop the threads. If the run has finished, free its slots: the last checkpoint is on disk."""
+        """Stop the threads. If the run has finished, free its slots, because the last checkpoint is on disk."""
         self.stager.close()
         self._checksums.close()
         self.keeper.close(forget=self.finished)
@@ -396,7 +399,8 @@ class Checkpointer:
         self.claim.release()
 
     def facts(self) -> dict[str, float]:
-        """Numbers for the report, such as seconds of stall, steps at risk, and the newest step safe at each level."""
+        """Return figures for the report, such as seconds of stall, steps at risk, and the newest step that is safe at
+        each level."""
         steps, lacking = self.schedule.steps, self.standing.lacking
         risk = next((steps[level] for level in (MEMORY, DISK) if steps[level] and not lacking[level]), 0)
         return {
@@ -411,5 +415,6 @@ class Checkpointer:
 
 
 def _needed(slot: Slot) -> int:
-    """The step that all ranks must have sealed before a slot may be filled: the step after the slot's checkpoint."""
+    """Return the step that all ranks must have sealed before a slot may be filled: the step after the slot's
+    checkpoint."""
     return 0 if slot.lacking or slot.checkpoint is None else slot.checkpoint.step + 1

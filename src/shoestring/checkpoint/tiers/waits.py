@@ -1,18 +1,18 @@
-"""Waits with a time limit. The error of a wait that takes too long names what it waited for.
+"""Provides waits with a time limit. If a wait takes too long, the error names the awaited work.
 
-The package waits for the following, and each wait ends by the limit that is given here:
+The package waits for the following things, and each wait has the limit stated here:
 
-- work on another thread: `result_of` gives up after `PATIENCE` seconds, and longer for large data;
+- work on another thread: `result_of` gives up after `PATIENCE` seconds, plus extra time for large data;
 - other ranks: the timeout of the process group, which `RankGroup` takes from the run's process group. Destroying a
-  group waits only for exchanges that have begun, and each of these ends by the same timeout;
+  group waits only for exchanges that have begun, and the same timeout applies to these;
 - locks: `Files.lock` polls for `WAIT` seconds; `storage.whole` does not wait for locks;
-- the process that computes checksums: `ChecksumProcess` ends it, and computes the checksums itself;
-- a GPU: only background threads wait for one (`Stager`); the training thread waits for these threads by `result_of`;
-- a mount that does not answer: no program can interrupt that. Weights and optimizer state are written on a
+- the process that computes checksums: `ChecksumProcess` ends the process, and computes the checksums itself;
+- a GPU: only background threads wait for it (`Stager`); the training thread waits for these threads by `result_of`;
+- a mount that does not answer: no program can interrupt such a wait. Weights and optimizer state are written on a
   `BackgroundThread`, so `result_of` raises an error in the training thread. The training thread itself only opens and
   renames small files: the lock and the history when a run starts, and the history again if it could not be written.
 
-A thread that is stuck does not keep its process from ending; see `BackgroundThread`.
+A stuck thread does not prevent its process from ending; see `BackgroundThread`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from shoestring.core.errors import CheckpointError
 
 T = TypeVar("T")
-PATIENCE = 600.0  # seconds that work on this host may take, in addition to the time that `SLOWEST` allows for its bytes
+PATIENCE = 600.0  # seconds for work on this host, in addition to the time that `SLOWEST` allows for its bytes
 SLOWEST = 1e6  # minimum speed in bytes/s; a slower disk or memory counts as stuck
 
 
@@ -36,19 +36,19 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
     """Wait for work on another thread, and return its result.
 
     Args:
-        what: name of the work for the error, such as "sealing a checkpoint".
+        what: name of the work in the error, such as "sealing a checkpoint".
         nbytes: bytes that the work reads or writes; each megabyte allows one more second.
-        patience: seconds that the work may take in addition; defaults to `PATIENCE`. Work that waits for other ranks
-            needs more.
+        patience: seconds that the work may take beside the time for its bytes; defaults to `PATIENCE`. Work that waits
+            for other ranks needs more patience.
 
     Raises:
-        CheckpointError: the work did not end in time; or whatever the work raised.
+        CheckpointError: the work did not end in time. Any exception of the work is raised again.
     """
     limit = (PATIENCE if patience is None else patience) + nbytes / SLOWEST
     try:
         return work.result(limit)
     except TimeoutError as error:
-        if work.done():  # a TimeoutError that the work itself raised
+        if work.done():  # the work itself raised a TimeoutError
             raise
         raise CheckpointError(
             f"{what} did not end in {limit:.0f} s", hint="see whether a disk, a mount or a GPU is stuck"
@@ -58,8 +58,8 @@ def result_of(work: Future[T], what: str, nbytes: int = 0, patience: float | Non
 class BackgroundThread:
     """A thread that executes submitted functions one after the other.
 
-    When the process ends, it waits for this thread for at most `PATIENCE` seconds. For the threads of an executor it
-    would wait without limit, so that a stuck device would keep the process, and the job of a batch system, alive.
+    At the end of the process, Python waits for this thread for at most `PATIENCE` seconds. For an executor's threads,
+    the wait would have no limit, so a stuck device would keep the process and its batch job alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,7 +82,8 @@ class BackgroundThread:
         return future
 
     def stop(self, what: str, nbytes: int = 0, patience: float | None = None) -> None:
-        """Wait for all queued work, as `result_of` does, and end the thread; no effect if it has already ended."""
+        """Wait for all queued work as `result_of` does, and end the thread; does nothing if the thread has already
+        ended."""
         if self._thread.is_alive():
             result_of(self.submit(lambda: None), what, nbytes, patience)
             self._end()
@@ -95,13 +96,14 @@ class BackgroundThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # it holds references to the tensors of a checkpoint
+            del work  # `work` holds references to the tensors of a checkpoint
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Context that adds the purpose of an exchange to the error that torch raises if it fails or times out."""
+    """Context manager that adds the purpose of an exchange to the error that torch raises if the exchange fails or
+    times out."""
     try:
         yield
     except RuntimeError as error:
-        raise type(error)(f"waiting for {what}: {error}") from error  # callers see by the type that an exchange failed
+        raise type(error)(f"waiting for {what}: {error}") from error  # callers rely on the type

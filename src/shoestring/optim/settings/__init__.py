@@ -1,1 +1,1 @@
-"""The settings of the features of `optim`, free of torch."""
+"""Settings of the optimizer features; these modules do not import torch."""

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 class AdaScale(Feature):
     """Scale the learning rate of a large batch by a gain measured from the gradient noise (Johnson et al., 2020).
 
-    `run.steps`, the learning rate and its schedule stay those of the small batch. Each large-batch step counts as
-    several small-batch steps: as many as its gain.
+    `run.steps`, the learning rate and its schedule keep their values for the small batch. Each large-batch step counts
+    as several small-batch steps; the gain is their number.
     """
 
     scale: float = 0.0
-    """Batch size, as a multiple of the small batch that the learning rate and `run.steps` are for; 0 takes the number
-    of micro-batches on all ranks."""
+    """Batch size, as a multiple of the small batch for which the learning rate and `run.steps` were chosen; 0 takes the
+    number of micro-batches on all ranks."""
     rule: Literal["auto", "sgd", "adam"] = "auto"
-    """Rule for the learning rate: multiply it by the gain (`sgd`), or by its square root, measuring gradients after
+    """Factor of the learning rate: the gain (`sgd`), or the square root of the gain, which is then measured after
     Adam's scaling (`adam`); `auto` follows the optimizer."""
     decay: float = -1.0
-    """Weight of the past in the running averages of gradient variance and squared norm, below 1; a negative value takes
+    """Decay rate, below 1, of the running averages of gradient variance and squared norm; a negative value takes
     1 - scale / 1000."""
     consecutive: bool = False
-    """Estimate the noise from the gradients of consecutive steps, which takes memory for one more gradient. Needed with
-    one rank and one micro-batch, and under FSDP, whose ranks have no gradient of their own."""
+    """Estimate the noise from the gradients of consecutive steps, which takes memory for one more gradient. Required
+    with one rank and one micro-batch, and with FSDP, whose ranks have no gradients of their own."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -53,31 +53,31 @@ class AdaScale(Feature):
             )
         if (names := splitting(attachments.features, attachments.world)) and not self.consecutive:
             raise ConfigError(
-                f"`{self.name}` measures the gradient of each micro-batch, of which `{names[0]}` shows a rank one part",
+                f"`{self.name}` measures whole gradients of micro-batches, but with `{names[0]}` a rank has parts only",
                 hint=f"set {self.name}.consecutive = true",
             )
         if self.consecutive and not self.scale:
-            raise ConfigError(f"`{self.name}.consecutive` needs `scale`, the batch size as a multiple of the small one")
+            raise ConfigError(f"`{self.name}.consecutive` needs `scale`, the batch size in small batches")
 
     def _check_exact(self, attachments: Attachments) -> None:
-        """Raise ConfigError if gradients are inexact, because the errors would be measured as noise, or if ranks take
-        local steps."""
+        """Raise ConfigError if ranks take local steps, or if gradients are inexact, because errors would be measured as
+        noise."""
         from shoestring._torch import has_hook
         from shoestring.core.whole_batch import is_over_whole_batch
 
         apart = trains_apart(attachments)
         if is_over_whole_batch(attachments):
             raise ConfigError(
-                f"`{self.name}` compares gradients of parts of a batch, and the loss is over the whole batch",
+                f"`{self.name}` compares gradients of parts of a batch, but the loss is over the whole batch",
                 hint=f"remove [{self.name}]",
             )
         exchanges = [feature for feature in attachments.features if Seam.WIRE in feature.seams and feature.inexact]
-        if self.consecutive:  # compares averaged gradients, where rounding is negligible
+        if self.consecutive:  # this mode compares averaged gradients, in which rounding is negligible
             exchanges = [feature for feature in exchanges if feature.inexact != "numbers"]
         inexact = exchanges[0].name if exchanges else ""
         if apart is not None:
             raise ConfigError(
-                f"`{self.name}` needs the gradients of all ranks at each step, and `{apart.name}` exchanges none",
+                f"`{self.name}` needs the gradients of all ranks at each step, but `{apart.name}` exchanges none",
                 hint=f"remove [{apart.name}] or [{self.name}]",
             )
         if inexact or has_hook(attachments.model):

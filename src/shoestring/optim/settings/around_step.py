@@ -49,10 +49,10 @@ class Schedule(Feature):
     cooldown: float = 0.2
     """Fraction of all steps in which a `trapezoid` decays."""
     final: float = 0.1
-    """Learning rate after the last step, as a fraction of the highest one."""
+    """Learning rate after the last step, as a fraction of the highest learning rate."""
     function: str = ""
-    """Schedule of your own: `package.module:callable`, a function of (step, total steps) that returns the factor of the
-    learning rate; replaces all other settings of the schedule."""
+    """Schedule of your own: `package.module:callable`, a function that takes the step and the total steps and returns
+    the factor of the learning rate; replaces all other settings of the schedule."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -68,10 +68,12 @@ class Schedule(Feature):
             return
         for name in ("cooldown", "final"):
             if getattr(self, name) > 1:
-                raise ConfigError(f"`{self.name}.{name}` is a share and must lie in [0, 1], got {getattr(self, name)}")
+                raise ConfigError(
+                    f"`{self.name}.{name}` is a fraction and must lie in [0, 1], got {getattr(self, name)}"
+                )
         if attachments.progress.total and self.shape != "constant" and self.warmup >= attachments.progress.total:
             raise ConfigError(
-                f"`{self.name}.warmup` of {self.warmup} steps leaves nothing of a run of {attachments.progress.total}",
+                f"`{self.name}.warmup` of {self.warmup} steps fills the run of {attachments.progress.total} steps",
                 hint=f"set it to {max(1, attachments.progress.total // 20)}",
             )
 
@@ -87,7 +89,7 @@ class Schedule(Feature):
         progress = attachments.progress
         if progress.planned in (0, progress.total):
             return ""
-        base = float(attachments.optimizer.param_groups[0]["lr"])  # not yet set by the schedule after a resume
+        base = float(attachments.optimizer.param_groups[0]["lr"])  # after a resume, the schedule has not set it yet
         last = base * self.factor(max(progress.position - progress.gain, 0.0), progress.planned)
         now = base * self.factor(progress.position, progress.total)
         if math.isclose(last, now, rel_tol=1e-6):
@@ -108,7 +110,7 @@ class Schedule(Feature):
         if self.shape == "cosine":
             decayed = min((step - self.warmup) / max(total - self.warmup, 1), 1.0)
             return self.final + (1 - self.final) * (1 + math.cos(math.pi * decayed)) / 2
-        remaining = (total - step) / max(self.cooldown * total, 1)  # above 1 before the cool-down
+        remaining = (total - step) / max(self.cooldown * total, 1)  # is above 1 before the cool-down
         return self.final + (1 - self.final) * min(max(remaining, 0.0), 1.0)
 
 

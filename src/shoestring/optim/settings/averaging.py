@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def trains_apart(attachments: Attachments) -> Feature | None:
-    """The feature under which ranks take local steps: each rank trains its own weights, which are merged at intervals.
-    None if there is no such feature."""
+    """Return the feature that makes ranks take local steps: each rank trains its own weights, which are merged at
+    intervals. The result is None without such a feature."""
     for feature in attachments.features:
         if feature.inexact in ("replicas", "fragments") and attachments.world.ranks_over(feature.over) > 1:
             return feature
@@ -31,7 +31,7 @@ def check_not_divided(feature: Feature, attachments: Attachments) -> None:
     for owner in attachments.features:
         if owner.divided != "optimizer":
             continue
-        copies = getattr(owner, "steps_copies", None)  # also true on one rank if weights are offloaded
+        copies = getattr(owner, "steps_copies", None)  # with offloading, copies are updated even on one rank
         if attachments.world.ranks_over(owner.over) > 1 or (copies and copies(attachments.trained.values())):
             raise ConfigError(
                 f"`{feature.name}` cannot evaluate its weights: `{owner.name}` updates copies of the parameters",
@@ -54,13 +54,13 @@ def check_averaged(feature: Feature, attachments: Attachments) -> None:
 class EMA(Feature):
     """Exponential moving average of the weights, for evaluations and exports.
 
-    With local steps it averages the merged weights: one update at each merge, with the decay of all steps since the
-    previous merge.
+    With local steps, the average is over the merged weights: one update at each merge, with the decay of all steps
+    since the previous merge.
     """
 
     decay: float = 0.999
-    """Weight of the previous average in each step's update, below 1. The first steps use a smaller weight, to forget
-    the initial weights."""
+    """Weight of the previous average in each step's update, below 1. The first steps use a smaller value, to forget the
+    initial weights."""
 
     seams: ClassVar = (Seam.STEP,)
 
@@ -84,7 +84,7 @@ class EMA(Feature):
 class LAWA(Feature):
     """Mean of the latest snapshots of the weights (Kaddour, 2022), for evaluations and exports.
 
-    With local steps a snapshot is taken at the first merge after it is due.
+    With local steps, a snapshot is taken at the first merge after its due step.
     """
 
     count: int = 5
@@ -121,8 +121,8 @@ class ScheduleFree(Feature):
     lr: float = 2.5e-3
     """Learning rate, constant after a warm-up by [optim.schedule] with `shape = "constant"`."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Two coefficients: the share of the average in the point between average and newest weights at which gradients are
-    taken, and the decay rate of the running average of squared gradients."""
+    """Two coefficients: the weight of the average in the interpolation between average and newest weights at which
+    gradients are taken, and the decay rate of the running average of squared gradients."""
     eps: float = 1e-8
     """Constant added to the root of the average of squared gradients, against division by zero."""
     weight_decay: float = 0.1

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit moments (running averages of the gradient and of its square) in place of 32-bit ones (Dettmers
-    et al., 2022), rounded in blocks of 256 elements; small tensors keep 32 bits. Optimizer state takes a quarter of the
+    """AdamW with 8-bit moments, the running averages of the gradient and of its square (Dettmers et al., 2022). Moments
+    are rounded in blocks of 256 elements; small tensors keep 32-bit moments. Optimizer state takes a quarter of the
     memory, and a step takes longer."""
 
     @property

@@ -25,9 +25,9 @@ class LARS(Feature):
     """
 
     lr: float = 1.0
-    """Learning rate of matrices and larger tensors before any schedule; it multiplies their trust ratio."""
+    """Learning rate of matrices and larger tensors before any schedule; multiplied by their trust ratio."""
     vector_lr: float = 0.0
-    """Learning rate of biases and norms, which have no trust ratio; it must be given."""
+    """Learning rate of biases and norms, which have no trust ratio; required."""
     trust_coefficient: float = 0.001
     """Trust coefficient: norm of a step at a learning rate of 1, as a fraction of the weights' norm."""
     momentum: float = 0.9
@@ -39,12 +39,12 @@ class LARS(Feature):
     eps: float = 1e-8
     """Constant added to the denominator of the trust ratio."""
     rate_in_velocity: bool = True
-    """Whether the velocity accumulates steps, learning rate included, as in the paper; if false, it accumulates
-    gradients, as in torch's SGD. The two differ while the learning rate changes."""
+    """Whether the velocity accumulates steps, learning rate included, as in the paper; if false, the velocity
+    accumulates gradients, as in torch's SGD. Results differ only while the learning rate changes."""
     ratio_clip: Literal["none", "larc", "dynamic"] = "none"
-    """Upper bound of trust ratios: `larc` limits each tensor's step to the length that it has without a trust ratio;
-    `dynamic` is a running quantile over the tensors, times `bound`, which grows from 1 over the first `bound_warmup`
-    steps."""
+    """Upper bound of trust ratios: `larc` limits the step of a tensor to its length without a trust ratio; `dynamic`
+    limits ratios to a running quantile over all tensors times a factor, which grows from 1 to `bound` over the first
+    `bound_warmup` steps."""
     quantile: float = 0.5
     """Quantile of all tensors' trust ratios that the dynamic bound follows."""
     bound: float = 10.0

@@ -44,7 +44,7 @@ class Muon(Feature):
     """Names of further parameters that AdamW updates, with the wildcards `*` and `?`."""
     share_steps: bool = False
     """Whether replicas divide the matrices among them and send each other the steps: less arithmetic, more traffic.
-    Ranks that hold shards of a matrix do so in any case."""
+    Ranks that hold shards of a matrix always divide the work."""
     groups: tuple[Group, ...] = ()
     """Tables with `pattern`, `lr_scale`, `decay_scale` and `betas`, which adjust parameters by name; the first match
     applies."""
@@ -59,7 +59,7 @@ class Muon(Feature):
         if self.iterations < 1:
             raise ConfigError(f"`{self.name}.iterations` must be at least 1, got {self.iterations}")
         check_groups(self, self.groups, attachments, betas=True)
-        if not any(feature.adds_parameters for feature in attachments.features):  # they are added after the checks
+        if not any(feature.adds_parameters for feature in attachments.features):  # added parameters do not exist yet
             from shoestring.optim.muon import matrices_of
 
             matrices_of(attachments, self)

@@ -24,7 +24,8 @@ def at_least_zero(feature: Feature, *names: str) -> None:
 
 
 def momentum_of_nesterov(feature: Feature) -> None:
-    """Raise ConfigError for Nesterov momentum with a momentum of 0: there is no velocity to look ahead along."""
+    """Raise ConfigError for Nesterov momentum with a momentum of 0, because there is no velocity to look ahead
+    along."""
     if getattr(feature, "nesterov", False) and not getattr(feature, "momentum", 0):
         hint = f"set {feature.name}.nesterov = false, or a momentum"
         raise ConfigError(f"`{feature.name}.nesterov` needs a momentum above 0", hint=hint)
