@@ -44,9 +44,7 @@ def missing_tokenizer(model: Path | str) -> ConfigError:
     name = str(model)
     if name.startswith(hf.PREFIX) or Path(name).is_dir():
         return ConfigError(f"`{name}` has no tokenizer.json", hint=hf.tokenizer_hint(name.removeprefix(hf.PREFIX)))
+    hint = "name a run folder, a model folder or hf:NAME"
     if Path(name).is_file():
-        hint = "name a run folder, a model folder or hf:NAME"
-        return ConfigError(f"`{name}` is a file, beside which no tokenizer.json is looked for", hint=hint)
-    return ConfigError(
-        f"there is no model `{name}`: it is no folder", hint="name a run folder, a model folder or hf:NAME"
-    )
+        return ConfigError(f"`{name}` holds no tokenizer", hint=hint)
+    return ConfigError(f"there is no model `{name}`: it is no folder", hint=hint)

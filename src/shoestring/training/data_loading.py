@@ -33,6 +33,7 @@ from shoestring.data.tokens import read_header
 from shoestring.models import hf
 from shoestring.models.description import sizes
 from shoestring.models.loading import build_model, outline
+from shoestring.models.saving import model_folder
 from shoestring.models.tokenizer_files import find_tokenizer, missing_tokenizer
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
