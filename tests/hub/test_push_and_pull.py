@@ -249,7 +249,7 @@ def test_a_write_to_the_log_needs_the_size_and_the_attempt_that_the_hub_has(conn
 def test_a_pull_refuses_the_folder_of_another_run(project, tmp_path):
     push(write_run(tmp_path / "small", files=0))
     other = write_run(tmp_path / "other", files=0)
-    with pytest.raises(ConfigError, match="is not this run"):
+    with pytest.raises(ConfigError, match="is not the folder of this run"):
         pull(1, other)
 
 
