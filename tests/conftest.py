@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,17 +147,23 @@ CPU = pytest.StashKey()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """CPU seconds of each area, and the clock's: no area may take more than its quota of `make test`."""
-    cpu, clock = Counter(), Counter()
+    """CPU seconds of each area, and the clock's; of an area that takes more than its quota of `make test`, the slowest
+    files."""
+    cpu, clock, files = Counter(), Counter(), defaultdict(Counter)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "cpu"):
-                area = Path(report.nodeid.split("::")[0]).parts[1]
+                path = Path(report.nodeid.split("::")[0])
+                area = path.parts[1]
                 cpu[area] += report.cpu
+                files[area][path.name] += report.cpu
                 clock[area] += report.duration
     listed = ", ".join(f"{area} {cpu[area]:.0f} ({clock[area]:.0f})" for area, spent in cpu.most_common() if spent >= 1)
     terminalreporter.write_line(f"CPU seconds (clock) by area: {listed}; {sum(cpu.values()):.0f} in all")
     if terminalreporter.config.option.markexpr == "not slow":
         for area, spent in cpu.most_common():
             if spent > QUOTA:
-                terminalreporter.write_line(f"{area} is over its quota of {QUOTA} CPU seconds")
+                slowest = ", ".join(f"{name} {seconds:.0f}" for name, seconds in files[area].most_common(3))
+                terminalreporter.write_line(
+                    f"hint, not a failure: {area} is over its quota of {QUOTA} CPU seconds; slowest files: {slowest}"
+                )

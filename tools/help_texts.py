@@ -17,7 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from shoestring.cli import GROUPS, VERBS, Verb
+from shoestring.commands.table import GROUPS, VERBS, Verb
 from shoestring.core.feature import Feature
 from shoestring.data import Data
 from shoestring.run import Settings, keys

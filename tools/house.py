@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoestring.cli import VERBS
+from shoestring.commands.table import VERBS
 from shoestring.data import Data
 from shoestring.run import Settings, keys
 from shoestring.settings import help_texts

@@ -13,10 +13,11 @@ import torch
 
 from shoestring.comm.codecs import fused, grad_table
 from shoestring.comm.codecs.dgc import DGCCodec
+from shoestring.comm.codecs.flat import FlatCodec
 from shoestring.comm.codecs.fused import Taken, WeightedSum, take_entries
 from shoestring.comm.codecs.grad_table import BLOCK, GradTable
 from shoestring.comm.codecs.lockstep import run_lockstep
-from shoestring.comm.codecs.topk import FlatCodec, TopKCodec
+from shoestring.comm.codecs.topk import TopKCodec
 
 HALVES = (torch.bfloat16, torch.float16)
 MAKERS = [

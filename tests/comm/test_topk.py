@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_ranks import gradients, mean
 
+from shoestring.comm.codecs.flat import count_entries
 from shoestring.comm.codecs.fused import keep_largest
 from shoestring.comm.codecs.lockstep import run_lockstep
 from shoestring.comm.codecs.topk import (
     TopKCodec,
-    count_entries,
     decode_values,
     encode_values,
     select_exact,

@@ -101,6 +101,7 @@ def test_check_says_what_a_run_file_comes_to_and_starts_nothing(trained, capsys,
     assert order.index("SHARD  parallel.ddp") < order.index("WIRE   comm.bf16") < order.index("OPTIM  optim.adamw")
     assert "parameters: " in out
     assert "sum for a rank: " in out
+    assert "shoestring keys NAME" in out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -143,7 +143,7 @@ def test_pictures_are_written_to_files_that_the_rows_name(trained, files, tmp_pa
     [
         ("none", {}, "`run.read_file` is not set"),
         ("few", {}, r"too_few returned 0 entries for 5 samples|too_few returned 0 entries for 1 samples"),
-        ("gone", {}, "is no run folder"),
+        ("gone", {}, "no run folder at"),
         ("default", {"pattern": "*.png"}, "holds no files that match"),
         ("default", {"best": True}, "holds no model"),
     ],

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import pytest
 
-from shoestring.cli import VERBS
+from shoestring.commands.table import VERBS
 from shoestring.run import keys
 from tools import help_texts
 from tools.help_texts import reasons
@@ -102,7 +102,7 @@ def test_every_table_and_verb_is_read():
 
 
 def test_a_fault_is_printed_with_its_place(capsys, monkeypatch):
-    path = "src/shoestring/cli.py"
+    path = "src/shoestring/commands/table.py"
     bad = help_texts.HelpText(Path(help_texts.__file__).parent.parent / path, 7, "Train", "workers", "Of all.")
     monkeypatch.setattr(help_texts, "help_texts", lambda _: [bad])
     assert help_texts.main([]) == 1

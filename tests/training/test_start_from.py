@@ -12,6 +12,7 @@ from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.models.loading import build_model, load_model, origin_of
 from shoestring.models.saving import save_model
+from shoestring.models.tokenizer_files import require_tokenizer
 from shoestring.run import parse
 from shoestring.training.data_loading import tokenizer_of
 from shoestring.training.loop import train
@@ -78,6 +79,16 @@ def test_training_starts_from_the_weights_and_with_the_tokenizer(first, tmp_path
         out = tmp_path / f"as-{way}"
         assert main(["checkpoint", "export", str(tmp_path / "second"), "--to", str(out), "--as", way]) == 0
         assert all(torch.equal(before, state(out)[name]) for name, before in state(tmp_path / "second").items())
+
+
+def test_the_tokenizer_of_a_run_that_is_still_training_lies_in_its_folder(first):
+    assert require_tokenizer(first) == first / "model" / "tokenizer.json"
+    shutil.rmtree(first / "model")
+    assert require_tokenizer(first) == first / "tokenizer.json"
+    (first / "tokenizer.json").unlink()
+    for missing, message in ((first, "has no tokenizer.json"), (first / "absent", "there is no model")):
+        with pytest.raises(ConfigError, match=message):
+            require_tokenizer(missing)
 
 
 def test_what_cannot_be_started_from_is_one_line(first):

@@ -87,6 +87,15 @@ def test_help_with_a_recipe_shows_its_keys_without_torch(tmp_path):
     assert "\n  --comm.topk.transport." in said.stdout
 
 
+def test_help_lists_the_tables_that_the_command_line_names(capsys):
+    overrides = ["--workers", "2", "--comm.topk.density=0.2", "--comm.dgc.lr", "0.3", "--optim.ema.decay"]
+    with pytest.raises(SystemExit):
+        main(["train", "quickstart", *overrides, "--help"])
+    shown = capsys.readouterr().out
+    assert "\n  --comm.topk.density = 0.2\n" in shown and "\n  --comm.dgc.lr = 0.3\n" in shown
+    assert "\n  --optim.ema.decay (" in shown
+
+
 def test_help_without_a_recipe_says_how_to_see_the_keys(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 from shoestring import run
-from shoestring.cli import GROUPS, VERBS
+from shoestring.commands.table import GROUPS, VERBS
 from shoestring.core.errors import ConfigError
 from shoestring.core.world import World
 from shoestring.decode.serve.settings import Serving

@@ -1,8 +1,7 @@
-"""Arguments of `shoestring checkpoint`, and the tables that it prints."""
+"""Arguments of `shoestring checkpoint`, and the printing of its results."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from shoestring import figures
-from shoestring.commands.printing import say
+from shoestring.commands.printing import Output, say, table
+from shoestring.commands.shared import RunPath
 from shoestring.verbs.settings import CheckpointImport, ExportFormat
 
 
@@ -19,29 +19,22 @@ from shoestring.verbs.settings import CheckpointImport, ExportFormat
 class CheckpointsOfRun:
     """Arguments that name the checkpoints of a run."""
 
-    run: Positional[Path]
+    run: RunPath
     """Path of a run folder, of its folder of checkpoints, or of one checkpoint."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """Format of the output."""
-
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 @dataclass(frozen=True)
 class ListCheckpoints(CheckpointsOfRun):
     """Arguments of `shoestring checkpoint ls`."""
 
-    output: Output = Output()
+    output: Output = field(default_factory=Output)
     """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import list_checkpoints
 
-        _print([checkpoint.row() for checkpoint in list_checkpoints(self.run)], self.output.json)
+        rows = [checkpoint.row() for checkpoint in list_checkpoints(self.run)]
+        self.output.show(rows, table(rows))
         return 0
 
 
@@ -51,14 +44,14 @@ class VerifyCheckpoints(CheckpointsOfRun):
 
     step: Positional[int | None] = None
     """Step of the checkpoints to verify; by default all checkpoints are verified."""
-    output: Output = Output()
+    output: Output = field(default_factory=Output)
     """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import verify
 
         rows = verify(self.run, self.step)
-        _print(rows, self.output.json)
+        self.output.show(rows, table(rows))
         return 1 if any(row["damage"] for row in rows) else 0
 
 
@@ -74,14 +67,14 @@ class OneCheckpoint(CheckpointsOfRun):
 class ShowCheckpoint(OneCheckpoint):
     """Arguments of `shoestring checkpoint show`."""
 
-    output: Output = Output()
+    output: Output = field(default_factory=Output)
     """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import show
 
         content = show(self.run, self.step)
-        say(json.dumps(content, indent=2) if self.output.json else "\n".join(_described(content)))
+        self.output.show(content, _described(content))
         return 0
 
 
@@ -89,14 +82,14 @@ class ShowCheckpoint(OneCheckpoint):
 class ExplainResume(CheckpointsOfRun):
     """Arguments of `shoestring checkpoint explain`."""
 
-    output: Output = Output()
+    output: Output = field(default_factory=Output)
     """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.archive import explain
 
         explanation = explain(self.run)
-        say(json.dumps(explanation.facts(), indent=2) if self.output.json else "\n".join(explanation.lines()))
+        self.output.show(explanation.facts(), explanation.lines())
         return 0
 
 
@@ -144,41 +137,15 @@ class TrimCheckpoints(CheckpointsOfRun):
     """Number of newest checkpoints on disk to keep."""
     memory: bool = False
     """Delete also the checkpoints that a dead run left in this host's shared memory."""
-    output: Output = Output()
+    output: Output = field(default_factory=Output)
     """Format of the output."""
 
     def __call__(self) -> int:
         from shoestring.verbs.trim import trim
 
         gone = [str(path) for path in trim(self.run, self.keep, memory=self.memory)]
-        say(json.dumps(gone, indent=2) if self.output.json else "\n".join(f"deleted {path}" for path in gone))
+        self.output.show(gone, (f"deleted {path}" for path in gone))
         return 0
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a table: a line with the names of the columns, then the rows; numbers are aligned to the right."""
-    if not rows:
-        return
-
-    def cell(name: str, value: Any) -> str:
-        if name == "bytes":
-            return figures.size(value)
-        return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    cells = [[cell(name, value) for name, value in row.items()] for row in rows]
-    columns = list(zip(list(rows[0]), *cells, strict=True))
-    numeric = [all(isinstance(row[column[0]], int | float) for row in rows) for column in columns]
-    for line in zip(*columns, strict=True):
-        widths = [max(map(len, column)) for column in columns]
-        placed = [
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, numeric, strict=True)
-        ]
-        yield "  ".join(placed).rstrip()
-
-
-def _print(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    say(json.dumps(rows, indent=2) if as_json else "\n".join(table(rows)))
 
 
 def _described(content: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from shoestring.commands.printing import say
+from shoestring.commands.printing import Output
 from shoestring.core.errors import ConfigError
 from shoestring.storage.foreign import one_line, printable
 from shoestring.verbs.settings import DataView
@@ -31,20 +30,19 @@ class ShowData:
     """Data source as in run.data (files, globs, hf:NAME or a pipe), or a run file."""
     view: DataView = field(default_factory=DataView)
     """Settings for reading and showing the data."""
-    json: bool = False
-    """Print JSON that lists every piece of text and whether it is learnt."""
+    output: Output = field(default_factory=Output)
+    """Format of the output; JSON lists every piece of text and whether it is learnt."""
 
     def __call__(self) -> int:
         from shoestring.verbs.data import show
 
         shown = show(self.source, self.view)
         coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        if self.json:
-            say(json.dumps([asdict(data) for data in shown], indent=2))
-        else:
-            for data in shown:
-                sys.stdout.write("\n".join(_lines(data, coloured)) + "\n")
+        if coloured and not self.output.json:  # the lines are printable already, apart from the colour codes
+            sys.stdout.writelines(f"{line}\n" for data in shown for line in _lines(data, coloured))
             sys.stdout.flush()
+        else:
+            self.output.show([asdict(data) for data in shown], (line for data in shown for line in _lines(data, False)))
         return ConfigError.code if any(data.refusal for data in shown) else 0
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the verbs for trained models: generate, predict, evaluate, chat, serve, skip, prune and quantize."""
+"""Arguments of the verbs for trained models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from shoestring.commands.printing import say, write_text
+from shoestring.commands.shared import TrainedRun
 from shoestring.core.errors import ConfigError
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Conversing, Decoding, Generation, SamplingOptions
@@ -81,11 +82,9 @@ class Talk(TrainedModel):
 
 
 @dataclass(frozen=True)
-class Predict:
-    """Arguments of `shoestring predict`."""
+class Predict(TrainedRun):
+    """Arguments of `shoestring predict`; the run file names the functions that read files and describe outputs."""
 
-    run: Positional[str]
-    """Run folder with the model; its run file names the functions that read files and describe outputs."""
     folder: Positional[Path]
     """Folder with the files; its subfolders are searched as well."""
     out: Path = Path("predictions.csv")
@@ -101,10 +100,10 @@ class Predict:
 
         if self.out.suffix not in FORMATS:
             raise ConfigError(f"`{self.out}` is neither .csv nor .jsonl", hint="choose another --out")
-        rows = predict(self.run, self.folder, self.settings)
+        rows = predict(str(self.run), self.folder, self.settings)
         save_table(save_pictures(rows, self.pictures) if self.pictures else rows, self.out)
         page = self.out.with_suffix(".html")
-        save_page(rows, f"{Path(self.run).resolve().name} on {self.folder.resolve().name}", self.folder, page)
+        save_page(rows, f"{self.run.resolve().name} on {self.folder.resolve().name}", self.folder, page)
         failed = [row for row in rows if "error" in row]
         for row in failed[:5]:
             say(f"left out: {row['file']}: {row['error']}", sys.stderr)

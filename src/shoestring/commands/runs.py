@@ -1,19 +1,19 @@
-"""Arguments of the verbs for runs and clusters: train, check, plan, distill, recipes, keys, probe, compare, report,
-trust."""
+"""Arguments of the verbs for runs, recipes and clusters."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from shoestring import figures
-from shoestring.commands.printing import say, say_lines
+from shoestring.commands.printing import Output, say, say_lines
+from shoestring.commands.shared import TrainedRun
 from shoestring.core.errors import STOPPED, ConfigError
 from shoestring.processors import processors
 
@@ -190,20 +190,15 @@ class SearchKeys:
     """Words to search for: names of keys or tables, or words of help texts. Without words, all keys are listed."""
     packages: tuple[str, ...] = ()
     """Names of packages of your own whose features are searched too."""
-    json: bool = False
-    """Print the keys as JSON."""
+    output: Output = field(default_factory=Output)
+    """Format of the output."""
 
     def __call__(self) -> int:
-        import json
-        from dataclasses import asdict
-
         from shoestring.verbs.keys import lines_of, search
 
         keys = search(self.words, self.packages)
-        if self.json:
-            print(json.dumps([{"flag": key.flag, **asdict(key)} for key in keys]))
-        else:
-            say_lines(line for key in keys for line in lines_of(key))
+        rows = [{"flag": key.flag, **asdict(key)} for key in keys]
+        self.output.show(rows, (line for key in keys for line in lines_of(key)))
         return 0
 
 
@@ -297,7 +292,7 @@ class CopyRecipe:
 class CompareRuns:
     """Arguments of `shoestring compare`."""
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUN RUN ...")]]
     """Two or more run folders."""
     out: Path = Path("compare.html")
     """Path of the page to write."""
@@ -312,11 +307,9 @@ class CompareRuns:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(TrainedRun):
     """Arguments of `shoestring report`."""
 
-    run: Positional[Path]
-    """Run folder to report on."""
     trace: Path | None = None
     """Path of a Chrome trace to write for Perfetto, with the spans of all ranks; by default no trace is written."""
 

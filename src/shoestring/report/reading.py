@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shoestring.core.errors import ConfigError
 from shoestring.report import findings, history_file
+from shoestring.report.folder_check import check_run_folder
 from shoestring.storage import foreign
 
 Columns = dict[str, dict[int, float]]
@@ -109,10 +109,7 @@ def read(folder: Path) -> RunFolder:
         ConfigError: `folder` is not a folder, or contains neither run.toml nor metrics.jsonl.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"no run folder at {folder}", hint="give the folder that `shoestring train` wrote")
-    if not any((folder / name).is_file() for name in ("run.toml", "metrics.jsonl")):
-        raise ConfigError(f"{folder} is not a run folder: it has no run.toml and no metrics.jsonl")
+    check_run_folder(folder)
     problems: list[str] = []
     events = history_file.read(folder)
     summary = standing(_document(folder / "summary.json", problems), events)

@@ -34,6 +34,7 @@ from shoestring.models import hf
 from shoestring.models.description import sizes
 from shoestring.models.loading import build_model, outline
 from shoestring.models.saving import model_folder
+from shoestring.models.tokenizer_files import find_tokenizer, missing_tokenizer
 from shoestring.naming import harness_tasks, resolve
 from shoestring.run import Run, Settings
 from shoestring.training.named_files import is_own
@@ -246,16 +247,12 @@ def tokenizer_of(run: Run) -> str:
         DataError: the model's tokenizer cannot be used.
     """
     chosen, target = run.data.tokenizer, run.settings.model
-    path = tokenizer_beside(target)
+    path = find_tokenizer(target)
     if path is None:
         if chosen == "model":
             if ":" in target and not target.startswith(hf.PREFIX):
                 raise ConfigError(f"`{target}` has no tokenizer of its own", hint='set data.tokenizer = "bpe"')
-            if ":" not in target and not Path(target).is_dir():
-                hint = "give the folder of a model, of a run, or hf:NAME"
-                raise ConfigError(f"there is no model `{target}`: it is no folder", hint=hint)
-            hint = hf.tokenizer_hint(target.removeprefix(hf.PREFIX))
-            raise ConfigError(f"`{target}` has no tokenizer.json", hint=hint)
+            raise missing_tokenizer(target)
         return chosen
     if chosen == "model":
         return str(path)
@@ -267,18 +264,10 @@ def tokenizer_of(run: Run) -> str:
 def check_teachers(run: Run, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if a feature trains a draft model for a teacher that has another tokenizer."""
     for feature in run.features:
-        path = tokenizer_beside(feature.tokenizer_of) if feature.tokenizer_of else None
+        path = find_tokenizer(feature.tokenizer_of) if feature.tokenizer_of else None
         if path and load_tokenizer(path).hash != tokenizer.hash:
             hint = f'set data.tokenizer = "{path}"'
             raise ConfigError(f"the teacher of `{feature.name}` was made with another tokenizer", hint=hint)
-
-
-def tokenizer_beside(target: str) -> Path | None:
-    """Path of the tokenizer.json of an `hf:` model or of a model's folder; None if there is no such file."""
-    if target.startswith(hf.PREFIX):
-        return hf.tokenizer_of(target.removeprefix(hf.PREFIX))
-    folder = model_folder(target) if ":" not in target else None
-    return path if folder and (path := folder / "tokenizer.json").is_file() else None
 
 
 def _own(run: Run, world: World) -> DataSets:

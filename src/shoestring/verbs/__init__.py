@@ -1,4 +1,4 @@
 """Functions that do what the verbs of the command line do: `from shoestring.verbs.quantize import quantize`.
 
-`shoestring.cli.VERBS` lists the verbs. The functions return the text or the results that the command line prints.
+`shoestring.commands.table` lists the verbs. The functions return the text or the results that the command line prints.
 """

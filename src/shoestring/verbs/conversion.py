@@ -24,6 +24,7 @@ from shoestring.data.tokenizer import Tokenizer
 from shoestring.models import gguf, hf
 from shoestring.models.loading import load_model
 from shoestring.models.saving import source_folder
+from shoestring.models.tokenizer_files import require_tokenizer
 from shoestring.training.data_loading import own_data, to_device
 from shoestring.training.named_files import is_own
 from shoestring.training.user_code import import_user_code
@@ -55,9 +56,7 @@ def sample_text(model: str, source: Path, built: nn.Module, text: SampleText) ->
     samples, sequence = text.samples, text.sequence
     if samples < 1 or sequence < 1:
         raise ConfigError(f"{samples} samples of {sequence} tokens measure nothing", hint="give at least 1 of each")
-    tokenizer = source / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ConfigError(f"`{model}` has no tokenizer.json", hint=hf.tokenizer_hint(str(source)))
+    tokenizer = require_tokenizer(model)
     settings, data = Data(), text.data or ()
     if not text.data and (Path(model) / "run.toml").is_file():
         run = runs.look(model)

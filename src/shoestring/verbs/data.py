@@ -19,7 +19,8 @@ from shoestring.data.confined_template import ConfinedTemplate
 from shoestring.data.piped import spool
 from shoestring.data.sources import HuggingFace, Source, TextFiles, open_source
 from shoestring.data.tokenizer import Tokenizer, load_tokenizer
-from shoestring.training.data_loading import context_of, sequence_of, tokenizer_beside, tokenizer_of
+from shoestring.models.tokenizer_files import require_tokenizer
+from shoestring.training.data_loading import context_of, sequence_of, tokenizer_of
 from shoestring.training.named_files import is_own
 from shoestring.verbs.settings import DataView
 
@@ -111,23 +112,13 @@ def show(source: str, view: DataView | None = None) -> list[ShownData]:
     settings = Data(
         form=form, field=view.field, template=view.template if form == "chat" else "", sequence=view.sequence
     )
-    tokenizer = _tokenizer(view.model)
+    tokenizer = load_tokenizer(require_tokenizer(view.model)) if view.model else None
     if not settings.sequence:
         context = None
         with suppress(ShoestringError):  # the folder may hold only a tokenizer, which is enough to show data
             context = context_of(view.model, {})
         settings = replace(settings, sequence=settings.longest(context))
     return [_show(source, settings, tokenizer, view)]
-
-
-def _tokenizer(model: str) -> Tokenizer | None:
-    if not model:
-        return None
-    path = tokenizer_beside(model)
-    if path is None:
-        hint = "give the folder of a model or of a run, or hf:NAME"
-        raise ConfigError(f"the model `{model}` has no tokenizer.json", hint=hint)
-    return load_tokenizer(path)
 
 
 def _show(source: str, settings: Data, tokenizer: Tokenizer | None, view: DataView) -> ShownData:

@@ -13,7 +13,7 @@ from shoestring.models.behaviour import observe
 from shoestring.models.description import Description, describe_model
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import load_model, outline
-from shoestring.models.saving import model_folder
+from shoestring.models.tokenizer_files import find_tokenizer
 
 LISTED = 12
 """Maximum number of tokens that a line lists."""
@@ -93,11 +93,8 @@ def _open(model: str) -> tuple[nn.Module | None, Tokenizer | None]:
     """Open the model, without its weights if possible, and its tokenizer."""
     if (built := outline(model)) is None:
         return load_model(model)
-    if model.startswith(hf.PREFIX):
-        path = hf.tokenizer_of(model.removeprefix(hf.PREFIX))
-    else:
-        path = None if (folder := model_folder(model)) is None else folder / "tokenizer.json"
-    return built, load_tokenizer(path) if path is not None and path.exists() else None
+    path = find_tokenizer(model)
+    return built, None if path is None else load_tokenizer(path)
 
 
 def _count(tokens: int | None) -> str:

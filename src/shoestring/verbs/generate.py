@@ -24,10 +24,10 @@ from shoestring.decode.report import describe
 from shoestring.decode.settings import SKIP, Decoding, Generation, Sampling, SamplingRule
 from shoestring.decode.skipping.adapters import OnlineSkipping, Skipping
 from shoestring.decode.skipping.plan import SkipPlan
-from shoestring.models import hf
 from shoestring.models.decoder_layers import LIBRARIES
 from shoestring.models.description import Description, describe_model
 from shoestring.models.loading import load_model
+from shoestring.models.tokenizer_files import missing_tokenizer
 
 DEFAULT = SamplingRule(temperature=0.8, top_p=0.95)
 """Sampling rule for a model whose files name no sampling settings."""
@@ -102,8 +102,7 @@ def open_described(source: str | Path) -> tuple[nn.Module, Tokenizer, Descriptio
         native.compile_ahead(*LIBRARIES)
     model, tokenizer = load_model(source)
     if tokenizer is None:
-        hint = hf.tokenizer_hint(str(source).removeprefix(hf.PREFIX))
-        raise ConfigError(f"`{source}` has no tokenizer.json", hint=hint)
+        raise missing_tokenizer(source)
     return model.to(device), tokenizer, describe_model(source, tokenizer, model)
 
 

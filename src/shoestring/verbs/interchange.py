@@ -25,6 +25,7 @@ from shoestring.models import hf, saving, slorb
 from shoestring.models.beside import Beside
 from shoestring.models.gpt import GPT
 from shoestring.models.loading import build_model, load_model, origin_of, origin_trust
+from shoestring.models.tokenizer_files import find_tokenizer
 from shoestring.naming import Trust
 from shoestring.storage.whole import made_above, replaced_folder, write_atomic, writing
 from shoestring.verbs.archive import Archive
@@ -85,8 +86,8 @@ def read_origin(archive: Archive) -> ModelOrigin:
             f"no run.toml beside `{archive.folder}` names the model", hint="--as safetensors needs no run file"
         )
     run = runs.look(str(archive.run))
-    path = archive.run / "tokenizer.json"
-    tokenizer = load_tokenizer(path) if path.is_file() else None
+    path = find_tokenizer(archive.run)
+    tokenizer = None if path is None else load_tokenizer(path)
     offered = {"vocab_size": tokenizer.vocab_size, "context": run.data.sequence} if tokenizer else {}
     target, pretrained = run.settings.model, archive.run / saving.PRETRAINED
     if pretrained.is_dir():

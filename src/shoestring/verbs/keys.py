@@ -133,7 +133,8 @@ def search(words: Sequence[str], packages: Sequence[str] = ()) -> list[RunKey]:
 
 
 def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Describe the keys of all tables in a run file or a recipe, table by table, with the values that are set there.
+    """Describe the keys of all tables in a run file or a recipe, table by table, with the values that are set there or
+    by the overrides.
 
     Raises:
         ConfigError: the file or recipe does not exist, or names a table that does not exist.
@@ -142,7 +143,8 @@ def keys_of_run(source: str, overrides: Sequence[str] = ()) -> Iterator[str]:
     run.override(document, overrides, source)
     kinds = tables()
     named = [table for area, content in document.items() for table in _tables_in(area, content)]
-    yield f"Keys of {source}. A value after = is what {source} sets; one in parentheses is the default."
+    setters = f"{source} or this command line" if overrides else source
+    yield f"Keys of {source}. A value after = is what {setters} sets; one in parentheses is the default."
     for table in dict.fromkeys(("run", "data", *named)):
         if table not in kinds:
             continue  # the table belongs to a user's package, or holds the arguments of a model

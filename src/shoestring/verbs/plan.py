@@ -15,7 +15,7 @@ from shoestring.comm import Auto
 from shoestring.comm.auto.chooser import TIMED_STEPS, Chooser
 from shoestring.comm.auto.decision import explain_spread
 from shoestring.comm.auto.replicas import ReplicaChooser
-from shoestring.comm.settings.per_step import Exchange
+from shoestring.comm.settings.base import Exchange
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam, splits_replicas
 from shoestring.core.world import World

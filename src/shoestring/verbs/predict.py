@@ -22,6 +22,7 @@ from shoestring.data.loader import stacked
 from shoestring.models.loading import load_model
 from shoestring.report.document import PageFrame, document, packaged, save
 from shoestring.report.findings import Picture, png
+from shoestring.report.folder_check import check_run_folder
 from shoestring.report.markup import Markup, tag
 from shoestring.report.markup import table as grid
 from shoestring.storage import foreign
@@ -61,8 +62,7 @@ def predict(run: str, folder: Path, settings: FilePrediction | None = None) -> l
         TrustError: the run folder names code that the user has not declared as trusted.
     """
     settings = settings or FilePrediction()
-    if not (Path(run) / "run.toml").is_file():
-        raise ConfigError(f"`{run}` is no run folder", hint="name the folder that `shoestring train` wrote")
+    check_run_folder(Path(run), ("run.toml",))
     loaded = runs.load(run, trusted=False)
     if not loaded.settings.read_file:
         hint = "name a function that makes a sample from a path; for text: shoestring generate, shoestring chat"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoestring.core.errors import ConfigError
+from shoestring.report.folder_check import check_run_folder
 from shoestring.report.trackers import remember
 from shoestring_hub.protocol import CHECKPOINTS, KEY, LOG, fault_of_path
 
@@ -32,10 +33,7 @@ def key_of(folder: Path) -> str:
     Raises:
         ConfigError: the folder is not a run folder, or its key is malformed.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"no run folder at {folder}", hint="give the folder that `shoestring train` wrote")
-    if not any((folder / name).is_file() for name in ("run.toml", LOG)):
-        raise ConfigError(f"{folder} is not a run folder: it has no run.toml and no {LOG}")
+    check_run_folder(folder, ("run.toml", LOG))
     key = remember(folder, "hub", lambda: uuid.uuid4().hex)
     if not KEY.fullmatch(key):
         raise ConfigError(f"{folder / 'trackers.json'}: `hub` is not the key of a run", hint="remove that entry")

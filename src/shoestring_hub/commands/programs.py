@@ -11,6 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from shoestring.commands.printing import say, say_lines
+from shoestring.commands.shared import RunPath
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LogIn:
 class Push(ChosenProject):
     """Arguments of `shoestring hub push`."""
 
-    folder: Positional[Path]
+    folder: RunPath
     """Folder of the run to send, such as runs/quickstart."""
     checkpoints: bool = False
     """Whether to send checkpoints as well, so that training can resume from them after `shoestring hub pull`."""

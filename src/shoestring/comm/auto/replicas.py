@@ -28,8 +28,8 @@ from shoestring.planning.cluster import Cluster
 from shoestring.planning.simulate import Decision, Priced, Task, choose, makespan, simulate
 
 if TYPE_CHECKING:
+    from shoestring.comm.settings.base import Exchange
     from shoestring.comm.settings.local_steps import LocalSteps
-    from shoestring.comm.settings.per_step import Exchange
 
 GRADIENTS = " of gradients"  # suffix that names the codec of a method's first steps, which average gradients
 

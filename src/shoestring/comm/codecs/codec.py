@@ -40,7 +40,8 @@ class Mean:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Requests every rank's tensor, stacked: (ranks, *shape). Shape and dtype are the same on all ranks."""
+    """Requests every rank's tensor, stacked: (ranks, *shape). Shape and dtype are the same on all ranks. The bytes of
+    the tensor are sent, so any dtype will do, integers and bool included."""
 
     collective: ClassVar[str] = "all-gather"
     tensor: Tensor
@@ -112,11 +113,16 @@ class Codec(ABC):
             grads: gradients of any shape by parameter name, contiguous, in fp32 or the parameters' type; the same
                 names in the same order on all ranks. The codec may overwrite the gradients from the start.
 
+        Gradients may have no entries, alone or all together; with nothing to send, return without a yield.
+
         The caller may close the generator at any yield: at the first one if a gradient of any rank is not finite, at a
         later one if an answer is too large to decode. When the generator is closed, the codec must restore its state
-        from before the exchange, up to rounding. Until the generator is closed, the caller does not change `grads`. If
-        a gradient of any rank is non-finite, the first answers must be non-finite on every rank. Later floating-point
-        answers must be equal on all ranks.
+        from before the exchange, up to rounding; the simplest way is to change the state only after the last yield.
+        Until the generator is closed, the caller does not change `grads`.
+
+        If a gradient of any rank is non-finite, the first answers must be non-finite on every rank, in a tensor of a
+        floating-point dtype, even if the entry itself is not sent: add `flat.poison` of all entries to a value that is
+        sent. Later floating-point answers must be equal on all ranks.
         """
 
     def guards(self, grads: Grads) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoestring.comm.codecs.codec import Coding, ExchangeContext, Grads, Mean
-from shoestring.comm.codecs.topk import FlatCodec, count_entries
+from shoestring.comm.codecs.flat import FlatCodec, count_entries, poison
 
 
 class RandomKCodec(FlatCodec):
@@ -51,8 +51,7 @@ class RandomKCodec(FlatCodec):
         indices = self._draw_for(grads, n, context)
         own = M[indices] if self.feedback else M[indices] * (n / len(indices))
         sent = own.to(self.dtype)
-        # A non-finite entry must be detected now, even if it is not among the entries that are sent.
-        (average,) = yield [Mean(sent + (0 * M.sum()).to(self.dtype))]
+        (average,) = yield [Mean(sent + poison(M).to(self.dtype))]
         out = M
         if self.feedback:
             out = self.flat_state("residual", grads)

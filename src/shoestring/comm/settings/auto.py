@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shoestring.comm.settings.base import Transport, check_types
+from shoestring.comm.settings.base import Exchange, Transport, check_least, check_types
 from shoestring.comm.settings.calls import parse_call, parse_exchange
 from shoestring.comm.settings.local_steps import DiLoCo, LocalSGD, LocalSteps, SparseLoCo
-from shoestring.comm.settings.per_step import Dense, Exchange
+from shoestring.comm.settings.per_step import Dense
 from shoestring.comm.settings.worth import estimate_worth
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import DATA, HOSTS, Feature, Inexact, Reduction, Seam, splitting
@@ -89,8 +89,7 @@ class Auto(Feature):
                 f"`{self.name}` times passes of the whole model, of which `{names[0]}` gives a rank one part",
                 hint="name a codec, as in [comm.powersgd]",
             )
-        if self.trials < 1:
-            raise ConfigError(f"`{self.name}.trials` must be at least 1, got {self.trials}")
+        check_least(self.name, self, 1, "trials")
         if len(self.worth) not in (0, len(self.allow)) or not all(worth >= 0 for worth in self.worth):
             raise ConfigError(
                 f"`{self.name}.worth` must have a number of steps for each of the {len(self.allow)} methods in "

@@ -57,9 +57,7 @@ class Transport:
         Args:
             name: name of the table, for error messages.
         """
-        for key in ("parts", "channels"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"`{name}.{key}` must be at least 1, got {getattr(self, key)}")
+        check_least(name, self, 1, "parts", "channels")
         if not 0 <= self.kb_per_step < math.inf:
             raise ConfigError(f"`{name}.kb_per_step` must be a number of kB, got {self.kb_per_step}")
         if self.select != "auto" and not self.kb_per_step:
@@ -208,6 +206,13 @@ class Exchange(Feature):
             measured=True,
             cost=f"{self.cost}; {figures.seconds(exposed)} of exposed communication a step",
         )
+
+
+def check_least(table: str, settings: object, least: int, *keys: str) -> None:
+    """Raise ConfigError if a setting of the table named `table` is below `least`."""
+    for key in keys:
+        if getattr(settings, key) < least:
+            raise ConfigError(f"`{table}.{key}` must be at least {least}, got {getattr(settings, key)}")
 
 
 def refuse_sparse(name: str, model: nn.Module) -> None:

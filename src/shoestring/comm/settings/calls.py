@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from shoestring.comm.settings import per_step
-from shoestring.comm.settings.per_step import Exchange
+from shoestring.comm.settings.base import Exchange
 from shoestring.core.errors import ConfigError, nearest
 from shoestring.core.feature import Seam
 from shoestring.renames import renamed
@@ -25,9 +25,9 @@ def parse_exchange(call: str, where: str = "comm.auto.allow", short: Iterable[st
         ConfigError: there is no such codec, setting or value.
     """
     name, settings = parse_call(call, where, short)
-    features = {feature.lower(): getattr(per_step, feature) for feature in per_step.__all__ if feature != "Exchange"}
+    classes = [kind for kind in vars(per_step).values() if isinstance(kind, type) and issubclass(kind, Exchange)]
     # A codec that builds its optimizer cannot be chosen at the first step.
-    codecs = {name: feature for name, feature in features.items() if feature.seams == (Seam.WIRE,)}
+    codecs = {kind.__name__.lower(): kind for kind in classes if kind is not Exchange and kind.seams == (Seam.WIRE,)}
     if name not in codecs:
         raise ConfigError(f"`{where}`: there is no codec `{name}`", hint=nearest(name, {*codecs, *short}))
     common = {field.name for field in fields(Exchange)}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
     from shoestring.comm.codecs.codec import Codec
-    from shoestring.comm.settings.per_step import Exchange
+    from shoestring.comm.settings.base import Exchange
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shoestring.comm.settings.base import Exchange
+from shoestring.comm.settings.base import Exchange, check_least
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Inexact, Seam
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from shoestring.comm.codecs.codec import Codec
     from shoestring.core.attachments import Attachments
-
-__all__ = ["BF16", "DGC", "Dense", "Exchange", "PowerSGD", "Quantize", "RandomK", "Sign", "TernGrad", "TopK"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +82,7 @@ class PowerSGD(Exchange):
 
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)
-        if self.rank < 1:
-            raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
+        check_least(self.name, self, 1, "rank")
         if self.start < 0:
             raise ConfigError(f"`{self.name}.start` must not be negative, got {self.start}")
 
@@ -120,8 +117,7 @@ class Quantize(Exchange):
 
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)
-        if self.group_size < 2:
-            raise ConfigError(f"`{self.name}.group_size` must be at least 2, got {self.group_size}")
+        check_least(self.name, self, 2, "group_size")
         if self.rounding == "nearest" and not self.feedback:
             raise ConfigError(
                 f'`{self.name}.rounding = "nearest"` without `feedback` always rounds the same entries to zero',
@@ -150,8 +146,7 @@ class Sign(Exchange):
 
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)
-        if self.group_size < 2:
-            raise ConfigError(f"`{self.name}.group_size` must be at least 2, got {self.group_size}")
+        check_least(self.name, self, 2, "group_size")
 
     def make_codec(self) -> Codec:
         from shoestring.comm.codecs.sign import SignCodec
@@ -237,8 +232,7 @@ class RandomK(Exchange):
     def check(self, attachments: Attachments) -> None:
         super().check(attachments)
         check_density(self.name, self.density)
-        if self.block_size < 1:
-            raise ConfigError(f"`{self.name}.block_size` must be at least 1, got {self.block_size}")
+        check_least(self.name, self, 1, "block_size")
 
     def make_codec(self) -> Codec:
         from shoestring.comm.codecs.randomk import RandomKCodec

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from shoestring.comm.local.schedule import merges_per_step
+from shoestring.comm.settings.base import Exchange
 from shoestring.comm.settings.local_steps import PLAIN, LocalSGD, LocalSteps
-from shoestring.comm.settings.per_step import BF16, Dense, Exchange, PowerSGD, Quantize, Sign
+from shoestring.comm.settings.per_step import BF16, Dense, PowerSGD, Quantize, Sign
 
 LOW_RANK = 0.5
 """PowerSGD of rank 4 was worth 0.42 to 0.57; higher ranks are worth more."""
