@@ -93,6 +93,83 @@ def rows_classifier(
     return RowsClassifier(rows, row_width, width, layers, heads, classes)
 
 
+class MixerBlock(nn.Module):
+    """A block of an MLP mixer: layers over the patches of each feature, then over the features of each patch."""
+
+    def __init__(self, patches: int, width: int, token_hidden: int, channel_hidden: int) -> None:
+        super().__init__()
+        self.token_norm = nn.LayerNorm(width)
+        self.token_up = nn.Linear(patches, token_hidden)
+        self.token_down = nn.Linear(token_hidden, patches)
+        self.channel_norm = nn.LayerNorm(width)
+        self.channel_up = nn.Linear(width, channel_hidden)
+        self.channel_down = nn.Linear(channel_hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.token_norm(x).transpose(1, 2)  # (B, width, patches)
+        x = x + self.token_down(F.gelu(self.token_up(features))).transpose(1, 2)
+        return x + self.channel_down(F.gelu(self.channel_up(self.channel_norm(x))))
+
+
+class Mixer(nn.Module):
+    """An MLP mixer (Tolstikhin et al., 2021), which mixes the patches of an image without attention."""
+
+    def __init__(
+        self, size: int, patch: int, width: int, layers: int, token_hidden: int, channel_hidden: int, classes: int
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        count = (size // patch) ** 2
+        self.blocks = nn.ModuleList(MixerBlock(count, width, token_hidden, channel_hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)  # (B, patches, width)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def mixer(
+    size: int = 64,
+    patch: int = 8,
+    width: int = 256,
+    layers: int = 8,
+    token_hidden: int = 128,
+    channel_hidden: int = 1024,
+    classes: int = 100,
+) -> Mixer:
+    """An MLP mixer for small images."""
+    return Mixer(size, patch, width, layers, token_hidden, channel_hidden, classes)
+
+
+class HugeLayer(nn.Module):
+    """A net in the manner of AlexNet: the layer behind its few convolutions has nearly all weights, and little work.
+
+    It has no repeated blocks that could be cut into stages.
+    """
+
+    def __init__(self, size: int, channels: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, 2 * channels, 3, padding=1)
+        self.third = nn.Conv2d(2 * channels, 2 * channels, 3, padding=1)
+        self.huge = nn.Linear(2 * channels * (size // 8) ** 2, hidden)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(images)), 2)
+        x = F.max_pool2d(F.relu(self.second(x)), 2)
+        x = F.max_pool2d(F.relu(self.third(x)), 2)
+        return self.head(F.relu(self.huge(x.flatten(1))))
+
+
+def huge_layer(size: int = 64, channels: int = 64, hidden: int = 512, classes: int = 100) -> HugeLayer:
+    """Three convolutions before a huge layer."""
+    return HugeLayer(size, channels, hidden, classes)
+
+
 def vit(
     size: int = 64, patch: int = 8, width: int = 192, layers: int = 6, heads: int = 4, classes: int = 100
 ) -> nn.Module:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shoestring as ss
-from benchmarks.parallel.pairs import PAIRS, Pair, merged
-from benchmarks.parallel.planning import BEST
+from benchmarks.parallel.pairs import Pair, merged
+from benchmarks.parallel.planning import BEST, pair_named
 from benchmarks.parallel.quotas import join
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
@@ -98,5 +98,4 @@ def step_of(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitS
 
 
 if __name__ == "__main__":
-    (wanted,) = (pair for pair in PAIRS if pair.name == sys.argv[2])
-    main(Path(sys.argv[1]), wanted, sys.argv[3])
+    main(Path(sys.argv[1]), pair_named(sys.argv[2]), sys.argv[3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.parallel.first_pairs import FIRST
 from benchmarks.parallel.pairs import PAIRS, merged
 from shoestring.core.compose import compose
 from shoestring.core.feature import DATA, arrange_mesh
@@ -16,8 +17,8 @@ from shoestring.run import parse
 from shoestring.training.data_loading import own_data
 from shoestring.training.user_code import import_user_code
 
-BY_NAME = {pair.name: pair for pair in PAIRS}
-PLANS = [(pair.name, plan) for pair in PAIRS for plan in pair.plans]
+BY_NAME = {pair.name: pair for pair in (*PAIRS, *FIRST)}
+PLANS = [(pair.name, plan) for pair in BY_NAME.values() for plan in pair.plans]
 
 
 def meta_model(run):
@@ -25,17 +26,18 @@ def meta_model(run):
         return build_model(run.settings.model, run.model, {}, run.settings.seed)
 
 
-def test_there_are_twelve_pairs_of_which_six_are_measured():
-    assert len(BY_NAME) == len(PAIRS) == 12
-    assert sum(pair.measured for pair in PAIRS) == 6
-    assert {pair.rate for pair in PAIRS} == {"20mbit", "100mbit", "1gbit"}
-    assert all(pair.hosts in (2, 4) and 2 <= pair.hosts * pair.ranks <= 4 for pair in PAIRS)
-    assert all(len(pair.plans) >= 5 for pair in PAIRS)
-    assert all(not {"parallel", "memory"} & pair.run.keys() for pair in PAIRS)
+@pytest.mark.parametrize("pairs", [PAIRS, FIRST])
+def test_there_are_twelve_pairs_of_which_six_are_measured(pairs):
+    assert len(BY_NAME) == 24 and len(pairs) == 12
+    assert sum(pair.measured for pair in pairs) == 6
+    assert {pair.rate for pair in pairs} == {"20mbit", "100mbit", "1gbit"}
+    assert all(pair.hosts in (2, 4) and 2 <= pair.hosts * pair.ranks <= 4 for pair in pairs)
+    assert all(len(pair.plans) >= 5 for pair in pairs)
+    assert all(not {"parallel", "memory"} & pair.run.keys() for pair in pairs)
 
 
 def test_plans_of_a_pair_differ():
-    for pair in PAIRS:
+    for pair in BY_NAME.values():
         documents = [pair.document(plan) for plan in pair.plans]
         assert all(document not in documents[:place] for place, document in enumerate(documents)), pair.name
 
@@ -57,7 +59,7 @@ def test_the_model_takes_the_data(name):
     assert total.shape == ()
 
 
-@pytest.mark.parametrize("name", [pair.name for pair in PAIRS if pair.gib])
+@pytest.mark.parametrize("name", [pair.name for pair in BY_NAME.values() if pair.gib])
 def test_a_replica_does_not_fit_under_a_limit(name):
     """The state of a replica alone is larger: weights, gradients and both moments of AdamW."""
     pair = BY_NAME[name]
