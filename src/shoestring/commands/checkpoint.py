@@ -169,7 +169,7 @@ def _described(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pieces(pieces: Sequence[Any]) -> str:
-    """Text: the number of shards of a tensor, and the dimensions along which the tensor is sharded."""
+    """Describe a tensor's shards: how many there are, and along which dimensions the tensor is sharded."""
     if len(pieces) == 1:
         return "whole"
     cut = [str(dim) for dim, firsts in enumerate(zip(*(offset for offset, _ in pieces), strict=True)) if any(firsts)]

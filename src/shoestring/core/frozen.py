@@ -21,7 +21,7 @@ class Reference:
     source: str
     digest: str
     within_model: tuple[str, ...]
-    """Names of tensors that the job's model shares with the module; the model's own state leaves them out."""
+    """Names of tensors that the job's model shares with the module; the state of the job's model leaves them out."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:

@@ -74,7 +74,7 @@ class Job:
 
     @property
     def trace(self) -> Trace:
-        """Spans of time, totals and facts of the run."""
+        """The run's recorded spans of time, its totals, and named facts about it."""
         return self._attachments.trace
 
     @property

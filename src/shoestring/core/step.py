@@ -1,8 +1,8 @@
 """One training step: micro-batches, the exact mean of their losses over ranks, and the optimizer step with its phases.
 
-A loss function returns (sum, count), and the sum is divided once. The true divisor is the count over all micro-batches
-and ranks. The true divisor is known only after the backward pass has begun, and waiting for it would add a round trip
-on slow links to every step. So the backward pass divides by the previous step's count, which all ranks know. During the
+A loss function returns (sum, count), and the sum is divided once. The divisor is the count over all micro-batches
+and ranks. This count is known only after the backward pass has begun, and waiting for it would add a round trip on slow
+links to every step. So the backward pass divides by the previous step's count, which all ranks know. During the
 backward pass the new counts are summed over ranks. If the sum differs from the previous count, gradients are multiplied
 by the ratio.
 """

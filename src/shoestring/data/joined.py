@@ -75,7 +75,7 @@ class Joined(Dataset[dict[str, Tensor]]):
 
     @property
     def notes(self) -> Iterator[str]:
-        """Sentences for the user about how records became samples, from all parts."""
+        """Sentences of all joined data sets for the user, about how records became samples."""
         return (note for part in self.parts for note in part.notes)
 
     @property

@@ -17,7 +17,7 @@ from shoestring.core.attachments import Attachments
 from shoestring.memory.tracing.labels import labels, optimizer_state
 
 REST = "activations and all else"
-"""Kind of the bytes in use that belong to no named tensor."""
+"""Label of the bytes in use that belong to no named tensor."""
 
 _TO_THE_HOST = ("memory.offload", "memory.offloadactivations")
 """Features that move tensors to host memory; useless if the device is the CPU."""

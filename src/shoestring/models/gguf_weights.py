@@ -114,7 +114,7 @@ class TensorSource(NamedTuple):
     """Whether all weights are read in floating point, including those stored in 8 or 4 bits."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """Get a tensor by name and check its shape, outermost dimension first."""
+        """Get a tensor by name and check its shape, which is given with the outermost dimension first."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"{self.path} lacks the tensor {name}")

@@ -213,7 +213,7 @@ def _check_bases(folder: Path) -> None:
 
 @contextmanager
 def opening(folder: Path, what: str = "what is in", also: type[ShoestringError] | None = None) -> Iterator[None]:
-    """Turn errors of constructors and parsers about a model's folder into a CheckpointError that names the folder.
+    """Turn errors that a model's constructor or parser raises into a CheckpointError that names the model's folder.
 
     Every Exception is caught, because an untrusted configuration may make a constructor or parser fail anywhere.
 

@@ -178,8 +178,8 @@ def average_statistics(attachments: Attachments, name: str, average: Average) ->
 
 
 def exported_statistics(states: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Tensor]:
-    """Return the statistics to export with the average of the feature `name`, from a run's saved states; may be
-    empty."""
+    """Return the batch norms' statistics that belong to the averaged weights of the feature `name`, from a run's
+    saved states; empty without batch norms."""
     state = states.get(_state_name(name), {})
     return {**state.get("average", {}), **state.get("anew", {})}
 

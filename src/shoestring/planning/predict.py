@@ -60,7 +60,7 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
 
 
 _PIECE = 2**18
-"""Bytes of a message when updated weights are gathered; slow links carry short messages faster."""
+"""Bytes of a message when updated weights are gathered; slow links carry more bytes a second in short messages."""
 
 
 class _Building:

@@ -42,7 +42,7 @@ COMPARED = 101
 """Number of most recent comparisons (of steps with and without recording) that are used."""
 
 SHARES = 0.005, 0.9
-"""Minimum and maximum share if a budget is set; the maximum leaves some unrecorded steps for comparison."""
+"""Minimum and maximum share of recorded steps if a budget is set; some steps stay unrecorded, for comparison."""
 
 
 class Spent(NamedTuple):

@@ -63,7 +63,7 @@ def counted(run: RunFolder) -> str:
 
 
 def results(run: RunFolder) -> dict[str, float]:
-    """Final figures by readable name, most important first; unknown figures are left out."""
+    """Final metrics by readable name, the most important first; unknown metrics are left out."""
     bits, unit = table(run.summary, "bits_per_byte"), counted(run)
     newest = seconds(run)
     memory = [_finite(rank.get("memory_gib")) for rank in tables(run.summary, "ranks")]

@@ -51,8 +51,8 @@ class Sparsity(Feature):
 
     @property
     def products(self) -> int:
-        """Number of sparse products among a linear layer's three per step: output, input gradient and weight
-        gradient."""
+        """Number of a linear layer's products that are sparse, of three in a step: output, input gradient and
+        weight gradient."""
         return 1 + self.rows_too + self.mvue
 
     def check(self, attachments: Attachments) -> None:

@@ -21,7 +21,7 @@ from shoestring.tune.space import Dimension
 from shoestring.tune.store import TrialLease
 
 Scores = Mapping[int, Mapping[int, float]]
-"""Maps a trial's number and a comparison's number to the trial's objective at this comparison; smaller is better."""
+"""Number of a trial -> number of a round of comparisons -> the trial's objective then; smaller is better."""
 
 
 @dataclass(frozen=True)

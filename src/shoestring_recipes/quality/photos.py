@@ -66,7 +66,7 @@ PACKAGES = {
 
 @cache
 def photos() -> dict[str, Tensor]:
-    """Load the photos as grey images, uint8 (H, W), with sides from `SMALLEST` to `LARGEST`, by file name.
+    """Map the name of each photo's file to the photo in grey, uint8 (H, W), with sides from `SMALLEST` to `LARGEST`.
 
     Raises:
         ConfigError: a package is not installed or does not contain a photo.

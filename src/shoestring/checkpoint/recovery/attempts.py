@@ -58,8 +58,8 @@ class Attempts:
     @contextmanager
     def counted(self, checkpoint: CheckpointId) -> Iterator[None]:
         """Context manager for an attempt to load `checkpoint`. If loading finishes, the checkpoint's count is cleared.
-        An exception restores the former count. RuntimeError and OSError do not restore the count, because they may
-        result from the death of another rank.
+        An exception restores the former count, except for RuntimeError and OSError, which the death of another rank
+        may cause.
         """
         before = dict(self.counts)
         self._write({**before, checkpoint.name: before.get(checkpoint.name, 0) + 1}, checkpoint.name)

@@ -30,8 +30,8 @@ def threads_beside(ranks: int) -> int:
     """Return the number of threads that a rank may use beside training: a quarter of the rank's share of the host's
     processors.
 
-    Threads take the global interpreter lock once per chunk. More threads would take the lock so often that the training
-    thread would launch kernels late.
+    Threads take Python's global interpreter lock once per chunk. With more threads, the training thread would wait for
+    the lock so often that it launched kernels late.
 
     Args:
         ranks: number of ranks on the host.

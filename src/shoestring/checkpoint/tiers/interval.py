@@ -187,7 +187,7 @@ def _nests(levels: Sequence[Level], step_seconds: float, unit: int, below: float
     """Yield candidates for the intervals of `levels`, near the W* of each level.
 
     Args:
-        unit: steps between checkpoints of the level below `levels`.
+        unit: steps between checkpoints of the level beneath the first of `levels`.
         below: expected seconds of `unit` steps.
 
     Yields:

@@ -67,8 +67,8 @@ def read(
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Load entries as fp32, with zeros outside the tensor. If all entries are inside and addresses are aligned, a load
-    reads 16 bytes."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are in it and addresses are aligned, a
+    load reads 16 bytes."""
     start = tl.load(column + tensor).to(tl.pointer_type(TYPE)) + begin
     where = start[:, None, None] + at
     if ALIGNED:

@@ -53,7 +53,7 @@ class FlatCodec(Codec):
     def deliver(self, grads: Grads, table: GradTable | None, indices: Tensor, values: Tensor, out: Tensor) -> None:
         """Replace gradients by the sum of all ranks' entries (ranks, k), added in the order of the ranks.
 
-        `out` is overwritten (with a table, only at the indices) and then freed for reuse as a buffer.
+        `out` is overwritten, only at the indices if there is a table, and then freed for reuse as a buffer.
         """
         if table is None:
             self.unflatten(grads, sum_entries(indices, values, out))

@@ -25,8 +25,8 @@ def last_upto(column: tl.tensor, at: tl.tensor, tensors: tl.tensor, DEPTH: tl.co
 
 @triton.jit
 def read(start: tl.tensor, lane: tl.tensor, inside: tl.tensor, whole: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Load entries as fp32, with zeros outside the tensor. If all entries are inside and addresses are aligned, a load
-    reads 16 bytes."""
+    """Load entries as fp32, with zeros outside the tensor. If all entries are in it and addresses are aligned, a
+    load reads 16 bytes."""
     where = start + lane
     if ALIGNED:
         if whole:

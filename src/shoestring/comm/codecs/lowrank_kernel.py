@@ -75,7 +75,7 @@ def left(
     n: tl.tensor,
     m: tl.tensor,
     r: tl.tensor,
-    STEPS: tl.constexpr,  # steps per split, of BN rows each
+    STEPS: tl.constexpr,  # steps per split; a step has BN rows
     R: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,

@@ -226,8 +226,8 @@ class PerNodeCodec(Codec):
         return union, min(left, 2.0 * price * max(piece.shard for piece in pieces))
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the residuals only. Pieces and prices depend on the number of ranks, so the networks start
-        untrained."""
+        """Merge the residuals only. The pieces of tensors and the costs of sending them depend on the number of
+        ranks, so the networks start untrained."""
         return super().merge_states([{"residual": state.get("residual", {})} for state in states])
 
 

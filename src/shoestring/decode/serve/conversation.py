@@ -192,7 +192,7 @@ def _check_shown(
         shown = template.render(messages, arguments) if shown is None else shown
         try:
             ignored = template.render(other, variables) == shown
-        except ConfigError:  # the template needs them, so it does not ignore them
+        except ConfigError:  # the template fails without the tools, so it does not ignore them
             continue
         if ignored:
             raise fields.wrong("tools" if what == "tools" else name, f"the model's chat template ignores {what}")

@@ -85,7 +85,7 @@ def least_harm(statistics: Statistics, budget: float) -> Ratios:
             state = (harm + candidate.harm, chosen | 1 << index)
             if reached > saved and (reached not in best or state[0] < best[reached][0]):
                 best[reached] = state
-    if need not in best:  # all sublayers together meet the budget only without rounding
+    if need not in best:  # rounding leaves the sum of all sublayers below the budget
         return {candidate.name: candidate.ratio for candidate in candidates}
     chosen = best[need][1]
     return {candidate.name: candidate.ratio for index, candidate in enumerate(candidates) if chosen >> index & 1}

@@ -23,7 +23,7 @@ log = logging.getLogger("shoestring")
 
 LASTS = 30.0  # seconds for which a refused request stays in the record, so that other tenants give memory back for it
 _TICK = 0.05  # seconds between two checks for calls of `ring`
-_SURVEY = 1.0  # maximum seconds between two surveys, if `ring` is not called
+_SURVEY = 1.0  # maximum seconds between two surveys of the host's memory, if nobody rings for one
 _WINDOW = 60.0  # minimum seconds for which a peak of resident memory counts
 PATIENCE = 2.0  # seconds to wait for the ledger's lock
 _POLL = 0.005  # seconds between two checks whether enough memory was given back

@@ -126,7 +126,7 @@ class BlockPass:
         # Parameters and buffers stay on the device anyway, so copying their storages would release nothing.
         held = chain(block.parameters(), block.buffers())
         self.resident = offload.buffers_of_model | {_key(tensor)[0] for tensor in held if _is_plain(tensor)}
-        self.storages: dict[tuple[int, int, torch.dtype], SavedStorage] = {}  # filled while the block runs
+        self.storages: dict[tuple[int, int, torch.dtype], SavedStorage] = {}  # filled during the block's forward pass
         self.saved: list[weakref.ref[SavedStorage]] = []
         self.wait: Wait = lambda: None
 

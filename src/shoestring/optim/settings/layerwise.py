@@ -48,7 +48,7 @@ class LARS(Feature):
     quantile: float = 0.5
     """Quantile of all tensors' trust ratios that the dynamic bound follows."""
     bound: float = 10.0
-    """Factor by which the dynamic bound exceeds the quantile after the first `bound_warmup` steps."""
+    """Factor between the quantile of trust ratios and the dynamic bound, after the first `bound_warmup` steps."""
     bound_warmup: int = 100
     """Steps over which the factor of the dynamic bound grows from 1 to `bound`."""
     share_norms: bool = False
