@@ -139,7 +139,7 @@ def test_two_tensors_in_the_same_bytes_are_refused(tmp_path):
         one, other = known.storage_data
         known.storage_data[other].offset = known.storage_data[one].offset + 1
 
-    refused(altered(folder, alias), "two tensors in the same bytes")
+    refused(altered(folder, alias), "two tensors share bytes")
 
 
 @pytest.mark.parametrize(

@@ -305,8 +305,8 @@ def test_what_cannot_be_planned_is_refused():
 def test_the_waste_of_what_is_no_plan_is_refused():
     levels = [level("memory"), level("disk")]
     for steps, what in (
-        ({"memory": 5}, "`disk` must be used"),
-        ({"disk": 5, "peer": 1}, "and only levels of"),
+        ({"memory": 5}, "must contain `disk`"),
+        ({"disk": 5, "peer": 1}, "and only levels from"),
         ({"memory": 5, "disk": 12}, "12 steps are not a multiple of 5"),
         ({"memory": 5, "disk": 0}, "0 steps"),
         ({"memory": 0, "disk": 5}, "0 steps"),

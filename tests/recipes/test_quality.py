@@ -273,7 +273,7 @@ def test_brisques_model_ranks_levels(monkeypatch, tmp_path):
         scene_statistics.brisque(np.zeros((1, 40)))
     for name in ("brisque_model_live.yml", "brisque_range_live.yml"):
         (tmp_path / name).write_text("%YAML:1.0\ngamma: 1\n")
-    with pytest.raises(DataError, match="no model of BRISQUE"):
+    with pytest.raises(DataError, match="no BRISQUE model"):
         scene_statistics.brisque(np.zeros((1, 40)))
     scene_statistics._published.cache_clear()
 
