@@ -343,3 +343,50 @@ PAIRS: tuple[Pair, ...] = (
         },
     ),
 )
+
+NO_GAIN: tuple[Pair, ...] = (
+    # The plans beside DDP are the best of their kind on the map (`benchmarks.parallel.no_gain`), and ones by hand.
+    Pair(  # 6.9 M weights and 8,192 tokens: DDP computes for seconds, and sends 28 MB in 0.24 s
+        name="gpt tied, 2x1, 1gbit",
+        run=_gpt(64, 128, 2048, **_MINI),
+        hosts=2,
+        ranks=1,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": _ddp(),
+            "pipeline, 16 micro-batches": _pipeline(16),
+            "interleaved, 32 micro-batches": _pipeline(32, chunks=2, ahead=2, cuts=[2, 4, 6], embeddings="first"),
+        },
+    ),
+    Pair(  # 2.7 M weights and 8,320 patches
+        name="vit, 2x2, 1gbit",
+        run=_vit(128, width=192, layers=6, heads=4),
+        hosts=2,
+        ranks=2,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": _ddp(),
+            "pipeline beside zero 1, 32 micro-batches": merged(_zero(1), _pipeline(32, stages=2, ahead=2)),
+            "split layers beside ddp": merged(_split(), _ddp()),
+            "pipeline of split layers, 32 micro-batches": merged(_split(), _pipeline(32, stages=2, ahead=2)),
+        },
+    ),
+    Pair(  # 6.2 M weights, and 0.15 TFLOP a step
+        name="wide resnet, 2x1, 1gbit",
+        run=_wide_resnet(32, depth=16, widen=6),
+        hosts=2,
+        ranks=1,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": _ddp(),
+            "pipeline, 32 micro-batches, three blocks each": _pipeline(32, cuts=[3], ahead=0),
+            "interleaved, 32 micro-batches": _pipeline(32, chunks=2, ahead=2, cuts=[2, 4, 5]),
+        },
+    ),
+)
+"""Pairs for which the map says that stages and split layers gain nothing."""
+
+ALL_PAIRS = (*PAIRS, *NO_GAIN)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import shoestring as ss
-from benchmarks.parallel.pairs import PAIRS, Pair, merged
+from benchmarks.parallel.pairs import ALL_PAIRS, Pair, merged
 from benchmarks.parallel.planning import BEST
 from benchmarks.parallel.quotas import join
 from shoestring.core.trace import Trace
@@ -98,5 +98,5 @@ def step_of(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitS
 
 
 if __name__ == "__main__":
-    (wanted,) = (pair for pair in PAIRS if pair.name == sys.argv[2])
+    (wanted,) = (pair for pair in ALL_PAIRS if pair.name == sys.argv[2])
     main(Path(sys.argv[1]), wanted, sys.argv[3])
