@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from benchmarks.machine import ROOT
 from benchmarks.parallel.case_costs import CaseCluster, CaseModel, Processor, links_of, model_costs
 from shoestring.core.feature import DATA
@@ -34,7 +36,7 @@ from shoestring.training.data_loading import DataSets
 from shoestring.training.user_code import import_user_code
 
 PAGE = ROOT / "docs" / "guides" / "plans.md"
-MARKS = "<!-- map: written by `python -m benchmarks.parallel.cases` -->\n", "<!-- end of map -->\n"
+MARKS = "<!-- begin: python -m benchmarks.parallel.cases -->\n", "<!-- end -->\n"
 MOST_MICRO = 64
 """Largest number of micro-batches that is priced."""
 NO_GAIN = 1.02
@@ -134,10 +136,14 @@ def run_of(model: CaseModel, batch: int) -> Run:
     return parse({"run": settings, "model": dict(model.arguments)})
 
 
+class _NoSamples(Dataset[Any]):
+    """Data of which the search needs nothing."""
+
+
 def search_of(model: CaseModel, hosts: int, ranks: int, device: str, batch: int) -> PlanSearch:
     """The planner's search for a model on hosts with equal ranks."""
     run, world = run_of(model, batch), World(size=hosts * ranks, local_size=ranks)
-    return PlanSearch(run, import_user_code(run), world, DataSets([], None, None), device)
+    return PlanSearch(run, import_user_code(run), world, DataSets(_NoSamples(), None, None), device)
 
 
 @cache

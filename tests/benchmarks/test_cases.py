@@ -163,3 +163,13 @@ def test_the_table_is_written_between_its_marks(tmp_path):
     assert line in page.read_text()
     assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
     assert "old" not in page.read_text()
+
+
+def test_the_guide_has_the_table_of_these_cases():
+    start, stop = cases.MARKS
+    _, _, rest = cases.PAGE.read_text().partition(start)
+    head, written = table({}), rest.partition(stop)[0].strip()
+    assert written.startswith(head)
+    rows = written.removeprefix(head).splitlines()
+    assert all(row.startswith(f"| {model.name}, ") for row, model in zip(rows, MODELS, strict=True))
+    assert all(len(cell.split(" · ")) == 3 for row in rows for cell in row.split("|")[2:-1])

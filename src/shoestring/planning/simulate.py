@@ -71,14 +71,15 @@ def simulate(tasks: Sequence[Task], slowdown: Mapping[str, float] | None = None)
 
 def _longest_paths(tasks: Sequence[Task]) -> Trace:
     """Simulate tasks that do not slow each other down: each starts once its resource is free and its inputs exist."""
-    trace, free, ends = Trace(origin=0.0, keep=max(len(tasks), 1)), dict[str, float](), list[float]()
+    trace, free = Trace(origin=0.0, keep=max(len(tasks), 1)), dict[str, float]()
+    starts, ends = list[float](), list[float]()
     for task in tasks:
-        began = free.get(task.resource, 0.0)
-        for earlier in task.after:
-            began = max(began, ends[earlier])
-        free[task.resource] = began + task.seconds
-        ends.append(free[task.resource])
-        trace.record(task.name, task.kind, began, ends[-1], task.nbytes)
+        starts.append(max((ends[earlier] for earlier in task.after), default=0.0))
+        starts[-1] = max(starts[-1], free.get(task.resource, 0.0))
+        ends.append(starts[-1] + task.seconds)
+        free[task.resource] = ends[-1]
+    for index in sorted(range(len(tasks)), key=ends.__getitem__):
+        trace.record(tasks[index].name, tasks[index].kind, starts[index], ends[index], tasks[index].nbytes)
     return trace
 
 
