@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from benchmarks.harness import Bar, main
-from benchmarks.parallel import equal, fits, links, noticed, planning
+from benchmarks.parallel import equal, fits, links, no_gain, noticed, planning
 
 
 def rows() -> list[Bar]:
     """Every bar of parallel."""
-    return [*equal.rows(), *noticed.rows(), *links.rows(), *planning.rows(), *fits.rows()]
+    return [*equal.rows(), *noticed.rows(), *links.rows(), *planning.rows(), *no_gain.rows(), *fits.rows()]
 
 
 if __name__ == "__main__":

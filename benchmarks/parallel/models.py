@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ Samples = list[dict[str, Tensor]]
 
 _HELD_OUT = 8
 _STEM, _GROUPS, _LAYERS_OUTSIDE = 16, 3, 4
+_BOTTLENECK_STEM = 64
 
 
 class WideBlock(nn.Module):
@@ -60,6 +62,60 @@ class WideResNet(nn.Module):
 def wide_resnet(depth: int = 16, widen: int = 6, classes: int = 10, norm_groups: int = 8) -> WideResNet:
     """A wide ResNet of `depth` convolutions, 6 n + 4 for n blocks in each of the three groups."""
     return WideResNet(depth, widen, classes, norm_groups)
+
+
+class BottleneckBlock(nn.Module):
+    """A residual block with a bottleneck: (B, C, H, W) to (B, `outputs`, H / `stride`, W / `stride`)."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int, norm_groups: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, width, 1, bias=False)
+        self.first_norm = nn.GroupNorm(norm_groups, width)
+        self.second = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.second_norm = nn.GroupNorm(norm_groups, width)
+        self.third = nn.Conv2d(width, outputs, 1, bias=False)
+        self.third_norm = nn.GroupNorm(norm_groups, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.GroupNorm(norm_groups, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.first_norm(self.first(x)))
+        inner = F.relu(self.second_norm(self.second(inner)))
+        return F.relu(self.shortcut(x) + self.third_norm(self.third(inner)))
+
+
+class BottleneckResNet(nn.Module):
+    """A ResNet of bottleneck blocks (He et al., 2015; Zagoruyko and Komodakis, 2016), with group norms.
+
+    The original's batch norms would make the result depend on how a batch is divided among ranks and micro-batches.
+    """
+
+    def __init__(self, counts: Sequence[int], widen: int, classes: int, norm_groups: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, _BOTTLENECK_STEM, 7, 2, padding=3, bias=False)
+        self.norm = nn.GroupNorm(norm_groups, _BOTTLENECK_STEM)
+        blocks, inputs = list[nn.Module](), _BOTTLENECK_STEM
+        for group, count in enumerate(counts):
+            width = _BOTTLENECK_STEM * 2**group
+            for place in range(count):
+                stride = 2 if group and not place else 1
+                blocks.append(BottleneckBlock(inputs, widen * width, 4 * width, stride, norm_groups))
+                inputs = 4 * width
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((-2, -1)))
+
+
+def resnet50(widen: int = 1, classes: int = 1000, norm_groups: int = 32) -> BottleneckResNet:
+    """ResNet-50; `widen` multiplies the width of the 3x3 convolutions, and 2 gives Wide ResNet-50-2."""
+    return BottleneckResNet((3, 4, 6, 3), widen, classes, norm_groups)
 
 
 class RowsClassifier(nn.Module):

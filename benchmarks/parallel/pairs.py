@@ -394,3 +394,52 @@ PAIRS: tuple[Pair, ...] = (
         },
     ),
 )
+
+NO_GAIN: tuple[Pair, ...] = (
+    # The plans beside DDP are the best of their kind on the map (`benchmarks.parallel.no_gain`), and ones by hand.
+    Pair(  # 6.9 M weights: a step has 0.35 TFLOP, and DDP sends 28 MB in 0.24 s
+        name="gpt tied, 2x1, 1gbit",
+        run=gpt(64, 128, 2048, dim=256, layers=8, heads=8, kv_heads=8, hidden=704),
+        hosts=2,
+        ranks=1,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": ddp(),
+            "pipeline, 8 micro-batches": pipeline(8),
+            "pipeline, 16 micro-batches": pipeline(16),
+            "interleaved, 32 micro-batches": pipeline(32, chunks=2, ahead=2, cuts=[2, 4, 6], embeddings="first"),
+        },
+    ),
+    Pair(  # 2.7 M weights: a step has 0.14 TFLOP, and DDP sends 16 MB a host
+        name="vit, 2x2, 1gbit",
+        run=vit(128, width=192, layers=6, heads=4),
+        hosts=2,
+        ranks=2,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": ddp(),
+            "pipeline beside zero 1, 8 micro-batches": merged(zero(1), pipeline(8, stages=2)),
+            "pipeline beside zero 1, 32 micro-batches": merged(zero(1), pipeline(32, stages=2, ahead=2)),
+            "split layers beside ddp": merged(split(), ddp()),
+            "pipeline of split layers, 8 micro-batches": merged(split(), pipeline(8, stages=2)),
+            "pipeline of split layers, 32 micro-batches": merged(split(), pipeline(32, stages=2, ahead=2)),
+        },
+    ),
+    Pair(  # 6.2 M weights; a step has 0.17 TFLOP
+        name="wide resnet, 2x1, 1gbit",
+        run=wide_resnet(32, depth=16, widen=6),
+        hosts=2,
+        ranks=1,
+        rate="1gbit",
+        measured=True,
+        plans={
+            "ddp": ddp(),
+            "pipeline, 8 micro-batches, three blocks each": pipeline(8, cuts=[3]),
+            "pipeline, 32 micro-batches, three blocks each": pipeline(32, cuts=[3], ahead=0),
+            "interleaved, 32 micro-batches": pipeline(32, chunks=2, ahead=2, cuts=[2, 4, 5]),
+        },
+    ),
+)
+"""Pairs for which the map says that stages and split layers gain nothing."""

@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import Bar, Deadline
 from benchmarks.machine import ROOT, git_tree
 from benchmarks.parallel.first_pairs import FIRST
-from benchmarks.parallel.pairs import PAIRS, Pair
+from benchmarks.parallel.pairs import NO_GAIN, PAIRS, Pair
 from benchmarks.parallel.quotas import processor_quotas
 from benchmarks.rows import Measured, NotRun
 from shoestring.testing.netlab import netlab, netlab_available
@@ -29,7 +29,7 @@ Outcomes = Mapping[str, dict[str, Any]]
 
 def pair_named(name: str) -> Pair:
     """The pair of a name, among the fresh ones and the first ones."""
-    (pair,) = (pair for pair in (*PAIRS, *FIRST) if pair.name == name)
+    (pair,) = (pair for pair in (*PAIRS, *FIRST, *NO_GAIN) if pair.name == name)
     return pair
 
 
@@ -55,11 +55,11 @@ def outcome(name: str) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
-def of_pairs(deadline: Deadline, *, measured: bool | None = None) -> Outcomes | NotRun:
+def of_pairs(deadline: Deadline, *, measured: bool | None = None, pairs: Sequence[Pair] = PAIRS) -> Outcomes | NotRun:
     """The outcomes of the pairs that are measured, of those that are only predicted, or of all."""
     if reason := netlab_available():
         return NotRun(reason)
-    chosen = [pair for pair in PAIRS if measured in (None, pair.measured)]
+    chosen = [pair for pair in pairs if measured in (None, pair.measured)]
     outcomes = dict[str, dict[str, Any]]()
     for pair in chosen:
         deadline.check()
@@ -73,13 +73,17 @@ def behind(found: Mapping[str, Any]) -> float:
     return seconds[BEST] / min(seconds.values())
 
 
-def _of(
-    value: Callable[[Outcomes], float], told: Callable[[Outcomes], str], *, measured: bool | None = None
+def measuring(
+    value: Callable[[Outcomes], float],
+    told: Callable[[Outcomes], str],
+    *,
+    measured: bool | None = None,
+    pairs: Sequence[Pair] = PAIRS,
 ) -> Callable[..., Any]:
     """What measures a value of the outcomes, with its interval over the blocks of steps that were measured."""
 
     def measure(deadline: Deadline) -> Measured | NotRun:
-        outcomes = of_pairs(deadline, measured=measured)
+        outcomes = of_pairs(deadline, measured=measured, pairs=pairs)
         if isinstance(outcomes, NotRun):
             return outcomes
         return Measured(value(outcomes), told(outcomes), spread(outcomes, value))
@@ -179,14 +183,20 @@ def rows() -> list[Bar]:
     as_told = "measured pairs of six whose chosen plan takes as long as predicted, within 15%"
     beside = "speed of the chosen plan over that of what `comm.auto` chose, the smallest of the measured pairs"
     ranks = "Spearman's correlation of predicted and measured seconds"
-    predictions = _of(as_predicted, lambda outcomes: _told(_ratios(outcomes, of_prediction)), measured=True)
-    exchanges = _of(views, lambda outcomes: _told(of_exchange(outcomes)), measured=True)
-    searches = _of(searching, lambda outcomes: f"{len(outcomes)} pairs")
+    predictions = measuring(as_predicted, lambda outcomes: _told(_ratios(outcomes, of_prediction)), measured=True)
+    exchanges = measuring(views, lambda outcomes: _told(of_exchange(outcomes)), measured=True)
+    searches = measuring(searching, lambda outcomes: f"{len(outcomes)} pairs")
     return [
-        bar("close", f"pairs whose chosen plan is within 5% of the best: {over}", True, 10, _of(close, _told_behind)),
-        bar("worst", behind_best, False, FAR, _of(worst, _told_behind)),
+        bar(
+            "close",
+            f"pairs whose chosen plan is within 5% of the best: {over}",
+            True,
+            10,
+            measuring(close, _told_behind),
+        ),
+        bar("worst", behind_best, False, FAR, measuring(worst, _told_behind)),
         bar("predicted", as_told, True, 5, predictions),
-        bar("ranks", ranks, True, 0.8, _of(ranked, _told_ranks, measured=True)),
+        bar("ranks", ranks, True, 0.8, measuring(ranked, _told_ranks, measured=True)),
         bar("seconds", "seconds of the slowest search, after measuring", False, 60, searches),
         bar("views", beside, True, 0.97, exchanges),
     ]

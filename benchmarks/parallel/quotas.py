@@ -9,8 +9,8 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD = 20_000
-"""Microseconds in which a host gets its part of the processors. With the usual 100,000 a host that has used its part may
-stand still for 50 ms, as no real host does, and the hosts that wait for its messages with it."""
+"""Microseconds in which a host gets its part of the processors. With the usual 100,000 a host may stand still for 50 ms
+once it has used its part, as no real host does, and with it the hosts that wait for its messages."""
 _CONTROLLERS = ("cpu", "memory")
 
 

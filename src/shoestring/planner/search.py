@@ -120,18 +120,14 @@ class PlanSearch:
         self.refusals = dict[str, str]()
         """Text that names features that do not fit the run -> the reason."""
         self._unfit = list[Feature]()
-        model = self._model()
+        settings = run.settings
+        with torch.device("meta"):
+            model = build_model(settings.model, run.model, data.model_arguments, settings.seed, trust=code.model)
+        self._model = model  # checks of features only read it
         self.blocks = len(repeated(model))
         norms = any(isinstance(one, _BatchNorm) for one in model.modules())
         self.mixes_samples = norms or bool(routers(model))  # results depend on which samples share a micro-batch
         self.weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-    def _model(self) -> torch.nn.Module:
-        settings = self.run.settings
-        with torch.device("meta"):
-            return build_model(
-                settings.model, self.run.model, self.data.model_arguments, settings.seed, trust=self.code.model
-            )
 
     def ways(self) -> list[TrainingWay]:
         """The ways to train that fit the features and the model, in order of their number of added features."""
@@ -176,7 +172,7 @@ class PlanSearch:
 
     def _refusal(self, features: Sequence[Feature], world: World) -> str:
         """The reason why the features do not fit the model, as their `check` states it; empty if they fit."""
-        job = Job(self._model(), self.code.forward, self.code.loss, world=world)
+        job = Job(self._model, self.code.forward, self.code.loss, world=world)
         attachments = attachments_of(job)
         attachments.features = tuple(features)
         try:

@@ -72,6 +72,7 @@ class _Building:
         self.ends = dict[tuple[int, int, bool], int]()  # pass -> index of its last task, which delivers its result
         self.waiting = {stage: [0.0] * len(step.averages) for stage in range(step.stages)}  # bytes in unsent buckets
         self.wires = {stage: list[int]() for stage in range(step.stages)}  # transfers that the optimizer must wait for
+        self._work = dict[tuple[int, bool], list[_Piece]]()  # (part, backward) -> work, equal for all micro-batches
 
     def passes(self) -> None:
         """Add the passes of all stages, in each stage's own order, and then the optimizer updates."""
@@ -127,7 +128,8 @@ class _Building:
         """Add the tasks of a pass; returns the index of the last one."""
         step = self.step
         averaged = one.backward and any(a.every or one.micro == step.micro - 1 for a in step.averages)
-        pieces = [*self._pieces(one)]
+        pieces = self._work.get((one.part, one.backward)) or [*self._pieces(one)]
+        self._work[one.part, one.backward] = pieces
         if not averaged and not step.gathered:
             pieces = [_joined(pieces)]
         name = "backward" if one.backward else "forward"
