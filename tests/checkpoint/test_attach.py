@@ -181,7 +181,7 @@ def test_a_state_that_was_renamed_is_told_of(tmp_path, caplog):
 
 @pytest.mark.parametrize(("state", "said"), [
     ({"model": nn.Linear(3, 3).state_dict()}, r"`model` in `state` is a OrderedDict, without `state_dict`"),
-    (nn.Linear(3, 3), r"`state` must be a mapping, got a Linear \(hint: as {\"model\": model}\)"),
+    (nn.Linear(3, 3), r"`state` must be a mapping, got a Linear \(hint: pass {\"model\": model}\)"),
 ])  # fmt: skip
 def test_what_is_no_state_is_refused_at_once(tmp_path, state, said):
     with pytest.raises(ConfigError, match=said):
