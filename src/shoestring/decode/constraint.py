@@ -165,7 +165,10 @@ class Grammars:
             raise ConfigError(f"the format cannot be compiled: {str(error)[:300]}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise ConfigError(f"the format cannot be compiled: {_in_a_line(matcher.get_error())}")
+            # The message is reduced to one line, without the lines that quote the source.
+            lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()] or ["it is not valid"]
+            reason = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+            raise ConfigError(f"the format cannot be compiled: {reason[:300]}")
         grammar = Grammar(matcher, self._ends)
         try:
             grammar.start().allowed([], [], self._tokenizer.vocab_size)
@@ -195,9 +198,3 @@ def grammar_of(answer_format: AnswerFormat) -> str:
     if answer_format.kind == "grammar":
         return LLMatcher.grammar_from_lark(answer_format.source)
     return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=FLEXIBLE_SPACE)
-
-
-def _in_a_line(message: str) -> str:
-    """The message of an error in one line, without the lines that quote the source."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
-    return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

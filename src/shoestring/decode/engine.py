@@ -196,7 +196,10 @@ class Engine:
         if self.speculator is not None:
             drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
         tokens = [[row.history[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        self._begin_masks(rows, drafts)
+        for row, draft in zip(rows, drafts, strict=True):
+            if row.request.constraint is not None and self.model.vocabulary is not None:
+                # computes the masks in parallel with the pass
+                row.request.constraint.begin(row.text, draft.tokens, self.model.vocabulary)
         chosen = choose(rows, drafts, self.passes.forward(rows, tokens, "all"), self.speculation.verification)
 
         def finish() -> None:
@@ -207,12 +210,6 @@ class Engine:
                 self.speculator.learn(drafts, chosen.verified)
 
         return finish
-
-    def _begin_masks(self, rows: list[Row], drafts: Sequence[DraftTokens]) -> None:
-        """Let constraints start computing their masks, in parallel with the next pass."""
-        for row, draft in zip(rows, drafts, strict=True):
-            if row.request.constraint is not None and self.model.vocabulary is not None:
-                row.request.constraint.begin(row.text, draft.tokens, self.model.vocabulary)
 
     def _room(self, row: Row) -> int:
         """Largest number of tokens worth drafting for a row; each pass also adds one token after the accepted drafted

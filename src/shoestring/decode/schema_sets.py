@@ -176,14 +176,10 @@ def disjoint(one: Schema, other: Schema) -> bool:
     if values[0] is not None and values[1] is not None:
         return not any(_equal(left, right) for left in values[0] for right in values[1])
     shared = set(one.get("required", [])) & set(other.get("required", []))
-    return _only(one, "object") and any(
+    return types[0] == {"object"} and any(
         disjoint(one.get("properties", {}).get(name, True), other.get("properties", {}).get(name, True))
         for name in shared
     )
-
-
-def _only(schema: Keywords, name: str) -> bool:
-    return _types(schema) == {name}
 
 
 def _types(schema: Keywords) -> set[str] | None:
@@ -220,18 +216,13 @@ def values_of(schema: Schema) -> list[Any] | None:
         values = [None, False, True]
     if any(isinstance(value, list | dict) for value in values) or "integer" in str(schema.get("type")):
         return None
+    names = {type(None): "null", bool: "boolean", str: "string"}
     distinct = list[Any]()
     for value in values:
-        if (types is None or _type(value) in types) and not any(_equal(value, other) for other in distinct):
+        is_allowed = types is None or names.get(type(value), "number") in types
+        if is_allowed and not any(_equal(value, other) for other in distinct):
             distinct.append(value)
     return distinct
-
-
-def _type(value: Any) -> str:
-    """The type of a value that is neither a list nor an object."""
-    if value is None:
-        return "null"
-    return {bool: "boolean", str: "string"}.get(type(value), "number")
 
 
 def unique(prefix: list[list[Any] | None], rest: list[Any] | None, least: int, most: int | None) -> list[Any] | None:

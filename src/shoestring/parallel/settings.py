@@ -188,7 +188,9 @@ class Pipeline(Feature):
         return (STAGE,)
 
     def arrange(self, world: World) -> World:
-        self._check_numbers()
+        for name, least in (("stages", 0), ("chunks", 1), ("ahead", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
         stages = self.stages or (world.hosts if world.hosts > 1 else world.local_size)
         if stages == 1 or STAGE in world.axes:
             return world if stages == 1 else world.split(LOCAL, STAGE, stages)
@@ -200,11 +202,6 @@ class Pipeline(Feature):
                 hint="set it to a number that divides one of them",
             )
         return world.split(axes[0], STAGE, stages)
-
-    def _check_numbers(self) -> None:
-        for name, least in (("stages", 0), ("chunks", 1), ("ahead", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
 
     def looks_up_last(self, *, tied: bool, features: Iterable[Feature]) -> bool:
         """Whether the last stage, instead of the first, looks up embeddings."""

@@ -182,7 +182,12 @@ def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
         exchanged = _exchanged(planning, auto)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
-        plans = [one for one in outlook.plans(slowdown) if not _is_replicas(one, run)]
+        # DDP without other changes is compared as an exchange between replicas instead.
+        plans = [
+            one
+            for one in outlook.plans(slowdown)
+            if [type(feature) for feature in one.added] != [DDP] or one.step.micro != run.settings.accumulate
+        ]
     tried, choice = _try(plans, exchanged, tries, planning)
     if choice is None:
         assert exchanged is not None
@@ -205,11 +210,6 @@ def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world:
     )
     run = search.file(plan)
     return replace(run, features=(record, *run.features))  # first, so that its check of the ranks runs first
-
-
-def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
-    """Whether a plan is DDP without other changes; such a plan is compared as an exchange between replicas instead."""
-    return [type(feature) for feature in plan.added] == [DDP] and plan.step.micro == run.settings.accumulate
 
 
 def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> bool:

@@ -131,13 +131,13 @@ def _of_transformers(model: nn.Module) -> SplitPlan | None:
             layers |= _matching(model, (pattern,), Cut(_STYLES[style]))
         elif style == _SUMMED:
             summed += [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
-    return SplitPlan(layers, _heads(pretrained.config), tuple(summed))
-
-
-def _heads(config: Any) -> dict[str, int]:
-    """Numbers that must be multiples of the number of ranks, although no module has them as attributes."""
-    names = ("num_attention_heads", "num_key_value_heads")
-    return {f"config.{name}": getattr(config, name) for name in names if getattr(config, name, None)}
+    # Numbers that must be multiples of the number of ranks, although no module has them as attributes.
+    heads = {
+        f"config.{name}": number
+        for name in ("num_attention_heads", "num_key_value_heads")
+        if (number := getattr(pretrained.config, name, None))
+    }
+    return SplitPlan(layers, heads, tuple(summed))
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Cut]:
