@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.task import Params
-from shoestring.optim.groups import Group, check_matched, matching
+from shoestring.optim.settings.groups import Group, check_matched, matching
 
 
 def factory(

@@ -9,7 +9,7 @@ from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Reduction, Seam, Table
 from shoestring.profile.fact_names import LINE_FACT
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

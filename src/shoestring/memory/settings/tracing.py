@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoestring import figures
 from shoestring.core.feature import Seam, Table
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
