@@ -201,9 +201,9 @@ def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
 def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world: World) -> Run:
     """The run with a plan's settings, and with a record of the ranks and figures that the plan was made for."""
     record = PlanRecord(
-        hosts=world.hosts,
-        ranks=world.size,
-        weights=search.weights,
+        num_hosts=world.hosts,
+        num_ranks=world.size,
+        num_weights=search.weights,
         seconds=float(f"{plan.seconds:.4g}"),
         tried_seconds=float(f"{measured:.4g}"),
         peak_gib=float(f"{plan.predicted.peak / GIB:.4g}"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Tracing(RecordsSteps):
     """Trace memory: name every allocation of a run, and write a file and a page with the tensors at the peak."""
 
-    start: int = 0
+    after: int = 0
     """Number of steps before the first traced step."""
     steps: int = 0
     """Number of steps to trace; 0 traces all steps until training ends. More steps find later peaks and cost time, but

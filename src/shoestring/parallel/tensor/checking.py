@@ -45,7 +45,7 @@ def _refused(settings: Tensor, feature: Feature) -> str:
         return "compiles the model, which exchanges activations between its layers"
     if feature.divided:
         return f"shards the {feature.divided} of whole layers, but a rank holds only a part of each layer"
-    if Seam.LOSS in feature.seams and (settings.vocabulary == "split" or settings.gathered):
+    if Seam.LOSS in feature.seams and (settings.vocabulary_layers == "split" or settings.gathered):
         return "computes a loss in the output layer, but a rank holds only a part of that layer"
     return ""
 
