@@ -70,7 +70,11 @@ class Constraint:
         return self._allowed(text, drafted, width)
 
     def _allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
-        self._follow(text)
+        # The tokens that were added since the last call are consumed first.
+        added = list(text[len(self._consumed) :])
+        if added and not self._matcher.consume_tokens(added):
+            raise ConstraintError(f"the text does not follow its constraint: {self._matcher.get_error()}")
+        self._consumed += added
         masks, tried = [self._mask(width)], 0
         try:
             for token in drafted:
@@ -85,13 +89,6 @@ class Constraint:
                 raise ConstraintError(f"the constraint cannot be rolled back: {self._matcher.get_error()}")
         free = [np.ones(width, dtype=bool)] * (len(drafted) + 1 - len(masks))
         return torch.from_numpy(np.stack(masks + free))
-
-    def _follow(self, text: Sequence[int]) -> None:
-        """Consume the tokens of a text that were added since the last call."""
-        added = list(text[len(self._consumed) :])
-        if added and not self._matcher.consume_tokens(added):
-            raise ConstraintError(f"the text does not follow its constraint: {self._matcher.get_error()}")
-        self._consumed += added
 
     def _mask(self, width: int) -> np.ndarray[Any, Any]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -115,7 +115,13 @@ class Engine:
         Returns:
             The rows that got tokens or ended.
         """
-        refused = self._seat()
+        refused: list[Row] = []  # rows that failed, for example because their prompts do not fit into the context
+        while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
+            try:
+                self._take_slot(row)
+            except Exception as error:
+                self._fail(row, error)
+                refused.append(row)
         unread = sorted((row for row in self._active() if self._unread(row) > 1), key=lambda row: row.turn)
         ready = [row for row in self._active() if self._unread(row) == 1]
         if unread and (self._reads_next or not ready):
@@ -263,21 +269,6 @@ class Engine:
         return None
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-
-    def _seat(self) -> list[Row]:
-        """Give free slots to waiting rows.
-
-        Returns:
-            Rows that failed, for example because their prompts do not fit into the context.
-        """
-        refused: list[Row] = []
-        while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
-            try:
-                self._take_slot(row)
-            except Exception as error:
-                self._fail(row, error)
-                refused.append(row)
-        return refused
 
     def _suits(self, row: Row) -> bool:
         """Whether a waiting row may get a slot now. The number of long prompts in slots is limited: reading more of

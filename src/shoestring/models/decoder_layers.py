@@ -172,7 +172,10 @@ class DecoderLayers:
         x = decoder.embed(tokens)
         dtype = x.dtype
         x = x.float().contiguous()
-        first = self._use(cache)
+        if len(cache.layers) < len(decoder.layers):
+            for index in range(len(decoder.layers)):
+                cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
+        first = cache.layers[0][0]
         self._make_room(batch * count)
         self._rotate(cache.length + 1)
         positions = place.positions.contiguous()
@@ -194,14 +197,6 @@ class DecoderLayers:
         )
         _kernel()(ctypes.byref(self._struct), ctypes.byref(work))
         return x.to(dtype)
-
-    def _use(self, cache: KVCache) -> Tensor:
-        """Allocate all layers of a cache; returns the keys of the first layer."""
-        decoder = self.decoder
-        if len(cache.layers) < len(decoder.layers):
-            for index in range(len(decoder.layers)):
-                cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
-        return cache.layers[0][0]
 
     def _make_room(self, count: int) -> None:
         """Allocate the workspaces for a number of tokens."""
@@ -251,7 +246,11 @@ class DecoderLayers:
         decoder = self.decoder
         if decoder.head_width % 16 or decoder.head_width > 256:
             raise _UnfitError
-        self.dtype = _dtype_of(decoder)
+        # data type of the weights that are not quantised, which is the data type of the residual stream
+        dtype = next(iter(decoder.blocks[0].parameters())).dtype
+        if dtype not in _DTYPES:
+            raise _UnfitError
+        self.dtype = dtype
         self._layers = (_CLayer * len(decoder.layers))()
         for layer, struct in zip(decoder.layers, self._layers, strict=True):
             struct.window = layer.window or 0
@@ -381,14 +380,6 @@ def _row_products(linears: Sequence[nn.Module]) -> list[RowProduct | None] | Non
 def _structs_of(layer: Any) -> Iterator[Any]:
     """Iterate over the C structures of a layer's linear layers, in the order of `DecoderLayers._linears`."""
     yield from (struct for struct in (*layer.qkv, layer.out, *layer.gate_up, layer.down) if struct.bits)
-
-
-def _dtype_of(decoder: Decoder) -> torch.dtype:
-    """Data type of the residual stream, which is the data type of the weights that are not quantised."""
-    dtype = next(iter(decoder.blocks[0].parameters())).dtype
-    if dtype not in _DTYPES:
-        raise _UnfitError
-    return dtype
 
 
 @cache

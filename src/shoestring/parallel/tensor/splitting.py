@@ -86,7 +86,12 @@ class Splitting:
         held = [*self.model.parameters(), *self.model.buffers()]
         broadcast_tensors([tensor for tensor in held if not tensor.is_meta], group)
         for name, cut in self.layers.items():
-            self._cut(self.model.get_submodule(name), cut)
+            module = self.model.get_submodule(name)
+            weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+            dim = dim_of(module, cut.way)
+            self._part(weight, dim, cut.sections)
+            if bias is not None and cut.way != "rows":
+                self._part(bias, 0, cut.sections)
 
     def attach(self) -> None:
         """Let the optimizer step this rank's parts, and let the layers compute with them."""
@@ -175,13 +180,6 @@ class Splitting:
         return self.model.get_submodule(layer).get_parameter("weight")
 
     # -- weights -----------------------------------------------------------------------------------------------------
-
-    def _cut(self, module: nn.Module, cut: Cut) -> None:
-        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        dim = dim_of(module, cut.way)
-        self._part(weight, dim, cut.sections)
-        if bias is not None and cut.way != "rows":
-            self._part(bias, 0, cut.sections)
 
     @torch.no_grad()
     def _part(self, parameter: nn.Parameter, dim: int, sections: tuple[int, ...]) -> None:
