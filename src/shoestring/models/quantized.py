@@ -404,7 +404,7 @@ def _is_read_by_index(kind: type[nn.Module], name: str) -> bool:
         return False
     methods = re.split(r"^    def (?=\w)", source, flags=re.MULTILINE)[1:]
     use = re.compile(rf"self\.{re.escape(name)}\b(\[)?")
-    are_indexed = [found for text in methods if not text.startswith("__init__") for found in use.findall(text)]
+    are_indexed = [bracket for text in methods if not text.startswith("__init__") for bracket in use.findall(text)]
     return bool(are_indexed) and all(are_indexed)
 
 

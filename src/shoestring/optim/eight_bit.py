@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.task import Params
-from shoestring.optim.settings.groups import check_matched
+from shoestring.optim.groups import check_matched
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 

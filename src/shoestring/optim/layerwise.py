@@ -31,8 +31,8 @@ from shoestring._torch import (
 from shoestring.core.attachments import Attachments
 from shoestring.core.feature import Phase
 from shoestring.core.task import Params
+from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import norms, part_of, sharers
-from shoestring.optim.settings.groups import check_matched
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.trust import DynamicBound, Layerwise, Now
 

@@ -22,8 +22,8 @@ from shoestring._torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach
 from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.task import Params
+from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import local, local_gradient, sharers, shares
-from shoestring.optim.settings.groups import check_matched
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.stepping import Stepping
 

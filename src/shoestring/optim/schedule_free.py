@@ -27,8 +27,8 @@ from shoestring._torch import (
 from shoestring.core.attachments import Attachments
 from shoestring.core.task import Params
 from shoestring.optim.averaging import MovingAverage, check_steps_parameters
+from shoestring.optim.groups import check_matched
 from shoestring.optim.norms import local, local_gradient
-from shoestring.optim.settings.groups import check_matched
 from shoestring.optim.standard import parameter_groups
 from shoestring.optim.statistics import average_statistics
 from shoestring.optim.stepping import Stepping

@@ -1,15 +1,15 @@
-"""Parameter groups, selected by name pattern, which scale the learning rate and the weight decay and set Adam's
-betas."""
+"""Settings of parameter groups, selected by name pattern, which scale the learning rate and the weight decay and set
+Adam's betas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from shoestring.core.errors import ConfigError, nearest
+from shoestring.core.errors import ConfigError
+from shoestring.optim.groups import check_matched
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -28,22 +28,6 @@ class Group:
     """Factor of the weight decay, for parameters that decay at all (matrices); 0 turns it off."""
     betas: tuple[float, ...] = ()
     """Decay rates of AdamW's two running averages in place of the optimizer's `betas`; `[]` keeps the optimizer's."""
-
-
-def matching(groups: Sequence[Group], name: str) -> Group | None:
-    """The first group whose pattern matches the parameter's name; None if there is none."""
-    return next((group for group in groups if fnmatchcase(name, group.pattern)), None)
-
-
-def check_matched(groups: Sequence[Group], names: Iterable[str]) -> None:
-    """Raise ConfigError if a group contains none of the trained parameters `names`."""
-    trained = list(names)
-    used = [matching(groups, name) for name in trained]
-    for group in groups:
-        if group not in used:
-            hit = next((name for name in trained if fnmatchcase(name, group.pattern)), "")
-            hint = f"`{hit}` is in an earlier group" if hit else nearest(group.pattern, trained[:20])
-            raise ConfigError(f"no trained parameter is in the group `{group.pattern}` of the optimizer", hint=hint)
 
 
 def check_groups(feature: Feature, groups: Sequence[Group], attachments: Attachments, *, betas: bool = False) -> None:

@@ -83,6 +83,8 @@ class SamplingRule:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seeded:
+    """Base class of the settings that seed the sampling of one text."""
+
     seed: int = 0
     """Seed of the sampling; the same seed gives the same text."""
 
