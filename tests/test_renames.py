@@ -9,6 +9,8 @@ from shoestring import comm, renames, run
 from shoestring.comm.settings.auto import parse_method
 from shoestring.comm.settings.calls import parse_exchange
 from shoestring.core.errors import ConfigError
+from shoestring.memory import Tracing
+from shoestring.profile import CallPaths
 from shoestring.tune.settings import Population
 from shoestring.tune.space import read_space
 
@@ -122,3 +124,11 @@ def test_a_value_of_a_nested_table_is_checked_like_any_other():
     ):
         with pytest.raises(ConfigError, match=said):
             run.parse({"comm": {"dense": {"transport": table}}})
+
+
+def test_a_recording_has_one_key_for_its_first_step():
+    """For one version, `start` stood beside `after`, and nothing read it."""
+    (feature,) = run.parse({"profile": {"callpaths": {"start": 3}}}).features
+    assert feature == CallPaths(after=3) and CallPaths().after == 10
+    (feature,) = run.parse({"memory": {"tracing": {"start": 3}}}).features
+    assert feature == Tracing(after=3)

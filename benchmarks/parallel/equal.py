@@ -30,7 +30,7 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "2 stages beside ZeRO 2": (4, {"pipeline": {"stages": 2}, "over": "zero"}),
     "2 stages beside an exchange": (4, {"pipeline": {"stages": 2}, "over": "dense"}),
     "layers split in 2": (2, {"tensor": {}}),
-    "layers split in 2, the vocabulary whole": (2, {"tensor": {"vocabulary": "whole"}}),
+    "layers split in 2, the vocabulary whole": (2, {"tensor": {"vocabulary_layers": "whole"}}),
     "layers split in 2 beside DDP": (4, {"tensor": {"ways": 2}, "over": "ddp"}),
     "layers split in 2 beside an exchange": (4, {"tensor": {"ways": 2}, "over": "dense"}),
     "2 stages of layers split in 2": (4, {"pipeline": {"stages": 2}, "tensor": {"ways": 2}}),
@@ -81,7 +81,11 @@ def drawn(draw: random.Random, model: str) -> tuple[int, dict[str, Any]]:
     if ranks > 1 and model not in WHOLE and draw.random() < 0.5:
         beside = {"pipeline": {"stages": 2}} if ranks == 4 and draw.random() < 0.5 else {}
         vocabulary = draw.choice(["split", "whole"])
-        return ranks, {"tensor": {"ways": 2, "vocabulary": vocabulary}, **beside, "over": draw.choice(["ddp", "dense"])}
+        return ranks, {
+            "tensor": {"ways": 2, "vocabulary_layers": vocabulary},
+            **beside,
+            "over": draw.choice(["ddp", "dense"]),
+        }
     stages = draw.choice([count for count in (1, 2, 4) if count <= ranks])
     over = draw.choice(["ddp", "zero", "zero 1", "dense"])
     if stages == 1:

@@ -57,9 +57,9 @@ def fits(deadline: Deadline) -> Measured | NotRun:
                     program.kill()
         (record,) = (feature for feature in load(str(plan)).features if isinstance(feature, Planned))
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    share = STATE * record.weights / (LIMIT * GIB)
+    share = STATE * record.num_weights / (LIMIT * GIB)
     done = max(row["step"] for row in rows if "loss" in row) == STEPS
-    told = f"{record.weights:,} weights, {record.peak_gib:.2f} GiB of tensors a rank planned, {LIMIT} GiB allowed"
+    told = f"{record.num_weights:,} weights, {record.peak_gib:.2f} GiB of tensors a rank planned, {LIMIT} GiB allowed"
     return Measured(share if done else 0.0, told)
 
 

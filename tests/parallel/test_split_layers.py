@@ -11,8 +11,8 @@ from tests.rigs import families, pipelines, planted
 
 QUICK = [
     ("tied", {}),
-    ("grouped", {"vocabulary": "whole"}),
-    pytest.param("llama", {"vocabulary": "whole"}, marks=pytest.mark.slow),
+    ("grouped", {"vocabulary_layers": "whole"}),
+    pytest.param("llama", {"vocabulary_layers": "whole"}, marks=pytest.mark.slow),
     pytest.param("gpt2", {}, marks=pytest.mark.slow),
 ]
 
@@ -79,7 +79,7 @@ def test_what_one_split_has_saved_another_resumes(pools, tmp_path, seed):
         (4, {"tensor": {"ways": 2}}),
         (2, {}),
         (2, {"pipeline": {}}),
-        (4, {"tensor": {"ways": 2, "vocabulary": "whole"}}),
+        (4, {"tensor": {"ways": 2, "vocabulary_layers": "whole"}}),
         (2, {"over": "zero"}),
     ]
     began = draw.choice(ways)
@@ -124,15 +124,15 @@ REFUSED = [
     ({"tensor": {}, "model": "two lists"}, "there is no table of how Strange is split"),
     ({"tensor": {}, "model": "frozen"}, "is frozen"),
     ({"tensor": {}, "model": "one head"}, "2 ranks cannot share the 1 of `blocks.0.attention.kv_heads` equally"),
-    ({"tensor": {"columns": ["blocks.*.qkv"], "vocabulary": "split"}}, "works only with the built-in tables"),
+    ({"tensor": {"columns": ["blocks.*.qkv"], "vocabulary_layers": "split"}}, "works only with the built-in tables"),
     ({"tensor": {"heads": ["blocks.*.attention.heads"]}}, "splits no layer by its columns"),
-    ({"tensor": {"vocabulary": "split"}, "model": "vit"}, "has no embeddings of tokens"),
+    ({"tensor": {"vocabulary_layers": "split"}, "model": "vit"}, "has no embeddings of tokens"),
     ({"tensor": {"columns": ["blocks.*.qkw"]}}, "no layer is called `blocks.\\*.qkw`"),
     ({"tensor": {"columns": ["blocks.*.qkv:3+0"]}}, "divided into 3\\+0 equal parts"),
     ({"tensor": {"columns": ["blocks.*.qkv"]}}, "splits no layer by its rows"),
     ({"tensor": {"rows": ["blocks.*_norm"]}}, "whose forward pass is not that of a linear layer"),
     ({"tensor": {"columns": ["*.gate_up:1+1"], "rows": ["*.down"], "heads": ["blocks.*.width"]}}, "no module has an"),
-    ({"tensor": {"vocabulary": "split"}, "beside": "chunked"}, "computes a loss in the output layer"),
+    ({"tensor": {"vocabulary_layers": "split"}, "beside": "chunked"}, "computes a loss in the output layer"),
 ]
 
 

@@ -82,7 +82,7 @@ def job(folder, **settings):
 
 
 def test_what_ends_within_the_window_is_saved(tmp_path):
-    with pytest.raises(ZeroDivisionError), job(tmp_path, start=0, steps=0) as training:
+    with pytest.raises(ZeroDivisionError), job(tmp_path, after=0, steps=0) as training:
         for _ in range(3):
             training.step(torch.ones(4, 4))
         1 / 0  # noqa: B018
@@ -91,7 +91,7 @@ def test_what_ends_within_the_window_is_saved(tmp_path):
 
 
 def test_a_run_within_another_profile_trains_without_its_own_and_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "shoestring"), profiled(), job(tmp_path, start=0, steps=1) as training:
+    with caplog.at_level(logging.WARNING, "shoestring"), profiled(), job(tmp_path, after=0, steps=1) as training:
         for _ in range(3):
             training.step(torch.ones(4, 4))
     assert "recorded in this process already; nothing is recorded" in caplog.text
@@ -100,7 +100,7 @@ def test_a_run_within_another_profile_trains_without_its_own_and_says_so(tmp_pat
 
 def test_a_full_disk_does_not_end_training(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING, "shoestring"), job(tmp_path / "file", start=0, steps=1) as training:
+    with caplog.at_level(logging.WARNING, "shoestring"), job(tmp_path / "file", after=0, steps=1) as training:
         for _ in range(3):
             training.step(torch.ones(4, 4))
     assert "the recording could not be written" in caplog.text
@@ -121,7 +121,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
 
 
 def test_a_sampled_window_says_so(tmp_path):
-    with job(tmp_path, start=0, steps=0, max_overhead=0.5) as training:
+    with job(tmp_path, after=0, steps=0, max_overhead=0.5) as training:
         for _ in range(20):
             training.step(torch.ones(4, 4))
     facts = load(tmp_path / "profile.npz").facts

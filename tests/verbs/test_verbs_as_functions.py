@@ -17,8 +17,9 @@ from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Decoding, Generation, SamplingOptions, SeededOptions, Speculation
 from shoestring.distributed.join import join
 from shoestring.models.loading import load_model
+from shoestring.recipes import find as installed_recipes
 from shoestring.testing.pool import Pool
-from shoestring.verbs import archive, interchange, memory, profile, report, trust
+from shoestring.verbs import archive, interchange, memory, profile, recipes, report, trust
 from shoestring.verbs.check import check
 from shoestring.verbs.distill import distill
 from shoestring.verbs.generate import generate
@@ -207,3 +208,12 @@ def test_a_study_is_worked_for_and_its_best_trial_written(ours, tmp_path):
     tune.write_best(tmp_path / "tune.toml", tmp_path / "best.toml")
     assert "lr = " in (tmp_path / "best.toml").read_text()
     assert tune.compare_studies([tmp_path / "tune.toml"], tmp_path / "page.html").is_file()
+
+
+def test_recipes_are_listed_with_their_purpose_areas_and_run_time():
+    lines = list(recipes.list_recipes())
+    assert len(lines) == 2 * len(installed_recipes())
+    for name, purpose, facts in zip(installed_recipes(), lines[::2], lines[1::2], strict=True):
+        listed, _, words = purpose.partition("  ")
+        assert listed.strip() == name and words.strip()
+        assert facts.startswith(" " * len(listed)) and facts.strip()

@@ -80,7 +80,10 @@ def joined(
     share = 1 / dist.get_world_size(group)
 
     def place(tensor: Tensor) -> Tensor:
-        return next(parts) if tensor.ndim else _scaled(tensor, share)
+        if tensor.ndim:
+            return next(parts)
+        # The value stays, and its gradient is multiplied by `share`, because every rank computes the full gradient.
+        return tensor.detach() + (tensor - tensor.detach()) * share if tensor.requires_grad else tensor
 
     return tree_map_only(Tensor, place, (output, numbers))
 
@@ -105,11 +108,6 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     with span("outputs", "wire", tensor.nbytes):
         dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-def _scaled(tensor: Tensor, share: float) -> Tensor:
-    """The same value with its gradient multiplied by `share`, because every rank computes the full gradient."""
-    return tensor.detach() + (tensor - tensor.detach()) * share if tensor.requires_grad else tensor
 
 
 def run_in_two_passes(micro: MicroBatches) -> None:

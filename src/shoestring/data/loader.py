@@ -101,16 +101,12 @@ def stacked(samples: list[Any]) -> Batch:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        if not (difference := _difference(samples)) and isinstance(error, RuntimeError):
+        forms = sorted(set(map(_form, samples)))
+        difference = f"one is {forms[0]}, another {forms[1]}" if len(forms) > 1 else ""
+        if not difference and isinstance(error, RuntimeError):
             raise  # the samples are alike, so the cause is another, such as a lack of shared memory
         hint = "name a function that makes a batch of a list of such samples: run.collate = 'package.module:callable'"
         raise DataError(f"samples cannot be stacked to a batch: {difference or error}", hint=hint) from error
-
-
-def _difference(samples: list[Any]) -> str:
-    """Describe two samples whose forms (such as shapes) differ; empty if all samples have the same form."""
-    forms = sorted(set(map(_form, samples)))
-    return f"one is {forms[0]}, another {forms[1]}" if len(forms) > 1 else ""
 
 
 def _form(sample: Any) -> str:

@@ -139,17 +139,14 @@ def _json(file: BinaryIO, path: Path, own: Collection[str] = ()) -> Iterator[_Pl
     first = True
     while text.peek():
         where, record = text.where, text.object()
-        lists = [value for value in record.values() if isinstance(value, list) and _are_objects(value)]
+        lists = [value for value in record.values() if isinstance(value, list) and value]
+        lists = [entries for entries in lists if all(isinstance(entry, dict) for entry in entries)]
         is_record = format_of(record) or not record.keys().isdisjoint(own)
         if first and not text.peek() and not is_record and len(lists) == 1:
             yield from ((f"{where}, record {number}", entry) for number, entry in enumerate(lists[0], 1))
             return
         yield where, record
         first = False
-
-
-def _are_objects(entries: list[Any]) -> bool:
-    return bool(entries) and all(isinstance(entry, dict) for entry in entries)
 
 
 class _Stream:

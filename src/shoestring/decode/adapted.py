@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoestring.core.errors import ConfigError
 from shoestring.decode.adapter import Adapter, OwnCached, Wanted, Whole, side_by_side
-from shoestring.models.adapters_by_row import AdaptableLayer, AdaptedPass, LoadedAdapter, adaptable_layers, load_adapter
+from shoestring.models.adapters_by_row import AdaptedPass, LoadedAdapter, adaptable_layers, load_adapter
 from shoestring.models.cache import CachePlace, KVCache
 
 PASSES = 4
@@ -44,12 +44,6 @@ class AdaptedRows(Adapter):
         self.inner, self.skips, self.pieces, self.shares = inner, inner.skips, inner.pieces, inner.shares
         self.apart = isinstance(inner, OwnCached) or (isinstance(inner, Whole) and inner.apart)
         """Whether each row is read in a separate pass."""
-        self.layers = self._find_layers()
-        """The layers that may have adapters, by name."""
-        # The adapters of a batch change only when texts begin or end, so few combinations need to be cached.
-        self._pass = lru_cache(PASSES)(lambda adapters: AdaptedPass(self.layers, adapters))
-
-    def _find_layers(self) -> dict[str, AdaptableLayer]:
         cache = self.inner.new_cache(1 if self.apart else ROWS, TOKENS)
         layers = adaptable_layers(self.model, lambda tokens: self.inner.read(tokens, cache), cache.rows, TOKENS)
         if not layers:
@@ -57,7 +51,10 @@ class AdaptedRows(Adapter):
                 f"no layer of {type(self.model).__name__} can use a different adapter for each text",
                 hint="merge an adapter into the model, and serve the merged model",
             )
-        return layers
+        self.layers = layers
+        """The layers that may have adapters, by name."""
+        # The adapters of a batch change only when texts begin or end, so few combinations need to be cached.
+        self._pass = lru_cache(PASSES)(lambda adapters: AdaptedPass(self.layers, adapters))
 
     def new_cache(self, rows: int, length: int) -> KVCache:
         return self.inner.new_cache(rows, length)

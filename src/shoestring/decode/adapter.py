@@ -48,7 +48,11 @@ class Adapter(ABC):
     def __init__(self, model: nn.Module, context: int) -> None:
         self.model, self.context = model, context
         self.products = skinny.Products(model)
-        self.vocabulary = _vocabulary(model)
+        if hf.is_pretrained(model):
+            words = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
+        else:
+            words = getattr(getattr(model, "config", None), "vocab_size", None)
+        self.vocabulary = words if isinstance(words, int) else None
         """Number of token ids that the model has embeddings for; None if it is not known."""
         first = next(model.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
@@ -309,12 +313,3 @@ def _context(model: nn.Module, context: int | None) -> int:
             hint=f"give `context` from 1 to {known or 'what the model was trained on'}",
         )
     return window
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    """Number of token ids that a model has embeddings for; None if it is not known."""
-    if hf.is_pretrained(model):
-        words = getattr(cast(Any, model).get_input_embeddings(), "num_embeddings", None)
-    else:
-        words = getattr(getattr(model, "config", None), "vocab_size", None)
-    return words if isinstance(words, int) else None

@@ -70,7 +70,11 @@ class Constraint:
         return self._allowed(text, drafted, width)
 
     def _allowed(self, text: Sequence[int], drafted: Sequence[int], width: int) -> Tensor:
-        self._follow(text)
+        # The tokens that were added since the last call are consumed first.
+        added = list(text[len(self._consumed) :])
+        if added and not self._matcher.consume_tokens(added):
+            raise ConstraintError(f"the text does not follow its constraint: {self._matcher.get_error()}")
+        self._consumed += added
         masks, tried = [self._mask(width)], 0
         try:
             for token in drafted:
@@ -85,13 +89,6 @@ class Constraint:
                 raise ConstraintError(f"the constraint cannot be rolled back: {self._matcher.get_error()}")
         free = [np.ones(width, dtype=bool)] * (len(drafted) + 1 - len(masks))
         return torch.from_numpy(np.stack(masks + free))
-
-    def _follow(self, text: Sequence[int]) -> None:
-        """Consume the tokens of a text that were added since the last call."""
-        added = list(text[len(self._consumed) :])
-        if added and not self._matcher.consume_tokens(added):
-            raise ConstraintError(f"the text does not follow its constraint: {self._matcher.get_error()}")
-        self._consumed += added
 
     def _mask(self, width: int) -> np.ndarray[Any, Any]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -165,7 +162,10 @@ class Grammars:
             raise ConfigError(f"the format cannot be compiled: {str(error)[:300]}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise ConfigError(f"the format cannot be compiled: {_in_a_line(matcher.get_error())}")
+            # The message is reduced to one line, without the lines that quote the source.
+            lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()] or ["it is not valid"]
+            reason = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+            raise ConfigError(f"the format cannot be compiled: {reason[:300]}")
         grammar = Grammar(matcher, self._ends)
         try:
             grammar.start().allowed([], [], self._tokenizer.vocab_size)
@@ -195,9 +195,3 @@ def grammar_of(answer_format: AnswerFormat) -> str:
     if answer_format.kind == "grammar":
         return LLMatcher.grammar_from_lark(answer_format.source)
     return LLMatcher.grammar_from_json_schema(answer_format.source, defaults=FLEXIBLE_SPACE)
-
-
-def _in_a_line(message: str) -> str:
-    """The message of an error in one line, without the lines that quote the source."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
-    return next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")[:300]

@@ -72,14 +72,14 @@ class Distill(Feature):
     def check(self, attachments: Attachments) -> None:
         if not self.teacher:
             raise ConfigError(f"`{self.name}.teacher` names no model", hint="name the model to draft for")
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"`{self.name}.fraction` must lie in (0, 1], got {self.fraction}")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"`{self.name}.temperature` must be positive, got {self.temperature}")
-        if not 0 <= self.on_policy <= 1:
-            raise ConfigError(f"`{self.name}.on_policy` must lie in [0, 1], got {self.on_policy}")
-        if not 0 <= self.prompt_fraction < 1:
-            raise ConfigError(f"`{self.name}.prompt_fraction` must lie in [0, 1), got {self.prompt_fraction}")
+        for name, is_valid, rule in (
+            ("fraction", 0 < self.fraction <= 1, "must lie in (0, 1]"),
+            ("temperature", 0 < self.temperature < math.inf, "must be positive"),
+            ("on_policy", 0 <= self.on_policy <= 1, "must lie in [0, 1]"),
+            ("prompt_fraction", 0 <= self.prompt_fraction < 1, "must lie in [0, 1)"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"`{self.name}.{name}` {rule}, got {getattr(self, name)}")
         if self.on_policy and attachments.divided == "parameters":
             raise ConflictError(
                 f"`{self.name}.on_policy` generates with the whole model on each rank, and FSDP shards it",

@@ -115,7 +115,13 @@ class Engine:
         Returns:
             The rows that got tokens or ended.
         """
-        refused = self._seat()
+        refused: list[Row] = []  # rows that failed, for example because their prompts do not fit into the context
+        while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
+            try:
+                self._take_slot(row)
+            except Exception as error:
+                self._fail(row, error)
+                refused.append(row)
         unread = sorted((row for row in self._active() if self._unread(row) > 1), key=lambda row: row.turn)
         ready = [row for row in self._active() if self._unread(row) == 1]
         if unread and (self._reads_next or not ready):
@@ -196,7 +202,10 @@ class Engine:
         if self.speculator is not None:
             drafts = self.speculator.draft(rows, [self._room(row) for row in rows])
         tokens = [[row.history[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        self._begin_masks(rows, drafts)
+        for row, draft in zip(rows, drafts, strict=True):
+            if row.request.constraint is not None and self.model.vocabulary is not None:
+                # computes the masks in parallel with the pass
+                row.request.constraint.begin(row.text, draft.tokens, self.model.vocabulary)
         chosen = choose(rows, drafts, self.passes.forward(rows, tokens, "all"), self.speculation.verification)
 
         def finish() -> None:
@@ -207,12 +216,6 @@ class Engine:
                 self.speculator.learn(drafts, chosen.verified)
 
         return finish
-
-    def _begin_masks(self, rows: list[Row], drafts: Sequence[DraftTokens]) -> None:
-        """Let constraints start computing their masks, in parallel with the next pass."""
-        for row, draft in zip(rows, drafts, strict=True):
-            if row.request.constraint is not None and self.model.vocabulary is not None:
-                row.request.constraint.begin(row.text, draft.tokens, self.model.vocabulary)
 
     def _room(self, row: Row) -> int:
         """Largest number of tokens worth drafting for a row; each pass also adds one token after the accepted drafted
@@ -266,21 +269,6 @@ class Engine:
         return None
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-
-    def _seat(self) -> list[Row]:
-        """Give free slots to waiting rows.
-
-        Returns:
-            Rows that failed, for example because their prompts do not fit into the context.
-        """
-        refused: list[Row] = []
-        while None in self.seated and (row := self.waiting.take(self._suits)) is not None:
-            try:
-                self._take_slot(row)
-            except Exception as error:
-                self._fail(row, error)
-                refused.append(row)
-        return refused
 
     def _suits(self, row: Row) -> bool:
         """Whether a waiting row may get a slot now. The number of long prompts in slots is limited: reading more of

@@ -176,9 +176,6 @@ class _Reader:
     def _unknown(self) -> ConfigError:
         return refused(f"`additionalProperties` beside the pattern {self.pattern[:80]!r}")
 
-    def _next(self) -> str:
-        return self.pattern[self.place : self.place + 1]
-
     def _take(self, expression: str) -> re.Match[str] | None:
         """Match an expression at the current place, and move the place after the match; None if it does not match."""
         if (match := re.compile(expression, re.DOTALL).match(self.pattern, self.place)) is not None:
@@ -193,7 +190,7 @@ class _Reader:
 
     def _sequence(self) -> _Part:
         parts = list[_Part]()
-        while self._next() not in ("", "|", ")"):
+        while self.pattern[self.place : self.place + 1] not in ("", "|", ")"):
             part = self._atom()
             if (match := self._take(r"[*+?]|\{(\d{1,4})(,(\d{0,4}))?\}")) is not None:
                 if part.kind in ("^", "$"):
@@ -411,7 +408,11 @@ def _expression(table: Table, ends: set[int]) -> str | None:
             for after, closing in behind.items():
                 path = opening + again + closing
                 known = paths.get((one, after))
-                paths[one, after] = path if known is None else _either(known, path)
+                if known and path:
+                    path = f"(?:{known}|{path})"
+                elif known is not None:  # one of the two is empty
+                    path = f"{_group(known or path)}?"
+                paths[one, after] = path
         if sum(map(len, paths.values())) > _CHARACTERS:
             raise _too_long()
     whole = paths.get((begin, end))
@@ -421,13 +422,6 @@ def _expression(table: Table, ends: set[int]) -> str | None:
 def _crossings(paths: dict[tuple[int, int], str], state: int) -> int:
     before = sum(after == state != one for one, after in paths)
     return before * sum(one == state != after for one, after in paths)
-
-
-def _either(one: str, other: str) -> str:
-    """An expression, in its own group, that matches either of two expressions."""
-    if not one or not other:
-        return f"{_group(one or other)}?"
-    return f"(?:{one}|{other})"
 
 
 def _group(path: str) -> str:

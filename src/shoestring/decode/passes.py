@@ -104,17 +104,13 @@ class RowPasses:
         tokens = [[0] * longest] * (end - first)
         for row, text in zip(rows, texts, strict=True):
             counts[row.slot - first] = len(text)
-            tokens[row.slot - first] = [*self._known(text), *[0] * (longest - len(text))]
+            # Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process.
+            if self.model.vocabulary is not None and not 0 <= min(text) <= max(text) < self.model.vocabulary:
+                raise ConfigError(
+                    f"the text holds token {max(text, key=abs)}, but the model has {self.model.vocabulary} tokens",
+                    hint="use the tokenizer that the model was trained with",
+                )
+            tokens[row.slot - first] = [*text, *[0] * (longest - len(text))]
         read = self.model.read
         logits = read(torch.tensor(tokens), self.cache, rows=slice(first, end), counts=counts, wanted=wanted)
         return [logits[row.slot - first, : len(text)] for row, text in zip(rows, texts, strict=True)]
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Return the tokens if all are in the vocabulary. Other tokens are refused here, because on a GPU, an index out
-        of range would end the process."""
-        if self.model.vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < self.model.vocabulary:
-            raise ConfigError(
-                f"the text holds token {max(tokens, key=abs)}, but the model has {self.model.vocabulary} tokens",
-                hint="use the tokenizer that the model was trained with",
-            )
-        return tokens

@@ -134,6 +134,10 @@ class _Rewriting:
             raise refused(f"the reference {reference[:80]!r} leads to nothing in the schema")
         return target
 
+    def _targets(self, own: Keywords, base: str) -> list[Schema]:
+        """The schemas that the references among the keywords point to."""
+        return [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
+
     def _named(self, target: Schema) -> Schema:
         """Make a reference to a schema, whose rewritten form will be in `$defs`."""
         if isinstance(target, bool):
@@ -160,6 +164,24 @@ class _Rewriting:
                 self.bases[id(branch)] = base
             return either([self.schema(branch) for branch in branches])
         self._unevaluated(own, base)
+        self._rewrite_values(own)
+        targets = self._targets(own, base)
+        if self.dynamic.count(str(own.get("$dynamicRef")).partition("#")[2]) > 1:
+            raise refused("`$dynamicRef`, which may lead to one of several schemas")
+        own.pop("$ref", None), own.pop("$dynamicRef", None)
+        further = [part for step in STEPS for part in step(own)]
+        further += [self._named(target) for target in targets]
+        if False in further:
+            return False
+        further = [part for part in further if part is not True]
+        if len(further) == 1 and not own:
+            return further[0]
+        if further:
+            own["allOf"] = [*own.get("allOf", []), *further]
+        return own
+
+    def _rewrite_values(self, own: Keywords) -> None:
+        """Rewrite the schemas that are values of keywords, in place, and make counts such as 2.0 integers."""
         for key in COUNTS:
             if isinstance(value := own.get(key), float) and value.is_integer():
                 own[key] = int(value)
@@ -175,25 +197,11 @@ class _Rewriting:
                     name: self.schema(part) if isinstance(part, bool | dict) else part
                     for name, part in own[key].items()
                 }
-        targets = [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
-        if self.dynamic.count(str(own.get("$dynamicRef")).partition("#")[2]) > 1:
-            raise refused("`$dynamicRef`, which may lead to one of several schemas")
-        own.pop("$ref", None), own.pop("$dynamicRef", None)
-        further = [part for step in STEPS for part in step(own)]
-        further += [self._named(target) for target in targets]
-        if False in further:
-            return False
-        further = [part for part in further if part is not True]
-        if len(further) == 1 and not own:
-            return further[0]
-        if further:
-            own["allOf"] = [*own.get("allOf", []), *further]
-        return own
 
     def _branches(self, own: Keywords) -> list[Keywords] | None:
         """Divide a schema with an `unevaluated…` keyword into cases, one for each outcome of a condition, because the
         outcome determines what is evaluated. None if the schema has no such keyword or no condition."""
-        if not _unevaluating(own):
+        if all(own.get(key, True) is True for key in ("unevaluatedProperties", "unevaluatedItems")):
             return None
         rest = {key: value for key, value in own.items() if key not in ("if", "then", "else")}
         if "if" in own:
@@ -244,8 +252,7 @@ class _Rewriting:
         for key in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains"):
             if key in own:
                 raise refused(f"`{keyword}` beside `{key}`")
-        targets = [self._target(own[key], base) for key in ("$ref", "$dynamicRef") if key in own]
-        for part in (*own.get("allOf", []), *targets):
+        for part in (*own.get("allOf", []), *self._targets(own, base)):
             if any(part is known for known in seen):
                 raise refused(f"`{keyword}` beside a reference to itself")
             if isinstance(part, dict):
@@ -260,7 +267,3 @@ def _join(base: str, reference: str) -> str:
 
 def _with(own: Keywords, *schemas: Schema) -> Keywords:
     return own | {"allOf": [*own.get("allOf", []), *schemas]}
-
-
-def _unevaluating(own: Keywords) -> bool:
-    return any(own.get(key, True) is not True for key in ("unevaluatedProperties", "unevaluatedItems"))

@@ -105,35 +105,42 @@ def _fails(key: str, value: Any) -> Iterator[Schema]:
     if key in SILENT:
         return
     if key == "type":
-        names = {value} if isinstance(value, str) else set(value)
-        if "integer" in names and "number" not in names:
-            raise refused("the negation of the type `integer`")
-        yield {"type": others} if (others := [name for name in TYPES if name not in names]) else False
+        yield _other_types({value} if isinstance(value, str) else set(value))
     elif key in ("const", "enum"):
         yield _unlike([value] if key == "const" else value)
     elif key == "required":
         yield from ({"type": "object", "properties": {name: False}} for name in value)
     elif key == "properties":
-        for name, part in value.items():
-            if (fails := complement(part)) is not False:
-                yield {"type": "object", "required": [name], "properties": {name: fails}}
+        fails = {name: complement(part) for name, part in value.items()}
+        possible = {name: part for name, part in fails.items() if part is not False}
+        yield from ({"type": "object", "required": [name], "properties": {name: possible[name]}} for name in possible)
     elif key in _OPPOSITES:
         yield {"type": "number", _OPPOSITES[key]: value}
     elif key in COUNTS and not key.endswith("Contains"):
         kind = {"Length": "string", "Items": "array"}.get(key[3:], "object")
         if key.startswith("max"):
             yield {"type": kind, f"min{key[3:]}": value + 1}
-        elif value > 0:
-            yield {"type": kind, f"max{key[3:]}": value - 1}
+        else:
+            yield {"type": kind, f"max{key[3:]}": value - 1} if value > 0 else False
     elif key in ("prefixItems", "items") and isinstance(value, list):
-        for number, part in enumerate(value):
-            yield {"type": "array", "minItems": number + 1, "prefixItems": [*[True] * number, complement(part)]}
+        yield from (
+            {"type": "array", "minItems": number + 1, "prefixItems": [*[True] * number, complement(part)]}
+            for number, part in enumerate(value)
+        )
     elif key == "allOf":
         yield from map(complement, value)
     elif key == "anyOf":
         yield both([complement(part) for part in value])
     else:
         raise refused(f"the negation of `{key}`")
+
+
+def _other_types(names: set[str]) -> Schema:
+    """A schema that allows all documents whose type is not among the names."""
+    if "integer" in names and "number" not in names:
+        raise refused("the negation of the type `integer`")
+    others = [name for name in TYPES if name not in names]
+    return {"type": others} if others else False
 
 
 def _unlike(values: list[Any]) -> Schema:
@@ -169,14 +176,10 @@ def disjoint(one: Schema, other: Schema) -> bool:
     if values[0] is not None and values[1] is not None:
         return not any(_equal(left, right) for left in values[0] for right in values[1])
     shared = set(one.get("required", [])) & set(other.get("required", []))
-    return _only(one, "object") and any(
+    return types[0] == {"object"} and any(
         disjoint(one.get("properties", {}).get(name, True), other.get("properties", {}).get(name, True))
         for name in shared
     )
-
-
-def _only(schema: Keywords, name: str) -> bool:
-    return _types(schema) == {name}
 
 
 def _types(schema: Keywords) -> set[str] | None:
@@ -213,18 +216,13 @@ def values_of(schema: Schema) -> list[Any] | None:
         values = [None, False, True]
     if any(isinstance(value, list | dict) for value in values) or "integer" in str(schema.get("type")):
         return None
+    names = {type(None): "null", bool: "boolean", str: "string"}
     distinct = list[Any]()
     for value in values:
-        if (types is None or _type(value) in types) and not any(_equal(value, other) for other in distinct):
+        is_allowed = types is None or names.get(type(value), "number") in types
+        if is_allowed and not any(_equal(value, other) for other in distinct):
             distinct.append(value)
     return distinct
-
-
-def _type(value: Any) -> str:
-    """The type of a value that is neither a list nor an object."""
-    if value is None:
-        return "null"
-    return {bool: "boolean", str: "string"}.get(type(value), "number")
 
 
 def unique(prefix: list[list[Any] | None], rest: list[Any] | None, least: int, most: int | None) -> list[Any] | None:

@@ -82,15 +82,20 @@ class SamplingRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(SamplingRule):
+class _Seeded:
+    """Base class of the settings that seed the sampling of one text."""
+
+    seed: int = 0
+    """Seed of the sampling; the same seed gives the same text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(_Seeded, SamplingRule):
     """Sampling of one text: the sampling rule, and the seed of the text's random numbers.
 
     Raises:
         ConfigError: a value is out of range.
     """
-
-    seed: int = 0
-    """Seed of the sampling; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,15 +219,12 @@ _RULE = tuple(rule.name for rule in fields(SamplingRule))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeededOptions(SamplingOptions):
+class SeededOptions(_Seeded, SamplingOptions):
     """Optional settings of sampling of one text, and the seed of the text's random numbers.
 
     Raises:
         ConfigError: a value is out of range.
     """
-
-    seed: int = 0
-    """Seed of the sampling; the same seed gives the same text."""
 
     def __post_init__(self) -> None:
         Sampling(**self.chosen, seed=self.seed)

@@ -182,12 +182,8 @@ def load_adapter(folder: Path, model: nn.Module, layers: Mapping[str, AdaptableL
             "cannot share a batch with other texts",
             hint="merge it into its base model, and serve that",
         )
-    _check_size(folder / adapter_folder.WEIGHTS, model)
-    return place(adapter_folder.read(folder, model).layers, layers, f"the adapter in `{folder}`")
-
-
-def _check_size(file: Path, model: nn.Module) -> None:
-    """Refuse a file that is larger than the model in float32, before any of it is read."""
+    # Refuse a file that is larger than the model in float32, before any of it is read.
+    file = folder / adapter_folder.WEIGHTS
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     limit = max(4 * numbers, SMALLEST_LIMIT)
     if file.is_file() and (size := file.stat().st_size) > limit:
@@ -195,6 +191,7 @@ def _check_size(file: Path, model: nn.Module) -> None:
             f"`{file}` has {figures.size(size)}, more than the limit of {figures.size(limit)} for this model",
             hint="the adapter belongs to another model",
         )
+    return place(adapter_folder.read(folder, model).layers, layers, f"the adapter in `{folder}`")
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------

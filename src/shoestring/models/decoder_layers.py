@@ -9,7 +9,7 @@ prompts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from shoestring import native
 from shoestring.models import adapters_by_row, decoder_parts, quantized, skinny
 from shoestring.models.adapters_by_row import RowProduct
 from shoestring.models.cache import CachePlace, KVCache
-from shoestring.models.decoder_parts import Decoder, Layer, Norm
+from shoestring.models.decoder_parts import Decoder, Norm
 from shoestring.models.gpt import GPT
 from shoestring.models.quantized import QuantizedLinear
 from shoestring.models.sublayers import SkippedForward
@@ -90,12 +90,9 @@ class _UnfitError(Exception):
 
 def of(model: nn.Module) -> DecoderLayers | None:
     """Make the object that runs a model's layers by native code; None if the model is not supported or not on a CPU."""
-    decoder = decoder_parts.find(model) if _on_cpu(model) else None
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    decoder = decoder_parts.find(model) if is_on_cpu else None
     return None if decoder is None else DecoderLayers(model, decoder)
-
-
-def _on_cpu(model: nn.Module) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
 
 
 class DecoderLayers:
@@ -118,7 +115,9 @@ class DecoderLayers:
         """Record the modules and tensors of the layers, so that `fits` notices when they are replaced."""
         self.decoder = decoder
         inside = [module for block in decoder.blocks for module in block.modules()]
-        self._linears = [linear for layer in decoder.layers for linear in _linears_of(layer)]
+        self._linears = [
+            linear for layer in decoder.layers for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)
+        ]
         linears = {id(linear) for linear in self._linears}
         self._others = [*decoder.around, *(module for module in inside if id(module) not in linears)]
         self._modules = [
@@ -150,25 +149,9 @@ class DecoderLayers:
             if (decoder := decoder_parts.find(self.model)) is None:
                 return False
             self._look_at(decoder)
-        ratios: dict[int, float] = {}
-        for module in self._others:
-            if module._forward_hooks or module._forward_pre_hooks:
-                return False
-            if (forward := module.__dict__.get("forward")) is not None:
-                if not isinstance(forward, SkippedForward):
-                    return False
-                ratios[id(module)] = float(forward.ratio)
-        products: list[RowProduct | None] = []
-        for linear in self._linears:
-            if linear._forward_hooks or linear._forward_pre_hooks:
-                return False
-            forward = linear.__dict__.get("forward")
-            if isinstance(forward, RowProduct) and forward.is_plain():
-                products.append(forward)
-            elif forward is None:
-                products.append(None)
-            else:
-                return False
+        ratios, products = _skipped(self._others), _row_products(self._linears)
+        if ratios is None or products is None:
+            return False
         try:
             addresses = [0 if held[name] is None else held[name].data_ptr() for held, name in self._tensors]
             if addresses != self._addresses:
@@ -189,7 +172,10 @@ class DecoderLayers:
         x = decoder.embed(tokens)
         dtype = x.dtype
         x = x.float().contiguous()
-        first = self._use(cache)
+        if len(cache.layers) < len(decoder.layers):
+            for index in range(len(decoder.layers)):
+                cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
+        first = cache.layers[0][0]
         self._make_room(batch * count)
         self._rotate(cache.length + 1)
         positions = place.positions.contiguous()
@@ -211,14 +197,6 @@ class DecoderLayers:
         )
         _kernel()(ctypes.byref(self._struct), ctypes.byref(work))
         return x.to(dtype)
-
-    def _use(self, cache: KVCache) -> Tensor:
-        """Allocate all layers of a cache; returns the keys of the first layer."""
-        decoder = self.decoder
-        if len(cache.layers) < len(decoder.layers):
-            for index in range(len(decoder.layers)):
-                cache.allocate(index, decoder.kv_heads, decoder.head_width, self.dtype, torch.device("cpu"))
-        return cache.layers[0][0]
 
     def _make_room(self, count: int) -> None:
         """Allocate the workspaces for a number of tokens."""
@@ -268,12 +246,19 @@ class DecoderLayers:
         decoder = self.decoder
         if decoder.head_width % 16 or decoder.head_width > 256:
             raise _UnfitError
-        self.dtype = _dtype_of(decoder)
+        # data type of the weights that are not quantised, which is the data type of the residual stream
+        dtype = next(iter(decoder.blocks[0].parameters())).dtype
+        if dtype not in _DTYPES:
+            raise _UnfitError
+        self.dtype = dtype
         self._layers = (_CLayer * len(decoder.layers))()
         for layer, struct in zip(decoder.layers, self._layers, strict=True):
             struct.window = layer.window or 0
             for name in _NORMS:
-                setattr(struct, name, self._norm(getattr(layer, name)))
+                norm: Norm | None = getattr(layer, name)
+                if norm is not None:  # otherwise, the structure's zeros stand for no norm
+                    weight = self._address(norm.module, "weight")
+                    setattr(struct, name, _CNorm(eps=norm.eps, offset=norm.offset, weight=weight))
             for own, modules in ((struct.qkv, layer.qkv), (struct.gate_up, layer.gate_up)):
                 for index, module in enumerate(modules):
                     own[index] = self._linear(module)
@@ -298,11 +283,6 @@ class DecoderLayers:
             kernels=ctypes.addressof(self._kernels),
             layer=ctypes.addressof(self._layers),
         )
-
-    def _norm(self, norm: Norm | None) -> _CNorm:
-        if norm is None:
-            return _CNorm()
-        return _CNorm(eps=norm.eps, offset=norm.offset, weight=self._address(norm.module, "weight"))
 
     def _linear(self, module: nn.Module) -> _CLinear:
         if type(module) is QuantizedLinear:
@@ -372,21 +352,34 @@ class DecoderLayers:
         self._ratios = ratios
 
 
-def _linears_of(layer: Layer) -> Iterator[nn.Module]:
-    yield from (*layer.qkv, layer.out, *layer.gate_up, layer.down)
+def _skipped(modules: Sequence[nn.Module]) -> dict[int, float] | None:
+    """The ratios of the sublayers to skip, by the `id()` of the module; None if a module has hooks or its forward pass
+    was replaced by another one."""
+    ratios: dict[int, float] = {}
+    for module in modules:
+        forward = module.__dict__.get("forward")
+        if module._forward_hooks or module._forward_pre_hooks or not isinstance(forward, SkippedForward | None):
+            return None
+        if forward is not None:
+            ratios[id(module)] = float(forward.ratio)
+    return ratios
+
+
+def _row_products(linears: Sequence[nn.Module]) -> list[RowProduct | None] | None:
+    """The adapters of each linear layer, if it has any; None if a layer has hooks or another forward pass."""
+    products: list[RowProduct | None] = []
+    for linear in linears:
+        forward = linear.__dict__.get("forward")
+        is_known = forward is None or (isinstance(forward, RowProduct) and forward.is_plain())
+        if linear._forward_hooks or linear._forward_pre_hooks or not is_known:
+            return None
+        products.append(forward)
+    return products
 
 
 def _structs_of(layer: Any) -> Iterator[Any]:
-    """Iterate over the C structures of a layer's linear layers, in the order of `_linears_of`."""
+    """Iterate over the C structures of a layer's linear layers, in the order of `DecoderLayers._linears`."""
     yield from (struct for struct in (*layer.qkv, layer.out, *layer.gate_up, layer.down) if struct.bits)
-
-
-def _dtype_of(decoder: Decoder) -> torch.dtype:
-    """Data type of the residual stream, which is the data type of the weights that are not quantised."""
-    dtype = next(iter(decoder.blocks[0].parameters())).dtype
-    if dtype not in _DTYPES:
-        raise _UnfitError
-    return dtype
 
 
 @cache

@@ -225,14 +225,6 @@ def _of_transformers(model: Any) -> Decoder:
             rotation=(kind if kind in kinds else "") if rotates else None,
         )
 
-    def angles(name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-        own = {"layer_type": name} if name and "layer_type" in inspect.signature(rotary.forward).parameters else {}
-        tables = rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions[None], **own)
-        halves = [table[0].float().chunk(2, -1) for table in tables]
-        if not all(torch.equal(*pair) for pair in halves):
-            raise _OtherFormError
-        return halves[0][0].contiguous(), halves[1][0].contiguous()
-
     return Decoder(
         layers=[layer(block, kind) for block, kind in zip(blocks, of_layers, strict=True)],
         blocks=blocks,
@@ -245,11 +237,20 @@ def _of_transformers(model: Any) -> Decoder:
         hidden=config.intermediate_size,
         embed=inner.embed_tokens,
         head=partial(_logits, inner.norm, model.lm_head),
-        angles=angles,
+        angles=partial(_angles, rotary),
         scale=first.self_attn.scaling,
         tanh_gelu=_is_tanh_gelu(getattr(first.mlp, "act_fn", None) or first.mlp.activation_fn),
         norm_whole=q_norm is not None and q_norm.weight.numel() != head_width,
     )
+
+
+def _angles(rotary: nn.Module, name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+    own = {"layer_type": name} if name and "layer_type" in inspect.signature(rotary.forward).parameters else {}
+    tables = rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions[None], **own)
+    halves = [table[0].float().chunk(2, -1) for table in tables]
+    if not all(torch.equal(*pair) for pair in halves):
+        raise _OtherFormError
+    return halves[0][0].contiguous(), halves[1][0].contiguous()
 
 
 def _logits(norm: nn.Module, head: nn.Module, x: Tensor) -> Tensor:

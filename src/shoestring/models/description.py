@@ -65,11 +65,12 @@ def describe_model(
     known = vocabulary or (tokenizer.vocab_size if tokenizer is not None else None)
     notes: list[str] = []
     end = None if tokenizer is None else tokenizer.end
+    added = {} if tokenizer is None else tokenizer.engine.get_added_tokens_decoder()
     description = Description(
         ends=tuple(ends_of(generation, config, end, known, notes)),
         begin=() if tokenizer is None else tuple(tokenizer.prefix),
         sampling=sampling_of(generation, notes),
-        special={} if tokenizer is None else _special(tokenizer),
+        special={token.content: number for number, token in sorted(added.items()) if token.special},
         chat=tokenizer is not None and _has_template(tokenizer),
         context=context,
         vocabulary=vocabulary,
@@ -134,8 +135,3 @@ def _has_template(tokenizer: Tokenizer) -> bool:
         return template_source(tokenizer) is not None
     except DataError:  # the code that renders the template reports the error
         return True
-
-
-def _special(tokenizer: Tokenizer) -> dict[str, int]:
-    added = tokenizer.engine.get_added_tokens_decoder()
-    return {token.content: number for number, token in sorted(added.items()) if token.special}

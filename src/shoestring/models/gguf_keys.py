@@ -166,7 +166,11 @@ def config_of(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
             f"{where} has the architecture {reprlib.repr(name)}",
             hint=f"only {', '.join(sorted(ARCHITECTURES))} are supported",
         )
-    _check_whole(values, where)
+    content, parts = values.get("general.type", "model"), values.get("split.count", 1)
+    if content != "model":
+        raise ConfigError(f"{where} holds no model, but {reprlib.repr(content)}")
+    if parts not in (0, 1):
+        raise ConfigError(f"{where} is one of {reprlib.repr(parts)} files of a model", hint="merge them with llama.cpp")
     architecture = ARCHITECTURES[name]
     prefix = f"{name}."
     table = {key.removeprefix(prefix): _plain(value) for key, value in values.items() if key.startswith(prefix)}
@@ -245,15 +249,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(str(np.float32(value)))
     return value.tolist() if isinstance(value, np.ndarray) and value.size <= _COUNTS else value
-
-
-def _check_whole(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a file that holds something other than a model, or only part of one."""
-    kind, parts = values.get("general.type", "model"), values.get("split.count", 1)
-    if kind != "model":
-        raise ConfigError(f"{where} holds no model, but {reprlib.repr(kind)}")
-    if parts not in (0, 1):
-        raise ConfigError(f"{where} is one of {reprlib.repr(parts)} files of a model", hint="merge them with llama.cpp")
 
 
 def _check_known(table: Mapping[str, Any], expected: Mapping[str, Any], known: set[str], where: str) -> None:

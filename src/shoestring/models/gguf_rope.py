@@ -66,7 +66,8 @@ def write_rope(entries: Mapping[str, Any]) -> RopeKeys:
         return RopeKeys(keys, {FREQUENCIES: factors_of(rope, theta, width)})
     elif kind == "longrope":
         factor = rope.get("factor") or entries["max_position_embeddings"] / original
-        attention = rope.get("attention_factor") or _long_attention(factor, original)
+        usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))  # LongRoPE's formula
+        attention = rope.get("attention_factor") or usual
         keys |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": float(attention)}
         tensors = {LONG: rope["long_factor"], SHORT: rope["short_factor"]}
         return RopeKeys(keys, {name: np.array(values, np.float32) for name, values in tensors.items()})
@@ -95,11 +96,7 @@ def read_rope(
     used = {"rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"}
     used |= {"rope.scaling.attn_factor", *_SCALING, *_BETAS, *_USUAL, "rope.scaling.yarn_ext_factor"}
     kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default
-    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1 means that the scaling type determines the value
-    usual = {**_USUAL, "rope.scaling.yarn_ext_factor": mixed if mixed < 0 else float(kind == "yarn")}
-    for name, value in usual.items():
-        if fields.number(name, value) != value:
-            raise ConfigError(f"{fields.where}.{name} is {fields.get(name)}", hint=f"only {value} is supported")
+    _check_usual(fields, kind)
     original = fields.count("rope.scaling.original_context_length", None)
     attention = fields.number("rope.scaling.attn_factor", 1.0)
     factor = fields.number("rope.scaling.factor", 0.0) or fields.number("rope.scale_linear", 0.0) or 1.0
@@ -131,6 +128,15 @@ def read_rope(
     return rope, used
 
 
+def _check_usual(fields: Fields, kind: str) -> None:
+    """Raise `ConfigError` if a key changes the scaling of this kind as transformers does not support."""
+    mixed = fields.number("rope.scaling.yarn_ext_factor", -1.0)  # -1 means that the scaling type determines the value
+    usual = {**_USUAL, "rope.scaling.yarn_ext_factor": mixed if mixed < 0 else float(kind == "yarn")}
+    for name, value in usual.items():
+        if fields.number(name, value) != value:
+            raise ConfigError(f"{fields.where}.{name} is {fields.get(name)}", hint=f"only {value} is supported")
+
+
 def _checked(factors: Mapping[str, np.ndarray], name: str, width: int, where: str) -> np.ndarray:
     values = factors.get(name)
     if values is None or values.shape != (width // 2,) or not (np.isfinite(values) & (values > 0)).all():
@@ -144,10 +150,6 @@ def _yarn_attention(factor: float) -> float:
 
 
 # -- factors for every frequency ---------------------------------------------------------------------------------------
-
-
-def _long_attention(factor: float, original: int) -> float:
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _longrope(

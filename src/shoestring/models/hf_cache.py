@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -44,21 +44,15 @@ class RaggedPasses:
         positions = place.positions.clamp(max=self.context - 1)
         options: dict[str, Any] = {"logits_to_keep": last} if last and self.shortens else {}
         options[self.argument] = _CacheOfPass(cache, place)
+        masks = {kind: self._mask(place, self.window_of(kind)) for kind in set(self.kinds) or {""}}
         logits = self.model(
             input_ids=tokens,
             position_ids=positions.expand(len(tokens), -1),
-            attention_mask=self._masks(place),
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             use_cache=True,
             **options,
         ).logits
         return logits if last is None else logits[:, -last:]
-
-    def _masks(self, place: CachePlace) -> Tensor | Mapping[str, Tensor]:
-        """The attention mask in the form that the model expects: one mask, or a mapping with one for each kind of
-        layer."""
-        if len(set(self.kinds)) > 1:
-            return {kind: self._mask(place, self.window_of(kind)) for kind in set(self.kinds)}
-        return self._mask(place, self.window_of(self.kinds[0] if self.kinds else ""))
 
     def window_of(self, kind: str) -> int | None:
         """Maximum number of positions that a token attends to in layers of a kind, or None for no limit; the kind is ""

@@ -403,12 +403,9 @@ def _is_read_by_index(kind: type[nn.Module], name: str) -> bool:
     except (OSError, TypeError):
         return False
     methods = re.split(r"^    def (?=\w)", source, flags=re.MULTILINE)[1:]
-    uses = [use for text in methods if not text.startswith("__init__") for use in _uses(name).findall(text)]
-    return bool(uses) and all(uses)
-
-
-def _uses(name: str) -> re.Pattern[str]:
-    return re.compile(rf"self\.{re.escape(name)}\b(\[)?")
+    use = re.compile(rf"self\.{re.escape(name)}\b(\[)?")
+    are_indexed = [bracket for text in methods if not text.startswith("__init__") for bracket in use.findall(text)]
+    return bool(are_indexed) and all(are_indexed)
 
 
 def replace(model: nn.Module, bits: Mapping[str, Bits], *, rounded: bool = False) -> None:

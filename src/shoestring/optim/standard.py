@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch.optim import SGD, Optimizer
 
 from shoestring.core.attachments import Attachments
 from shoestring.core.task import Params
-from shoestring.optim.groups import Group, check_matched, matching
+from shoestring.optim.groups import check_matched, matching
+
+if TYPE_CHECKING:
+    from shoestring.optim.settings.groups import Group
 
 
 def factory(

@@ -188,7 +188,9 @@ class Pipeline(Feature):
         return (STAGE,)
 
     def arrange(self, world: World) -> World:
-        self._check_numbers()
+        for name, least in (("stages", 0), ("chunks", 1), ("ahead", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
         stages = self.stages or (world.hosts if world.hosts > 1 else world.local_size)
         if stages == 1 or STAGE in world.axes:
             return world if stages == 1 else world.split(LOCAL, STAGE, stages)
@@ -200,11 +202,6 @@ class Pipeline(Feature):
                 hint="set it to a number that divides one of them",
             )
         return world.split(axes[0], STAGE, stages)
-
-    def _check_numbers(self) -> None:
-        for name, least in (("stages", 0), ("chunks", 1), ("ahead", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"`{self.name}.{name}` must be at least {least}, got {getattr(self, name)}")
 
     def looks_up_last(self, *, tied: bool, features: Iterable[Feature]) -> bool:
         """Whether the last stage, instead of the first, looks up embeddings."""
@@ -320,7 +317,7 @@ class Tensor(Feature):
 
     ways: int = 0
     """Number of ranks that share a layer; 0 uses all ranks of a host."""
-    vocabulary: Literal["auto", "split", "whole"] = "auto"
+    vocabulary_layers: Literal["auto", "split", "whole"] = "auto"
     """Whether token embeddings and the output layer are split as well (`split`) or not (`whole`); `auto` splits them
     unless a feature computes the loss in the output layer."""
     columns: tuple[str, ...] = ()
@@ -377,7 +374,7 @@ class Tensor(Feature):
     def splits_vocabulary(self, features: Iterable[Feature]) -> bool:
         """Whether token embeddings and the output layer are split as well."""
         in_loss = any(Seam.LOSS in feature.seams for feature in features)
-        return self.vocabulary == "split" or (self.vocabulary == "auto" and not in_loss)
+        return self.vocabulary_layers == "split" or (self.vocabulary_layers == "auto" and not in_loss)
 
     def explain(self, attachments: Attachments) -> str:
         ways = attachments.world.ranks_over([tensor.TENSOR])
@@ -408,11 +405,11 @@ class Planned(Feature):
     A run with a different model or other ranks is refused. The report shows the predictions beside the measurements.
     """
 
-    hosts: int
+    num_hosts: int
     """Number of hosts that the plan is for."""
-    ranks: int
+    num_ranks: int
     """Number of ranks, on all hosts, that the plan is for."""
-    weights: int
+    num_weights: int
     """Number of weights that the model trains."""
     seconds: float
     """Predicted seconds of a step."""
@@ -424,16 +421,16 @@ class Planned(Feature):
     seams: ClassVar = (Seam.STEP,)
 
     def arrange(self, world: World) -> World:
-        if world.size != self.ranks:
-            raise ConfigError(f"planned for {self.ranks} ranks, and there are {world.size}", hint=_AGAIN)
-        if world.hosts not in (self.hosts, 1):  # `shoestring check` assumes that all ranks are on one host
-            raise ConfigError(f"planned for {self.hosts} hosts, and there are {world.hosts}", hint=_AGAIN)
+        if world.size != self.num_ranks:
+            raise ConfigError(f"planned for {self.num_ranks} ranks, and there are {world.size}", hint=_AGAIN)
+        if world.hosts not in (self.num_hosts, 1):  # `shoestring check` assumes that all ranks are on one host
+            raise ConfigError(f"planned for {self.num_hosts} hosts, and there are {world.hosts}", hint=_AGAIN)
         return world
 
     def check(self, attachments: Attachments) -> None:
         weights = sum(parameter.numel() for parameter in attachments.parameters)
-        if weights != self.weights:
-            message = f"planned for a model that trains {self.weights:,} weights, not {weights:,}"
+        if weights != self.num_weights:
+            message = f"planned for a model that trains {self.num_weights:,} weights, not {weights:,}"
             raise ConfigError(message, hint=_AGAIN)
 
     def apply(self, attachments: Attachments, seam: Seam) -> None:
@@ -447,5 +444,5 @@ class Planned(Feature):
             return []
         took = trace.training_seconds / trace.steps
         rows = (("seconds of a step", self.seconds, self.tried_seconds, took),)
-        note = f"{self.ranks} ranks on {self.hosts} hosts"
+        note = f"{self.num_ranks} ranks on {self.num_hosts} hosts"
         return [Table(title="The plan", head=("", "predicted", "tried", "measured"), rows=rows, note=note)]

@@ -150,7 +150,9 @@ class _Measuring:
                 output = inner(*args, **kwargs)
                 hidden = _hidden_of(args, kwargs)
                 shape = None if hidden is None else tuple(hidden.shape)
-                kind = kind_of[index] = kinds.setdefault((*_signature(self.blocks[index]), shape), index)
+                parameters = self.blocks[index].named_parameters()
+                form = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in parameters)
+                kind = kind_of[index] = kinds.setdefault((type(self.blocks[index]), form, shape), index)
                 if kind == index:
                     self.inputs[index] = args, kwargs
                 if not order:
@@ -370,11 +372,6 @@ def _holding(module: nn.Module) -> Iterator[HeldBytes]:
     held = HeldBytes(module)
     with torch.autograd.graph.saved_tensors_hooks(held.note, lambda tensor: tensor):
         yield held
-
-
-def _signature(block: nn.Module) -> Any:
-    shapes = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in block.named_parameters())
-    return type(block), shapes
 
 
 def _restore(block: nn.Module, own: Any) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 from shoestring.core.job import Job
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 from shoestring.run import Run
 from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import DataSets, to_device

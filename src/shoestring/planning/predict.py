@@ -167,7 +167,9 @@ class _Building:
             # With split layers, a pass through a block adds up the ranks' outputs by two all-reduces.
             calls = 2 if index is not None and step.ways > 1 else 0
             exchanged = calls * step.hidden(index) if index is not None else 0.0
-            yield _Piece(seconds, exchanged, calls, self._weights(part, index))
+            trained = part.trained + (model.tied if part is model.before and step.sums_tied else 0)  # bytes
+            trained /= 1 if index is None and step.whole_vocabulary else step.ways
+            yield _Piece(seconds, exchanged, calls, trained)
 
     def _seconds(self, part: PartCosts, index: int | None, *, backward: bool) -> float:
         """Seconds of a pass through a block; through the layers outside the blocks if `index` is None."""
@@ -179,12 +181,6 @@ class _Building:
         whole = 0.0 if index is None else 10 * (1 + backward) * step.hidden(index) / model.moved
         whole = min(whole, seconds)
         return whole + (seconds - whole) / step.ways
-
-    def _weights(self, part: PartCosts, index: int | None) -> float:
-        """Bytes of trained weights of a block; of the layers outside the blocks if `index` is None."""
-        step, model = self.step, self.model
-        trained = part.trained + (model.tied if part is model.before and step.sums_tied else 0)
-        return trained / (1 if index is None and step.whole_vocabulary else step.ways)
 
     # -- exchanges of gradients and weights ----------------------------------------------------------------------------
 
@@ -219,8 +215,9 @@ class _Building:
         weights = _weights_of(step, stage)
         if step.sums_tied and stage in (0, step.stages - 1):
             seconds = self.links.seconds("swap", step.group(step.over_stages), model.tied)
+            own = [index for index, task in enumerate(self.tasks) if task.resource == f"stage {stage}"]
             after = [
-                self._task("tied weights", "wire", seconds, "egress", stage, self._all_ends(stage, after), model.tied)
+                self._task("tied weights", "wire", seconds, "egress", stage, [*after, own[-1]], model.tied),
             ]
         seconds = model.optimizer * weights / step.divided["optimizer"]
         ended = self._task("optimizer", "compute", seconds, "stage", stage, after)
@@ -229,10 +226,6 @@ class _Building:
             pieces = max(round(weights / group.ranks / _PIECE), 1)
             seconds = pieces * self.links.seconds("all-gather", group, weights / group.ranks / pieces)
             self._task("updated weights", "wire", seconds, "wire", stage, [ended], weights)
-
-    def _all_ends(self, stage: int, after: Sequence[int]) -> list[int]:
-        own = [index for index, task in enumerate(self.tasks) if task.resource == f"stage {stage}"]
-        return [*after, own[-1]]
 
 
 class _Piece(NamedTuple):

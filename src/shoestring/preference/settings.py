@@ -90,6 +90,8 @@ class Referenced(Preference):
     held_out_kl: bool = True
     """Whether evaluations also measure the KL divergence from the reference, as the mean over the tokens of held-out
     answers, in nats per token. The measurement takes a forward pass of the reference in each evaluation."""
+    beta: float = 0.1
+    """Strength β of the pull towards the reference: a larger value keeps the trained model closer to the reference."""
 
     def placed(self, folder: Path) -> Self:
         return replace(self, cache_folder=str(folder / self.cache_folder)) if self.cache_folder else self
@@ -123,8 +125,6 @@ class DPO(Referenced):
     Training raises the probability of chosen answers over that of rejected answers, relative to a reference model.
     """
 
-    beta: float = 0.1
-    """Strength β of the pull towards the reference: a larger value keeps the trained model closer to the reference."""
     variant: Literal["sigmoid", "ipo", "hinge", "normalized"] = "sigmoid"
     """Loss of a pair. `sigmoid` is DPO's own loss. `ipo` is the squared distance from a margin of 1 / 2β per token,
     which does not overfit where one answer always wins. `hinge` is the loss of SLiC. `normalized` is DPO on log-ratios
@@ -216,8 +216,6 @@ class KTO(Referenced):
     Each answer is rated desirable or undesirable; pairs of answers to the same prompt are not needed.
     """
 
-    beta: float = 0.1
-    """Strength β of the pull towards the reference: a larger value keeps the trained model closer to the reference."""
     desirable_weight: float = 1.0
     """Weight of the loss on desirable answers; choose a larger weight if they are rarer than undesirable answers."""
     undesirable_weight: float = 1.0

@@ -9,7 +9,7 @@ from shoestring import figures
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Reduction, Seam, Table
 from shoestring.profile.fact_names import LINE_FACT
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CallPaths(RecordsSteps):
     """Profile some training steps line by line, and write a file and a page that show where their time goes."""
 
-    start: int = 10
+    after: int = 10
     """Number of steps before the first profiled step; the first steps of a run are slower than later steps."""
     steps: int = 50
     """Number of steps to profile; 0 profiles all steps until training ends. More steps give more accurate means and

@@ -123,7 +123,10 @@ class Findings:
             note = " ".join(filter(None, (item.note, left_out)))
             return {"title": item.title, "head": [str(cell) for cell in item.head], "rows": rows, "note": note}
         (self.folder / FOLDER).mkdir(exist_ok=True)
-        file = f"{step:08d}-{_file_name(name)}.png"
+        plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
+        if plain != name:  # part of the hash, so that different names stay different
+            plain += f"-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
+        file = f"{step:08d}-{plain}.png"
         write_atomic(self.folder / FOLDER / file, png(item.bytes_of_pixels()))
         return {"picture": file, "caption": item.caption}
 
@@ -149,12 +152,6 @@ def _cell(cell: object) -> str | float:
         return float(cell)  # pyrefly: ignore[bad-argument-type]
     except (TypeError, ValueError):
         return str(cell)
-
-
-def _file_name(name: str) -> str:
-    """Make a file name; a name that has to be changed gets part of its hash, so that different names stay different."""
-    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:60]
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
 
 
 def read(folder: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

@@ -145,7 +145,13 @@ class SparseLayers:
         attachments, trained = self.attachments, self.attachments.trained
         for name in list(self.choice.sparse):
             if why := why_apart(trained[f"{name}.weight"], rows_too=self.settings.rows_too):
-                self._leave_dense(name, why)
+                log.warning("sparse: `%s` stays dense: %s", name, why)
+                self.choice.dense[name] = why
+                del self.choice.sparse[name]
+                self.method.forget(name)
+                del self.calls[name]
+                self.operands.pop(name, None)
+                self.units.pop(name, None)
         with torch.no_grad():
             self.method.start()
         axes = [axis for axis in attachments.data_axes if attachments.world.axes.get(axis, 1) > 1]
@@ -166,15 +172,6 @@ class SparseLayers:
     def _forget_operands(self) -> None:
         for operand in self.operands.values():
             operand.forget()
-
-    def _leave_dense(self, name: str, why: str) -> None:
-        log.warning("sparse: `%s` stays dense: %s", name, why)
-        self.choice.dense[name] = why
-        del self.choice.sparse[name]
-        self.method.forget(name)
-        del self.calls[name]
-        self.operands.pop(name, None)
-        self.units.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         return self.method.state_dict() | {"calls": dict(self.calls)}

@@ -83,7 +83,15 @@ class AnnealedMasks(Masks):
         super().before_update()
         if self.measuring:
             self.measuring = False
-            self._remember()
+            # Update the running means with this step's measurement, summed over the ranks that average gradients.
+            group = self.attachments.world.group(self.attachments.alike)
+            for name, seen in self.seen.items():
+                if group is not None:
+                    dist.all_reduce(seen, group=group)
+                if (mean := seen.mean()) > 0:  # an expert that no token reached keeps its means
+                    self.squares[name].lerp_(seen / mean, max(1 - MEMORY, 1 / (self.measured + 1)))
+                seen.zero_()
+            self.measured += 1
 
     def _ratios(self) -> dict[str, Tensor]:
         """‖gradient‖ / ‖weight‖ of each layer, over all rows of the weight."""
@@ -104,17 +112,6 @@ class AnnealedMasks(Masks):
 
     def scaled(self, name: str, dropped: Tensor) -> Tensor:
         return dropped * self.ratios[name] if self.ratios else dropped
-
-    def _remember(self) -> None:
-        """Update the running means with this step's measurement, summed over the ranks that average gradients."""
-        group = self.attachments.world.group(self.attachments.alike)
-        for name, seen in self.seen.items():
-            if group is not None:
-                dist.all_reduce(seen, group=group)
-            if (mean := seen.mean()) > 0:  # an expert that no token reached keeps its means
-                self.squares[name].lerp_(seen / mean, max(1 - MEMORY, 1 / (self.measured + 1)))
-            seen.zero_()
-        self.measured += 1
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"squares": dict(self.squares), "measured": self.measured}

@@ -53,7 +53,10 @@ def within_budget(run: Run, world: World, folder: Path | None = None) -> Run:
         message = f"`{budget.name}` cannot choose for `{names[0]}`, whose ranks hold different parts of the model"
         raise ConfigError(message, hint=f"remove the table [{budget.name}], and set memory.recompute yourself")
     ranks_run = dist.is_initialized()  # false in `shoestring check`, which starts no ranks
-    gathered = _gathered(world) if ranks_run and world.size > 1 else GIGABIT
+    gathered = GIGABIT  # bytes of weights that ranks can gather per second
+    if ranks_run and world.size > 1:
+        link = time_collective(world, "all-gather", DATA, LARGEST)
+        gathered = link.bandwidth * link.ranks  # `bandwidth` counts only one rank's shard
     decide = world.decide if ranks_run else lambda work: work()
     choice = structure(decide(lambda: _decided(run, world, budget, folder, gathered)), BudgetChoice, budget.name, FILE)
     return with_choice(run, world, budget, choice)
@@ -73,12 +76,6 @@ def with_choice(run: Run, world: World, budget: Budget, choice: BudgetChoice) ->
     settled = SettledBudget(gib=budget.gib, allow=budget.allow, choice=choice)
     settings = replace(run.settings, accumulate=choice.accumulate)
     return replace(run, settings=settings, features=(*remaining, *added, settled)).completed(world)
-
-
-def _gathered(world: World) -> float:
-    """Bytes of weights that ranks can gather per second. A collective."""
-    link = time_collective(world, "all-gather", DATA, LARGEST)
-    return link.bandwidth * link.ranks  # `bandwidth` counts only one rank's shard
 
 
 def _decided(run: Run, world: World, budget: Budget, folder: Path | None, gathered: float) -> dict[str, Any]:

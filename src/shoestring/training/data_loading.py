@@ -278,8 +278,9 @@ def _own(run: Run, world: World) -> DataSets:
         return replace(data, train=_cached(data.train, run.data, world))
 
     data, source = world.agree(make), run.sources[0]
-    if run.data.per_rank:
-        return _of_ranks(data, world)
+    if run.data.per_rank:  # each rank has to know the numbers of samples of all ranks
+        lengths = world.gather(json.dumps(data.lengths).encode())
+        return with_lengths(data, [json.loads(message) for message in lengths])
     parts = {"training": data.train, "held-out": data.held_out}
     facts = {
         name: {"samples": len(cast(Sized, part)), "fingerprint": str(getattr(part, "fingerprint", ""))}
@@ -289,11 +290,6 @@ def _own(run: Run, world: World) -> DataSets:
     hint = "give all ranks the same data, or set data.per_rank if each has data of its own"
     world.alike({f"data of {source}": facts}, hint)
     return data
-
-
-def _of_ranks(data: DataSets, world: World) -> DataSets:
-    """Exchange the numbers of samples, so that each rank knows all of them. A collective."""
-    return with_lengths(data, [json.loads(message) for message in world.gather(json.dumps(data.lengths).encode())])
 
 
 def with_lengths(data: DataSets, lengths: Sequence[Sequence[int]]) -> DataSets:

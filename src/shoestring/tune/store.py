@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -123,15 +122,13 @@ class Store:
             raise self._gone("was deleted") if self._file else ConfigError(_NO_STUDY, hint=_START)
         with usable(self.engine), self.engine.begin() as connection:
             if path is not None:
-                self._same_file(path.stat() if path.exists() else None)
+                # If the file was deleted or replaced, SQLite would still write to the old file.
+                status = path.stat() if path.exists() else None
+                now = (status.st_dev, status.st_ino) if status else None
+                if now is None or self._file not in (None, now):
+                    raise self._gone("was deleted" if now is None else "was replaced by another file")
+                self._file = now
             yield connection
-
-    def _same_file(self, status: os.stat_result | None) -> None:
-        """Raise an error if the SQLite file was deleted or replaced, as SQLite would still write to the old file."""
-        now = (status.st_dev, status.st_ino) if status else None
-        if now is None or self._file not in (None, now):
-            raise self._gone("was deleted" if now is None else "was replaced by another file")
-        self._file = now
 
     def _same_study(self, connection: Connection) -> None:
         """Raise an error if the study was removed or was replaced by another study with the same name."""

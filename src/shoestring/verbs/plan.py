@@ -25,7 +25,7 @@ from shoestring.parallel import DDP
 from shoestring.parallel.settings import Planned as PlanRecord
 from shoestring.planner.outlook import GIB, Outlook, look, of_all_ranks
 from shoestring.planner.page import write as write_page
-from shoestring.planner.search import CLOSE, PlanSearch, TrainingPlan, chosen
+from shoestring.planner.search import CLOSE, TrainingPlan, chosen
 from shoestring.planner.trying import for_trial, start, time_plan
 from shoestring.run import Run
 from shoestring.storage.whole import write_atomic
@@ -182,34 +182,29 @@ def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
         exchanged = _exchanged(planning, auto)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
-        plans = [one for one in outlook.plans(slowdown) if not _is_replicas(one, run)]
+        # DDP without other changes is compared as an exchange between replicas instead.
+        plans = [
+            one
+            for one in outlook.plans(slowdown)
+            if [type(feature) for feature in one.added] != [DDP] or one.step.micro != run.settings.accumulate
+        ]
     tried, choice = _try(plans, exchanged, tries, planning)
     if choice is None:
         assert exchanged is not None
         run, predicted, measured = exchanged.run, exchanged.facts["predicted_step_seconds"], exchanged.measured
     else:
         predicted, measured = plans[choice].seconds, tried[choice]
-        run = _with_record(outlook.search, plans[choice], measured, planning.world)
+        record = PlanRecord(
+            num_hosts=planning.world.hosts,
+            num_ranks=planning.world.size,
+            num_weights=outlook.search.weights,
+            seconds=float(f"{predicted:.4g}"),
+            tried_seconds=float(f"{measured:.4g}"),
+            peak_gib=float(f"{plans[choice].predicted.peak / GIB:.4g}"),
+        )
+        run = outlook.search.file(plans[choice])
+        run = replace(run, features=(record, *run.features))  # first, so that its check of the ranks runs first
     return PlannedRun(run, predicted, measured, exchanged, plans, tried, choice, outlook)
-
-
-def _with_record(search: PlanSearch, plan: TrainingPlan, measured: float, world: World) -> Run:
-    """The run with a plan's settings, and with a record of the ranks and figures that the plan was made for."""
-    record = PlanRecord(
-        hosts=world.hosts,
-        ranks=world.size,
-        weights=search.weights,
-        seconds=float(f"{plan.seconds:.4g}"),
-        tried_seconds=float(f"{measured:.4g}"),
-        peak_gib=float(f"{plan.predicted.peak / GIB:.4g}"),
-    )
-    run = search.file(plan)
-    return replace(run, features=(record, *run.features))  # first, so that its check of the ranks runs first
-
-
-def _is_replicas(plan: TrainingPlan, run: Run) -> bool:
-    """Whether a plan is DDP without other changes; such a plan is compared as an exchange between replicas instead."""
-    return [type(feature) for feature in plan.added] == [DDP] and plan.step.micro == run.settings.accumulate
 
 
 def _replicas_fit(plans: Sequence[TrainingPlan], others: Sequence[Feature]) -> bool:

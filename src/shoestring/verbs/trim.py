@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,7 +55,10 @@ def trim(run: Path, keep: int, *, memory: bool = False) -> list[Path]:
         if ASIDE.fullmatch(checkpoint.path.name) and not going and not _locked(archive.folder)
     ]
     gone = [checkpoint.path for checkpoint in (*good, *left) if checkpoint not in staying]
-    _delete(archive.folder, gone)
+    for path in gone:
+        if path.is_file():
+            path.unlink(missing_ok=True)
+    Disk(archive.folder, Files()).retire(path for path in gone if path.is_dir())
     if memory and archive.memory.exists():
         forget_all(archive.memory)
         gone.append(archive.memory)
@@ -74,13 +76,6 @@ def _locked(folder: Path) -> bool:
     if held is not None:
         held.release()
     return held is None
-
-
-def _delete(folder: Path, paths: Sequence[Path]) -> None:
-    for path in paths:
-        if path.is_file():
-            path.unlink(missing_ok=True)
-    Disk(folder, Files()).retire(path for path in paths if path.is_dir())
 
 
 def users(memory: Path) -> list[int]:

@@ -9,8 +9,8 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, repeat
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -107,13 +107,16 @@ class Connection:
 
     def _repeat(self, method: str, target: str, data: bytes | memoryview, limit: int = ANSWER_LIMIT) -> bytes:
         end = time.monotonic() + self.patience
-        for nap in _naps():
+        for nap in chain(_NAPS, repeat(_NAPS[-1])):
             try:
                 return self._once(method, target, data, limit)
             except (OSError, http.client.HTTPException, HubOutageError) as error:
                 self._http.close()
                 if isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() + nap > end:
-                    raise self._outage(error) from error
+                    reason = error.parts()[1] if isinstance(error, ShoestringError) else str(error)
+                    message = f"cannot reach the hub at {self.login.address}: {reason or type(error).__name__}"
+                    hint = "repeat the command once the hub answers; data already sent is kept"
+                    raise HubOutageError(message, hint=hint) from error
                 time.sleep(nap)
         raise AssertionError("naps never end")
 
@@ -134,14 +137,3 @@ class Connection:
             message = foreign.one_line(str(facts.get("error", response.reason)))[:300]
             raise HubError(f"the hub refuses: {message}", response.status, facts)
         return answer
-
-    def _outage(self, error: Exception) -> HubOutageError:
-        reason = error.parts()[1] if isinstance(error, ShoestringError) else str(error) or type(error).__name__
-        message = f"cannot reach the hub at {self.login.address}: {reason}"
-        return HubOutageError(message, hint="repeat the command once the hub answers; data already sent is kept")
-
-
-def _naps() -> Iterator[float]:
-    yield from _NAPS
-    while True:
-        yield _NAPS[-1]

@@ -36,7 +36,8 @@ def open_run(request: HttpRequest, key: str) -> HttpResponse:
     run = runs.open_run(access, key, fields.text("name", "run"))
     if fields.flag("begin", False):
         run = logs.begin(run)
-    return JsonResponse(logs.describe(run) | {"number": run.number, "page": _page(run)})
+    page = f"/{run.project.slug}/runs/{run.number}"
+    return JsonResponse(logs.describe(run) | {"number": run.number, "page": page})
 
 
 def splice_log(request: HttpRequest, key: str) -> HttpResponse:
@@ -51,7 +52,10 @@ def splice_log(request: HttpRequest, key: str) -> HttpResponse:
 
 def missing_chunks(request: HttpRequest) -> HttpResponse:
     """List the requested chunks that the project lacks; a write-only token learns only about chunks it has sent."""
-    access, asked = access_of(request), _digests(_body(request).get("digests"))
+    access, names = access_of(request), _body(request).get("digests")
+    names = names if isinstance(names, list) else []
+    _check_count(names)
+    asked = [name for name in names if isinstance(name, str) and DIGEST.fullmatch(name)]
     token = access.token
     if token is not None and token.write_only:
         asked_of = set(Deposit.objects.filter(token=token, digest__in=asked).values_list("digest", flat=True))
@@ -130,10 +134,6 @@ def _run_to_read(request: HttpRequest, number: int) -> HubRun:
     return run
 
 
-def _page(run: HubRun) -> str:
-    return f"/{run.project.slug}/runs/{run.number}"
-
-
 def _bytes(request: HttpRequest, limit: int) -> bytes:
     data = request.read(limit + 1)
     if len(data) > limit:
@@ -146,12 +146,6 @@ def _body(request: HttpRequest) -> Fields:
         return Fields(foreign.parse_json(_bytes(request, 8 << 20) or b"{}"), "the body", ShoestringError)
     except ValueError as error:
         raise RefusedError(400, f"the body is not JSON: {error}") from error
-
-
-def _digests(value: Any) -> list[str]:
-    names: Sequence[Any] = value if isinstance(value, list) else ()
-    _check_count(names)
-    return [name for name in names if isinstance(name, str) and DIGEST.fullmatch(name)]
 
 
 def _check_count(asked: Sequence[Any]) -> None:

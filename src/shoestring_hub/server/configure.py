@@ -15,9 +15,28 @@ from shoestring.storage.whole import write_atomic
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 DAYS_SIGNED_IN = 14
-_PARTS = {name: Path(str(resources.files(name))) for name in ("shoestring.report", "shoestring_hub.server")}
-STATIC = (_PARTS["shoestring.report"] / "web", _PARTS["shoestring_hub.server"] / "static")
+_SERVER = "shoestring_hub.server"
+_PARTS = {name: Path(str(resources.files(name))) for name in ("shoestring.report", _SERVER)}
+STATIC = (_PARTS["shoestring.report"] / "web", _PARTS[_SERVER] / "static")
 """Folders of scripts and styles: those of the report package, which also draw the hub's charts, and the hub's own."""
+_MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    f"{_SERVER}.policy.ContentSecurityPolicy",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"console": {"class": "logging.StreamHandler"}},
+    "loggers": {
+        "django": {"handlers": ["console"], "level": "WARNING"},
+        "django.request": {"level": "ERROR"},  # refused requests are normal, so their warnings are not logged
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,6 @@ def configure(place: Place) -> None:
 def django_settings(place: Place) -> dict[str, Any]:
     """Django's settings. Only with a host name are cookies restricted to TLS and browsers told to insist on TLS."""
     tls = bool(place.name)
-    server = "shoestring_hub.server"
     return {
         "HUB": place,
         "SECRET_KEY": _secret_key(place.folder / "secret.key"),
@@ -66,25 +84,17 @@ def django_settings(place: Place) -> dict[str, Any]:
             "django.contrib.contenttypes",
             "django.contrib.sessions",
             "django.contrib.staticfiles",
-            f"{server}.apps.HubConfig",
+            f"{_SERVER}.apps.HubConfig",
         ],
-        "MIDDLEWARE": [
-            "django.middleware.security.SecurityMiddleware",
-            "whitenoise.middleware.WhiteNoiseMiddleware",
-            f"{server}.policy.ContentSecurityPolicy",
-            "django.contrib.sessions.middleware.SessionMiddleware",
-            "django.middleware.csrf.CsrfViewMiddleware",
-            "django.contrib.auth.middleware.AuthenticationMiddleware",
-            "django.middleware.clickjacking.XFrameOptionsMiddleware",
-        ],
-        "ROOT_URLCONF": f"{server}.urls",
+        "MIDDLEWARE": _MIDDLEWARE,
+        "ROOT_URLCONF": f"{_SERVER}.urls",
         "TEMPLATES": [
             {
                 "BACKEND": "django.template.backends.django.DjangoTemplates",
                 "APP_DIRS": True,
                 "OPTIONS": {
                     "context_processors": ["django.template.context_processors.request"],
-                    "builtins": [f"{server}.pages.filters"],
+                    "builtins": [f"{_SERVER}.pages.filters"],
                 },
             }
         ],
@@ -119,15 +129,7 @@ def django_settings(place: Place) -> dict[str, Any]:
         "USE_I18N": False,
         "DATA_UPLOAD_MAX_MEMORY_SIZE": 8 << 20,
         "DATA_UPLOAD_MAX_NUMBER_FIELDS": 200,
-        "LOGGING": {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "handlers": {"console": {"class": "logging.StreamHandler"}},
-            "loggers": {
-                "django": {"handlers": ["console"], "level": "WARNING"},
-                "django.request": {"level": "ERROR"},  # refused requests are normal, so their warnings are not logged
-            },
-        },
+        "LOGGING": _LOGGING,
     }
 
 

@@ -71,9 +71,12 @@ def splice(run: HubRun, data: bytes, *, at: int, have: int, attempt: int) -> int
         Segment.objects.filter(run=run, offset__gte=start).delete()
         last = _store(run, start, head + data)
         if at < have:
-            last = _last_points(run)
+            points = Points.objects.filter(run=run)
+            newest = points.values("key").annotate(offset=Max("offset"))
+            rows = (points.filter(**place).values_list("key__name", "data").first() for place in newest)
+            last = {row[0]: bytes(row[1]) for row in rows if row}
             RunValue.objects.filter(run=run, key__kind=ValueKey.METRIC).exclude(key__name__in=last).delete()
-        store_values(run, ValueKey.METRIC, {key: _last_value(points) for key, points in last.items()})
+        store_values(run, ValueKey.METRIC, {key: _last_value(packed) for key, packed in last.items()})
         rewrites = run.rewrites + (at < have)
         HubRun.objects.filter(pk=run.pk).update(size=at + len(data), rewrites=rewrites, updated=timezone.now())
     return at + len(data)
@@ -116,12 +119,6 @@ def cut(data: bytes) -> Iterator[bytes]:
             end = line_end + 1
         yield data[start:end]
         start = end
-
-
-def _last_points(run: HubRun) -> dict[str, bytes]:
-    newest = Points.objects.filter(run=run).values("key").annotate(offset=Max("offset"))
-    rows = (Points.objects.filter(run=run, **place).values_list("key__name", "data").first() for place in newest)
-    return {row[0]: bytes(row[1]) for row in rows if row}
 
 
 def _last_value(packed: bytes) -> float:

@@ -12,7 +12,7 @@ from django.db.models import Max
 from django.utils import timezone
 
 from shoestring.report import digest, history_file
-from shoestring.report.reading import ArrayColumn, RunFolder, flat, standing
+from shoestring.report.reading import RunFolder, flat, standing
 from shoestring.storage import foreign
 from shoestring_hub.protocol import CHECKPOINTS, CHUNK, DIGEST, FILES_LIMIT, LOG, fault_of_path
 from shoestring_hub.server import chunks, logs, numbers
@@ -159,23 +159,22 @@ def read(run: HubRun, metrics: Sequence[str] | None = None) -> RunFolder:
     stored = {file.path: file for file in File.objects.filter(run=run, path__in=DESCRIBING)}
     problems: list[str] = []
     documents = {name: _document(run, stored.get(name), problems) for name in DESCRIBING[:3]}
-    history = history_file.parse(_lines(run, stored.get("history.jsonl")))
+    lines: list[bytes] = []
+    if (file := stored.get("history.jsonl")) is not None and len(file.chunks) == 1:
+        lines = chunks.read(run.project_id, file.chunks[0]).split(b"\n")
+    history = history_file.parse(lines)
+    points = Points.objects.filter(run=run).order_by("key", "offset")
+    if metrics is not None:
+        points = points.filter(key__name__in=metrics)
     return RunFolder(
         path=label_of(run),
         settings=documents["run.toml"],
         environment=documents["environment.json"],
         summary=standing(documents["summary.json"], history),
         history=history,
-        columns=_columns(run, metrics),
+        columns=numbers.columns_of(points.values_list("key__name", "data").iterator(chunk_size=500)),
         problems=problems,
     )
-
-
-def _columns(run: HubRun, metrics: Sequence[str] | None) -> dict[str, ArrayColumn]:
-    points = Points.objects.filter(run=run).order_by("key", "offset")
-    if metrics is not None:
-        points = points.filter(key__name__in=metrics)
-    return numbers.columns_of(points.values_list("key__name", "data").iterator(chunk_size=500))
 
 
 def _document(run: HubRun, file: File | None, problems: list[str]) -> dict[str, Any]:
@@ -190,9 +189,3 @@ def _document(run: HubRun, file: File | None, problems: list[str]) -> dict[str, 
     except (OSError, ValueError) as error:
         problems.append(f"{file.path} could not be read: {error}")
         return {}
-
-
-def _lines(run: HubRun, file: File | None) -> list[bytes]:
-    if file is None or len(file.chunks) != 1:
-        return []
-    return chunks.read(run.project_id, file.chunks[0]).split(b"\n")

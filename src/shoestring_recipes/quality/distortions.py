@@ -16,14 +16,10 @@ LEVELS = 5
 _BLOCK = 12
 
 
-def _decoded(content: BytesIO) -> Grey:
-    return np.asarray(Image.open(content).convert("L"), float)  # own file: encoded here
-
-
 def _encoded(picture: Grey, form: str, quality: float) -> Grey:
     content = BytesIO()
     Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(content, form, quality=int(quality))
-    return _decoded(content)
+    return np.asarray(Image.open(content).convert("L"), float)  # own file: encoded here
 
 
 def _scaled(picture: Grey, factor: float) -> Grey:
@@ -43,10 +39,6 @@ def _repeated(picture: Grey, count: float, draws: np.random.Generator) -> Grey:
     return damaged
 
 
-def _banded(picture: Grey, width: float) -> Grey:
-    return np.floor(picture / width) * width + width / 2
-
-
 Distortion = Callable[[Grey, float, np.random.Generator], Grey]
 KINDS: dict[str, tuple[Distortion, tuple[float, float, float, float, float]]] = {
     "jpeg": (lambda picture, quality, _: _encoded(picture, "JPEG", quality), (60, 35, 20, 10, 5)),
@@ -57,7 +49,7 @@ KINDS: dict[str, tuple[Distortion, tuple[float, float, float, float, float]]] = 
         lambda picture, length, draws: uniform_filter1d(picture, int(length), axis=int(draws.integers(2))),
         (3, 5, 9, 15, 23),
     ),
-    "band": (lambda picture, width, _: _banded(picture, width), (24, 32, 48, 64, 96)),
+    "band": (lambda picture, width, _: np.floor(picture / width) * width + width / 2, (24, 32, 48, 64, 96)),
     "noise": (
         lambda picture, sigma, draws: picture + draws.normal(0, sigma, picture.shape),
         (5, 10, 18, 30, 50),

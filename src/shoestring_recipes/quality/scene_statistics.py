@@ -68,14 +68,10 @@ def features(pictures: NDArray[np.uint8]) -> Values:
         parts += [_shape(np.abs(normal).mean((1, 2)) ** 2 / (square + _TINY))[:, None], square[:, None]]
         parts += [_products(normal * np.roll(normal, shift, (1, 2))) for shift in _SHIFTS]
         contrasts += [deviation.mean((1, 2))[:, None], deviation.std((1, 2))[:, None]]
-        scaled = _halved(scaled)
+        # Averages of 2×2 grey values; an odd last row or column is left out.
+        count, height, width = len(scaled), scaled.shape[1] // 2, scaled.shape[2] // 2
+        scaled = scaled[:, : 2 * height, : 2 * width].reshape(count, height, 2, width, 2).mean((2, 4))
     return np.concatenate(parts + contrasts, 1)
-
-
-def _halved(pictures: Values) -> Values:
-    """Halve images by averaging 2×2 grey values; an odd last row or column is left out."""
-    count, height, width = len(pictures), pictures.shape[1] // 2, pictures.shape[2] // 2
-    return pictures[:, : 2 * height, : 2 * width].reshape(count, height, 2, width, 2).mean((2, 4))
 
 
 # -- BRISQUE's model ---------------------------------------------------------------------------------------------------

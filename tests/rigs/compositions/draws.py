@@ -13,7 +13,7 @@ from typing import Any
 
 from shoestring import checkpoint, comm, decode, graph, memory, optim, parallel, precision, profile, sparse
 from shoestring.core.feature import Feature, Seam, splits_replicas
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 
 STEPS = 7
 """Steps of each run."""

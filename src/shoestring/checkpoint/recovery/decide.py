@@ -193,7 +193,10 @@ def _choose(candidates: Mapping[CheckpointId, Sequence[Offer]], one_file: int, f
         elif checkpoint.step < one_file:
             choice.passed_over[checkpoint] = f"older than step {one_file}, which is in a single file"
         elif (rebuilds := plan_rebuilds(candidates[checkpoint], checkpoint.ranks, facts)) is None:
-            choice.passed_over[checkpoint] = _incomplete(candidates[checkpoint], checkpoint.ranks)
+            # The number of missing parts, and not their list, because a record may claim a million ranks.
+            there = len({offer.part for offer in candidates[checkpoint] if offer.part.startswith(PRIVATE)})
+            missing = f"{checkpoint.ranks - there} of {checkpoint.ranks} ranks are missing"
+            choice.passed_over[checkpoint] = f"incomplete: the parts of {missing}"
         elif reason := facts.misfits.get(checkpoint) or _exhausted(checkpoint, facts):
             choice.passed_over[checkpoint] = reason
             choice.given_up.append(f"step {checkpoint.step}: {reason}")
@@ -206,13 +209,6 @@ def _exhausted(checkpoint: CheckpointId, facts: ResumeFacts) -> str:
     """Return the reason why a checkpoint is given up; empty if the checkpoint may be loaded."""
     tried_often = facts.attempts.get(checkpoint.name, 0) >= MOST
     return f"the last {MOST} attempts to load it ended the process" if tried_often else ""
-
-
-def _incomplete(offers: Sequence[Offer], ranks: int) -> str:
-    """Return the reason "incomplete" with the number of missing parts, and not their list, because a record may claim a
-    million ranks."""
-    there = len({offer.part for offer in offers if offer.part.startswith(PRIVATE)})
-    return f"incomplete: the parts of {ranks - there} of {ranks} ranks are missing"
 
 
 def _without_any(

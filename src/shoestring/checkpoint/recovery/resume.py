@@ -132,7 +132,11 @@ def _continue(
     reached = replayed[-1] if replayed else None
     checkpointer.begin(loaded.checkpoint, {*others, *replayed}, reached)
     if checkpointer.world.local_rank == 0:
-        _forget(checkpointer, loaded.checkpoint)
+        # Free the slots that this host filled when it had another index among the hosts.
+        with suppress(OSError):
+            for path, record in seals_under(checkpointer.folder.parent):
+                if path.parent != checkpointer.folder and record.checkpoint != loaded.checkpoint:
+                    Slot(path.with_name(path.name.removesuffix(SEAL)), checkpointer.files).close()
     checkpointer.on_disk = plan.on_disk and not replayed
     if plan.wish.auto and plan.ended:
         checkpointer.finished = checkpointer.on_disk
@@ -159,15 +163,6 @@ def _go_back(checkpointer: Checkpointer, step: int) -> None:
     """Record in the folder of checkpoints that `Plain`'s checkpoints of later steps than `step` are abandoned."""
     folder = Path(checkpointer.settings.folder)
     checkpointer.world.agree(lambda: abandon_after(folder, step) if checkpointer.world.first else None)
-
-
-def _forget(checkpointer: Checkpointer, restored: CheckpointId) -> None:
-    """Free the slots that this host filled when it had another index among the hosts, except for those of the restored
-    checkpoint."""
-    with suppress(OSError):
-        for path, record in seals_under(checkpointer.folder.parent):
-            if path.parent != checkpointer.folder and record.checkpoint != restored:
-                Slot(path.with_name(path.name.removesuffix(SEAL)), checkpointer.files).close()
 
 
 def forget_all(memory: Path) -> None:

@@ -190,8 +190,17 @@ class Coordinator:
         for name, grad in grads.items():
             cohort = self._open[self._part[name]]
             cohort.grads[name] = grad
-            if len(cohort.grads) == len(cohort.names):
-                self._submit(self._open.pop(self._part[name]))
+            if len(cohort.grads) < len(cohort.names):
+                continue
+            del self._open[self._part[name]]
+            # The codec needs an order that is the same on all ranks, unlike the order of arrival.
+            cohort.grads = {name: cohort.grads[name] for name in cohort.names}
+            channel = self.channels[self._submitted % len(self.channels)]
+            self._submitted += 1
+            if self._submitted == len(self.cohorts):
+                self._submitted = 0
+                self.round += 1
+            self._running.append(channel.submit(cohort))
 
     def wait(self) -> None:
         """Wait until all gradients that have arrived in this round are averaged.
@@ -215,16 +224,6 @@ class Coordinator:
         self.begin()
         self.arrive(grads, lambda _: None)
         self.wait()
-
-    def _submit(self, cohort: Cohort) -> None:
-        # The codec needs an order that is the same on all ranks, unlike the order of arrival.
-        cohort.grads = {name: cohort.grads[name] for name in cohort.names}
-        channel = self.channels[self._submitted % len(self.channels)]
-        self._submitted += 1
-        if self._submitted == len(self.cohorts):
-            self._submitted = 0
-            self.round += 1
-        self._running.append(channel.submit(cohort))
 
     def return_to_residual(self, name: str, average: Tensor) -> None:
         """Add an average that was not applied to the model back to the residual, unless the average is not finite."""

@@ -160,21 +160,18 @@ class BudgetedCodec(Wrapper):
         with self._lock:
             if self._choice is None or self._choice.step != context.step:  # the first cohort chooses for all cohorts
                 self._choice = self._choose(context)
-        choice, M = self._choice, self._add_residuals(grads)
+        # M = g + e for each layer; if a layer has no residual, M is the gradient itself, not a copy
+        unsent = self.state.get("unsent", {})
+        sums = {name: unsent[name].clone() for name in grads if name in unsent}
+        if sums:
+            foreach_add_(list(sums.values()), [grads[name] for name in sums])
+        choice, M = self._choice, grads | sums
         summary = self._summarise(grads, M)
         chosen = {name: M[name] for name in grads if choice.sends(name)}
         coding = [self.inner.code(chosen, context)] if chosen else []
         yield from run_together([*coding, average(summary)])
         self._update_state(choice, grads, M, summary.view(-1, SUMMARY).double().tolist(), context)
         self._deliver(grads, chosen)
-
-    def _add_residuals(self, grads: Grads) -> Grads:
-        """Compute M = g + e for each layer; if a layer has no residual, M is the gradient itself, not a copy."""
-        unsent = self.state.get("unsent", {})
-        sums = {name: unsent[name].clone() for name in grads if name in unsent}
-        if sums:
-            foreach_add_(list(sums.values()), [grads[name] for name in sums])
-        return grads | sums
 
     def _summarise(self, grads: Grads, M: Grads) -> Tensor:
         """Summarise each layer by ‖g‖, ‖M‖ and ⟨g, previous M⟩ (0 unless the selector learns): (3 x layers,)."""

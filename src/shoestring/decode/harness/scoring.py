@@ -75,7 +75,13 @@ def score(
         ConfigError: a token is not in the model's vocabulary.
     """
     windows = [window for index, pair in enumerate(pairs) for window in _windows(index, *pair, adapter.context)]
-    _check(windows, adapter)
+    # Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process.
+    largest = max((max(window.context + window.targets) for window in windows), default=0)
+    if adapter.vocabulary is not None and largest >= adapter.vocabulary:
+        raise ConfigError(
+            f"the text holds token {largest}, but the model has {adapter.vocabulary} tokens",
+            hint="use the tokenizer that the model was trained with",
+        )
     scores = [Score(0.0, True)] * len(pairs)
     shares = adapter.pieces and not isinstance(adapter, Whole)
     for rows in _batches(windows, batch, shares=shares):
@@ -100,16 +106,6 @@ def _windows(pair: int, context: Sequence[int], continuation: Sequence[int], siz
     for start in range(len(context), len(text), size):
         end = min(start + size, len(text))
         yield _TargetWindow(pair, text[max(0, end - size - 1) : start], text[start:end], end == len(text))
-
-
-def _check(windows: Sequence[_TargetWindow], adapter: Adapter) -> None:
-    """Refuse tokens outside the vocabulary; on a GPU, an index out of range would end the process."""
-    largest = max((max(window.context + window.targets) for window in windows), default=0)
-    if adapter.vocabulary is not None and largest >= adapter.vocabulary:
-        raise ConfigError(
-            f"the text holds token {largest}, but the model has {adapter.vocabulary} tokens",
-            hint="use the tokenizer that the model was trained with",
-        )
 
 
 def _batches(windows: Sequence[_TargetWindow], size: int, *, shares: bool) -> Iterator[list[_Row]]:

@@ -182,8 +182,9 @@ class AdapterCatalog:
         if inner is None:
             raise CheckpointError(f"`{folder}` holds no adapter", hint="name a folder with an adapter_config.json")
         self._check_tokenizer(inner)
-        base = adapter_folder.base_of(inner)
-        if base and not self._is_base(base):
+        base, served = adapter_folder.base_of(inner), self.base.removeprefix(hf.PREFIX)
+        same_folder = Path(base).is_dir() and Path(served).is_dir() and Path(base).samefile(served)
+        if base and not (same_folder or Path(base).name == Path(served).name):
             log.warning("the adapter %s was trained on `%s`; this server has `%s`", name, base, self.base)
         with opening(inner, "the adapter in"):
             return ServedAdapter(name, self.model.load(inner))
@@ -202,9 +203,3 @@ class AdapterCatalog:
             )
         if (template := template_source(tokenizer)) is not None and template != template_source(own):
             log.warning("the chat template in `%s` is not used: chats are rendered with the model's", folder)
-
-    def _is_base(self, name: str) -> bool:
-        """Whether an adapter's base model is the served model, as far as their names show."""
-        source = self.base.removeprefix(hf.PREFIX)
-        same = Path(name).is_dir() and Path(source).is_dir() and Path(name).samefile(source)
-        return same or name == source or Path(name).name == Path(source).name

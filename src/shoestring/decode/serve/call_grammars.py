@@ -61,9 +61,10 @@ def call_grammar(calling: Calling, template: str, schemas: Mapping[str, str | No
         token = f"<[{numbers[text]}]>" if text in numbers else ""
         return token if text in special else f"({token} | {_text(text)})" if token else _text(text)
 
+    forms = [json.loads(schema or ANY_OBJECT) for schema in schemas.values()]  # own file: checked when it was read
     rules = [
-        f"arguments_{number}: %json {_with_space(schema or ANY_OBJECT)}"
-        for number, schema in enumerate(schemas.values())
+        f"arguments_{number}: %json {json.dumps(form | {'x-guidance': FLEXIBLE_SPACE})}"  # on one line
+        for number, form in enumerate(forms)
     ]
     arguments = {name: f"arguments_{number}" for number, name in enumerate(schemas)}
     parser = FORMS[calling.form]
@@ -119,11 +120,6 @@ def _mistral(writer: _Writer, opening: str, template: str) -> list[str]:
     if not opening:
         return [f"start: text | before {_text(f'{space}[')} call further", *rules]
     return [f"start: ({writer.calls(begun.removeprefix(f'{space}['))}) further", *rules]
-
-
-def _with_space(schema: str) -> str:
-    """A schema as one line, with an option that allows white space between JSON tokens."""
-    return json.dumps(json.loads(schema) | {"x-guidance": FLEXIBLE_SPACE})  # own file: checked when it was read
 
 
 def _text(text: str) -> str:

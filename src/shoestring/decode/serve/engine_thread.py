@@ -139,7 +139,13 @@ class EngineThread:
 
     def _run(self) -> None:
         if self._warm_up:
-            self._write_a_token()
+            try:
+                self.engine.submit(Request(tokens=[0] * max(1, min(PROMPT, self.engine.window - 2)), max_new=2))
+                while self.engine.busy:
+                    self.engine.step()
+            except Exception:  # a client whose request causes the same error will see it
+                log.exception("a text could not be generated beforehand")
+            self.engine.counts.reset()
         self._warm.set()
         while True:
             try:
@@ -153,15 +159,6 @@ class EngineThread:
                 order()
             except Exception:  # other requests must still be served
                 log.exception("the engine could not carry out an order")
-
-    def _write_a_token(self) -> None:
-        try:
-            self.engine.submit(Request(tokens=[0] * max(1, min(PROMPT, self.engine.window - 2)), max_new=2))
-            while self.engine.busy:
-                self.engine.step()
-        except Exception:  # a client whose request causes the same error will see it
-            log.exception("a text could not be generated beforehand")
-        self.engine.counts.reset()
 
     def _step(self) -> None:
         try:

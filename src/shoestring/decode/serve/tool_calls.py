@@ -132,7 +132,10 @@ class CallParser:
             self._report(len(self._text), parts)
             return False
         place = self._text.find(self.opener)
-        undecided = 0 if place >= 0 else _overlap(self._text, self.opener)
+        undecided = 0
+        if place < 0:  # the last characters of the text may begin the opener
+            lengths = range(min(len(self._text), len(self.opener) - 1), 0, -1)
+            undecided = next((length for length in lengths if self._text.endswith(self.opener[:length])), 0)
         end = place if place >= 0 else len(self._text) - undecided
         space = end - len(self._text[:end].rstrip())
         self._report(end - space, parts)
@@ -348,9 +351,3 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
 def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return at if match is None else match.end()
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Number of characters at the end of a text that may begin a mark."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)

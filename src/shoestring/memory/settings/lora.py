@@ -72,12 +72,13 @@ class LoRA(Feature):
         from shoestring.memory.adapters.layers import choose, trained_modules, unmatched
         from shoestring.models import adapter_folder, nf4
 
-        if self.rank < 1:
-            raise ConfigError(f"`{self.name}.rank` must be at least 1, got {self.rank}")
-        if not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"`{self.name}.alpha` must be a positive number, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"`{self.name}.dropout` is a probability in [0, 1), got {self.dropout}")
+        for name, is_valid, rule in (
+            ("rank", self.rank >= 1, "must be at least 1"),
+            ("alpha", 0 < self.alpha < float("inf"), "must be a positive number"),
+            ("dropout", 0 <= self.dropout < 1, "is a probability in [0, 1)"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"`{self.name}.{name}` {rule}, got {getattr(self, name)}")
         for name in ("layers", "modules_to_train"):
             if self.adapter and getattr(self, name):
                 hint = f"remove `{self.name}.{name}`"

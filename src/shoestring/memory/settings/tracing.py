@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shoestring import figures
 from shoestring.core.feature import Seam, Table
 from shoestring.memory.fact_names import KIND_FACT, NOTE_FACT, TENSOR_FACT
-from shoestring.report.recordings import RecordsSteps
+from shoestring.report.settings import RecordsSteps
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Tracing(RecordsSteps):
     """Trace memory: name every allocation of a run, and write a file and a page with the tensors at the peak."""
 
-    start: int = 0
+    after: int = 0
     """Number of steps before the first traced step."""
     steps: int = 0
     """Number of steps to trace; 0 traces all steps until training ends. More steps find later peaks and cost time, but

@@ -37,7 +37,11 @@ class Namer:
             in_graph: whether the outermost operator that allocated the block is part of autograd's graph.
         """
         phase, module, outer, inner, place, part = (int(number) for number in self.contexts[context])
-        operator = self._operator(outer, inner)
+        # the outermost operator, followed by the innermost operator in parentheses if the two differ
+        outermost, innermost = (
+            self.spelled(name).removeprefix("autograd::engine::evaluate_function: ") for name in (outer, inner)
+        )
+        operator = outermost if outermost == innermost or not innermost else f"{outermost} ({innermost})"
         name = self.modules.names[module] if module < len(self.modules.names) else ""
         line = short(self.spelled(place)) if place else ""
         if part == CodePart.COMMUNICATION or module in self.modules.wires:
@@ -56,13 +60,6 @@ class Namer:
         if in_graph:
             return BlockName("activation", line, operator)
         return BlockName("other" if survived else "temporary", line, operator)
-
-    def _operator(self, outer: int, inner: int) -> str:
-        """Name of the outermost operator, followed by the innermost operator in parentheses if the two differ."""
-        outermost, innermost = (
-            self.spelled(name).removeprefix("autograd::engine::evaluate_function: ") for name in (outer, inner)
-        )
-        return outermost if outermost == innermost or not innermost else f"{outermost} ({innermost})"
 
 
 def short(place: str) -> str:

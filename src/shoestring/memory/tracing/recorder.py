@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,12 @@ class AllocationRecorder:
                 "being recorded in this process already" if refused == 1 else "served by another library's allocator"
             )
             raise RuntimeError(f"allocations are {holder}")
-        self._adopt()
+        # Report CPU tensors that already exist to the native observer.
+        for tensor in own_modules(Tensor):
+            with suppress(Exception):  # tensors without memory, such as fake tensors, raise errors
+                for part in parts(tensor):
+                    if part.device.type == "cpu":
+                        self.library.allocations_adopt(part.untyped_storage()._cdata)
         self.modules.expect(own_modules())
         self.optimizers.update(own_modules(Optimizer))
         library.allocations_fold()
@@ -106,7 +111,12 @@ class AllocationRecorder:
             if device.peak and device.peak > (self.windows[number].peak if number in self.windows else 0)
         ]
         if higher:
-            self._keep(higher, {number: device.event for number, device in totals.items()})
+            blocks, namer, counts = native_table.blocks(), Namer(self.modules), native_table.counts()
+            where = labels(self._names())
+            for number in higher:
+                columns, names = named(blocks[blocks["device"] == number], counts.begun_at, where, namer)
+                peak = totals[number].event
+                self.windows[number] = MemoryWindow(columns, names, peak, self.step, counts.forgotten)
         for number, device in totals.items():
             if device.peak:
                 self._count(number, StepPeak(self.step, 1, device.peak, device.total))
@@ -127,7 +137,10 @@ class AllocationRecorder:
             return
         number = self.modules.number(module)
         if number in self.modules.tops and is_inside(arguments):
-            self._note_inputs(arguments)
+            self.inputs = [(name, tensor) for name, tensor in self.inputs if tensor() is not None][-64:]
+            for index, argument in enumerate(arguments):
+                if isinstance(argument, Tensor):
+                    self.inputs.append((f"argument {index} of the model", weakref.ref(argument)))
         self.library.allocations_enter(number)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -143,22 +156,7 @@ class AllocationRecorder:
         self.fold()
         self.step += 1
 
-    def _note_inputs(self, arguments: Any) -> None:
-        """Note the tensors that are passed to an outermost module."""
-        self.inputs = [(name, tensor) for name, tensor in self.inputs if tensor() is not None][-64:]
-        for index, argument in enumerate(arguments):
-            if isinstance(argument, Tensor):
-                self.inputs.append((f"argument {index} of the model", weakref.ref(argument)))
-
     # -- windows -----------------------------------------------------------------------------------------------------
-
-    def _adopt(self) -> None:
-        """Report CPU tensors that already exist to the native observer."""
-        for tensor in own_modules(Tensor):
-            with suppress(Exception):  # tensors without memory, such as fake tensors, raise errors
-                for part in parts(tensor):
-                    if part.device.type == "cpu":
-                        self.library.allocations_adopt(part.untyped_storage()._cdata)
 
     def _names(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (kind, name, tensor) of all tensors that currently have a name."""
@@ -174,18 +172,6 @@ class AllocationRecorder:
         for name, reference in self.inputs:
             if (tensor := reference()) is not None:
                 yield "input", name, tensor
-
-    def _keep(self, numbers: Iterable[int], events: dict[int, int]) -> None:
-        """Name and store the current window of these devices.
-
-        Args:
-            events: event number of each device's peak.
-        """
-        blocks, namer, counts = native_table.blocks(), Namer(self.modules), native_table.counts()
-        where = labels(self._names())
-        for number in numbers:
-            columns, names = named(blocks[blocks["device"] == number], counts.begun_at, where, namer)
-            self.windows[number] = MemoryWindow(columns, names, events[number], self.step, counts.forgotten)
 
     def _count(self, number: int, step: StepPeak) -> None:
         """Add the peak of a step; if there are too many entries, merge pairs of adjacent entries."""

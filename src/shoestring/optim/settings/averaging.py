@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Feature, Seam
-from shoestring.optim.groups import Group, check_groups
+from shoestring.optim.settings.bases import AdamSettings
+from shoestring.optim.settings.groups import check_groups
 from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, positive
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class LAWA(Feature):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFree(Feature):
+class ScheduleFree(AdamSettings):
     """AdamW that averages its weights instead of decaying the learning rate (Defazio et al., 2024).
 
     The number of steps need not be known in advance. Evaluations and exports use the average.
@@ -123,12 +124,8 @@ class ScheduleFree(Feature):
     betas: tuple[float, float] = (0.9, 0.999)
     """Two coefficients: the weight of the average in the interpolation between average and newest weights at which
     gradients are taken, and the decay rate of the running average of squared gradients."""
-    eps: float = 1e-8
-    """Constant added to the root of the average of squared gradients, against division by zero."""
     weight_decay: float = 0.1
     """Weight decay of matrices and larger tensors; biases and norms do not decay."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
 
     seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 

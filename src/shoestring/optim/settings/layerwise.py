@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Curve, Feature, Seam
-from shoestring.optim.groups import Group, check_groups
+from shoestring.core.feature import Curve, Seam
+from shoestring.optim.settings.bases import AdamSettings, MomentumSettings, OptimizerSettings
+from shoestring.optim.settings.groups import check_groups
 from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, momentum_of_nesterov, positive
 
 if TYPE_CHECKING:
@@ -17,7 +18,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LARS(Feature):
+class LayerwiseSettings(OptimizerSettings):
+    """Base class of LARS and LAMB."""
+
+    share_norms: bool = False
+    """Whether replicas divide the computation of norms among them and exchange the results."""
+
+    seams: ClassVar = (Seam.OPTIM, Seam.STEP)
+
+    def report_items(self, trace: Trace) -> Sequence[Curve]:
+        return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARS(MomentumSettings, LayerwiseSettings):
     """SGD with a trust ratio for each tensor, the norm of its weights divided by the norm of its gradient (You et al.,
     2017).
 
@@ -30,8 +44,6 @@ class LARS(Feature):
     """Learning rate of biases and norms, which have no trust ratio; required."""
     trust_coefficient: float = 0.001
     """Trust coefficient: norm of a step at a learning rate of 1, as a fraction of the weights' norm."""
-    momentum: float = 0.9
-    """Decay rate of the velocity; 0 turns momentum off."""
     nesterov: bool = False
     """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     weight_decay: float = 1e-4
@@ -51,12 +63,6 @@ class LARS(Feature):
     """Factor between the quantile of trust ratios and the dynamic bound, after the first `bound_warmup` steps."""
     bound_warmup: int = 100
     """Steps over which the factor of the dynamic bound grows from 1 to `bound`."""
-    share_norms: bool = False
-    """Whether replicas divide the computation of norms among them and exchange the results."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
-
-    seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 
     def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "trust_coefficient", "eps", "bound")
@@ -77,12 +83,9 @@ class LARS(Feature):
 
         (build_lars if seam is Seam.OPTIM else publish)(attachments, self)
 
-    def report_items(self, trace: Trace) -> Sequence[Curve]:
-        return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LAMB(Feature):
+class LAMB(AdamSettings, LayerwiseSettings):
     """Adam whose step is scaled, tensor by tensor, in proportion to the norm of the weights (You et al., 2020).
 
     Biases and norms are neither scaled nor decayed.
@@ -98,12 +101,6 @@ class LAMB(Feature):
     """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     max_ratio: float = 10.0
     """Upper bound of trust ratios; 1 is LAMBC (Fong et al., 2020)."""
-    share_norms: bool = False
-    """Whether replicas divide the computation of norms among them and exchange the results."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale` and `decay_scale`, which adjust parameters by name; the first match applies."""
-
-    seams: ClassVar = (Seam.OPTIM, Seam.STEP)
 
     def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps", "max_ratio")
@@ -115,6 +112,3 @@ class LAMB(Feature):
         from shoestring.optim.layerwise import build_lamb, publish
 
         (build_lamb if seam is Seam.OPTIM else publish)(attachments, self)
-
-    def report_items(self, trace: Trace) -> Sequence[Curve]:
-        return (Curve(title="Trust ratios", metrics={"trust_ratio": "Median", "clipped_tensors": "Share clipped"}),)

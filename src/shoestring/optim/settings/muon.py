@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Feature, Seam
-from shoestring.optim.groups import Group, check_groups
+from shoestring.optim.settings.bases import AdamSettings, MomentumSettings
+from shoestring.optim.settings.groups import check_groups
 from shoestring.optim.settings.ranges import at_least_zero, betas_below_one, momentum_of_nesterov, positive
 
 if TYPE_CHECKING:
     from shoestring.core.attachments import Attachments
+    from shoestring.core.feature import Seam
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Feature):
+class Muon(MomentumSettings, AdamSettings):
     """Orthogonalised momentum for matrices (Jordan et al., 2024), and AdamW for all other parameters.
 
     AdamW updates embeddings, output heads, biases, norms, and the parameters that `adamw` names.
@@ -27,15 +28,11 @@ class Muon(Feature):
     """Learning rate of the parameters that AdamW updates; 0 takes `lr`."""
     momentum: float = 0.95
     """Decay rate of the velocity."""
-    nesterov: bool = True
-    """Evaluate the gradient ahead along the velocity (Nesterov momentum)."""
     iterations: int = 5
     """Number of Newton-Schulz iterations per step; each takes three matrix products."""
     match_adamw: bool = True
     """Scale steps to the size of AdamW's steps (Liu et al., 2025), so that AdamW's learning rate and weight decay can
     be used; if false, scale by sqrt(max(1, rows / columns)), as the original Muon does."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and larger tensors; biases and norms do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: float = 1e-8
@@ -45,11 +42,6 @@ class Muon(Feature):
     share_steps: bool = False
     """Whether replicas divide the matrices among them and send each other the steps: less arithmetic, more traffic.
     Ranks that hold shards of a matrix always divide the work."""
-    groups: tuple[Group, ...] = ()
-    """Tables with `pattern`, `lr_scale`, `decay_scale` and `betas`, which adjust parameters by name; the first match
-    applies."""
-
-    seams: ClassVar = (Seam.OPTIM,)
 
     def check(self, attachments: Attachments) -> None:
         positive(self, "lr", "eps")

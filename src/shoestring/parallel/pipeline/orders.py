@@ -58,10 +58,8 @@ def orders(
     ]
 
     def ready(one: Pass, now: int) -> bool:
-        if one.backward and one.part == parts[-1]:
-            needed = Pass(one.part, one.micro, False)
-        else:
-            needed = Pass(one.part + (1 if one.backward else -1), one.micro, one.backward)
+        turns = one.backward and one.part == parts[-1]  # the last part's backward pass follows its own forward pass
+        needed = one._replace(backward=False) if turns else one._replace(part=one.part + (1 if one.backward else -1))
         delay = 0 if needed.part == one.part else ahead
         return needed.part < first or ends.get(needed, now + 1) + delay <= now
 

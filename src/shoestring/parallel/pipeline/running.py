@@ -18,7 +18,6 @@ from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import Phase
 from shoestring.core.step import MicroBatches
-from shoestring.core.task import Batch
 from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.parallel.pipeline.messages import Inbox, Outbox, TensorForm
@@ -90,7 +89,12 @@ class Running:
     def run(self, micro: MicroBatches) -> None:
         """Run the passes of this stage; see `Attachments.shard`."""
         settings, index, training = self.settings, self.index, micro.training
-        forms = [_form_of(batch) for batch in micro.batches]
+        # The shapes and data types of a batch's tensors determine the form of activations.
+        leaves = [pytree.tree_leaves(batch) for batch in micro.batches]
+        forms: list[Hashable] = [
+            tuple((tuple(leaf.shape), leaf.dtype) for leaf in of_batch if isinstance(leaf, Tensor))
+            for of_batch in leaves
+        ]
         every = orders(
             self.stages, settings.chunks, len(forms), settings.schedule, settings.ahead, training, self.first
         )
@@ -195,9 +199,3 @@ def _send(back: Outbox, key: tuple[int, int], received: Tensor) -> None:
     """Send the gradient of received activations back to the stage that sent them."""
     assert received.grad is not None
     back.send(key, received.grad)
-
-
-def _form_of(batch: Batch) -> Hashable:
-    """The shapes and data types of a batch's tensors, which determine the form of activations."""
-    leaves = pytree.tree_leaves(batch)
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))

@@ -15,7 +15,7 @@ from shoestring.core.feature import Feature, Seam
 from shoestring.models.blocks import is_transposed
 from shoestring.parallel.beside import check_beside
 from shoestring.parallel.tensor.names import TENSOR
-from shoestring.parallel.tensor.plan import Cut, SplitPlan, dim_of, plan_of
+from shoestring.parallel.tensor.plan import Cut, dim_of, plan_of
 
 if TYPE_CHECKING:
     from shoestring.parallel.settings import Tensor
@@ -36,7 +36,12 @@ def check(attachments: Attachments, settings: Tensor) -> None:
     for name, cut in plan.layers.items():
         for reason in _faults(model, name, cut, ranks):
             raise ConfigError(f"`{name}` {reason}", hint=f"set {settings.name}.ways, or remove [{settings.name}]")
-    _check_completeness(plan, settings)
+    # With `columns` but no `rows`, or the reverse, results would never be summed.
+    ways = {cut.way for cut in plan.layers.values()}
+    if not {"columns", "rows"} <= ways:
+        message = f"`{settings.name}` splits no layer by its {'rows' if 'columns' in ways else 'columns'}"
+        hint = "each layer in `columns` needs a layer in `rows` that reads its outputs"
+        raise ConfigError(message, hint=hint)
 
 
 def _refused(settings: Tensor, feature: Feature) -> str:
@@ -45,7 +50,7 @@ def _refused(settings: Tensor, feature: Feature) -> str:
         return "compiles the model, which exchanges activations between its layers"
     if feature.divided:
         return f"shards the {feature.divided} of whole layers, but a rank holds only a part of each layer"
-    if Seam.LOSS in feature.seams and (settings.vocabulary == "split" or settings.gathered):
+    if Seam.LOSS in feature.seams and (settings.vocabulary_layers == "split" or settings.gathered):
         return "computes a loss in the output layer, but a rank holds only a part of that layer"
     return ""
 
@@ -81,12 +86,3 @@ def _is_scaled(module: nn.Module) -> bool:
         output, weight = module(entries).double(), module.weight[entries].double()
         scale = (output * weight).sum() / weight.square().sum().clamp(min=1e-30)
         return torch.allclose(output, weight * scale, rtol=1e-2, atol=1e-6)
-
-
-def _check_completeness(plan: SplitPlan, settings: Tensor) -> None:
-    """Raise ConfigError if the plan has `columns` without `rows` or the reverse, so that results are never summed."""
-    ways = {cut.way for cut in plan.layers.values()}
-    if not {"columns", "rows"} <= ways:
-        message = f"`{settings.name}` splits no layer by its {'rows' if 'columns' in ways else 'columns'}"
-        hint = "each layer in `columns` needs a layer in `rows` that reads its outputs"
-        raise ConfigError(message, hint=hint)

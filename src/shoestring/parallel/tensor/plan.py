@@ -63,8 +63,10 @@ def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
         ConfigError: there is no table for this model, or the layers that the user named do not fit the model.
     """
     if settings.columns or settings.rows or settings.gathered or settings.heads:
-        if settings.vocabulary != "auto":
-            message = f"`{settings.name}.vocabulary` works only with the built-in tables, but layers are named here"
+        if settings.vocabulary_layers != "auto":
+            message = (
+                f"`{settings.name}.vocabulary_layers` works only with the built-in tables, but layers are named here"
+            )
             raise ConfigError(
                 message, hint=f"to split embeddings and the output layer, name them in `{settings.name}.gathered`"
             )
@@ -76,9 +78,9 @@ def plan_of(model: nn.Module, settings: Tensor, vocabulary: bool) -> SplitPlan:
             hint=f"name its layers in `{settings.name}.columns` and `{settings.name}.rows`",
         )
     entries = _vocabulary(model) if vocabulary else {}
-    if settings.vocabulary == "split" and not entries:
+    if settings.vocabulary_layers == "split" and not entries:
         message = f"{type(model).__name__} has no embeddings of tokens with an output layer to split"
-        raise ConfigError(message, hint=f"remove `{settings.name}.vocabulary`")
+        raise ConfigError(message, hint=f"remove `{settings.name}.vocabulary_layers`")
     return SplitPlan({**table.layers, **entries}, table.divided, table.summed)
 
 
@@ -131,13 +133,13 @@ def _of_transformers(model: nn.Module) -> SplitPlan | None:
             layers |= _matching(model, (pattern,), Cut(_STYLES[style]))
         elif style == _SUMMED:
             summed += [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
-    return SplitPlan(layers, _heads(pretrained.config), tuple(summed))
-
-
-def _heads(config: Any) -> dict[str, int]:
-    """Numbers that must be multiples of the number of ranks, although no module has them as attributes."""
-    names = ("num_attention_heads", "num_key_value_heads")
-    return {f"config.{name}": getattr(config, name) for name in names if getattr(config, name, None)}
+    # Numbers that must be multiples of the number of ranks, although no module has them as attributes.
+    heads = {
+        f"config.{name}": number
+        for name in ("num_attention_heads", "num_key_value_heads")
+        if (number := getattr(pretrained.config, name, None))
+    }
+    return SplitPlan(layers, heads, tuple(summed))
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Cut]:

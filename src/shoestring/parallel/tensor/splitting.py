@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoestring.collectives import broadcast_tensors
@@ -19,7 +18,6 @@ from shoestring.core.attachments import Attachments
 from shoestring.core.errors import ConfigError
 from shoestring.core.feature import DATA, Phase
 from shoestring.core.shard_order import ShardOrder
-from shoestring.core.world import World
 from shoestring.figures import percent
 from shoestring.models import hf
 from shoestring.models.blocks import is_transposed
@@ -42,12 +40,6 @@ def attach(attachments: Attachments, settings: Settings) -> None:
         attachments.claim([TENSOR], trained=True, whole=True)
         plan = plan_of(attachments.module, settings, settings.splits_vocabulary(attachments.features))
         Splitting(attachments, plan).attach()
-
-
-def _mesh(world: World) -> DeviceMesh:
-    """The mesh of ranks that have the same layers: ranks that share layers, and ranks that read other samples."""
-    assert world.mesh is not None
-    return world.mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
 
 
 def _drops(model: nn.Module) -> bool:
@@ -75,8 +67,11 @@ class Splitting:
     """Splits a model's layers, and runs this rank's parts of them."""
 
     def __init__(self, attachments: Attachments, plan: SplitPlan) -> None:
-        group, mesh = attachments.world.group([TENSOR]), _mesh(attachments.world)
-        assert group is not None
+        world = attachments.world
+        group, mesh = world.group([TENSOR]), world.mesh
+        assert group is not None and mesh is not None
+        # the ranks that have the same layers: those that share the layers, and those that read other samples
+        mesh = mesh[tuple(axis for axis in world.axes if axis in (*DATA, TENSOR))]
         self.attachments, self.model, self.plan, self.mesh = attachments, attachments.module, plan, mesh
         self.ranks = SharingRanks(group, attachments.trace)
         self.parts: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter -> this rank's part of it
@@ -91,7 +86,12 @@ class Splitting:
         held = [*self.model.parameters(), *self.model.buffers()]
         broadcast_tensors([tensor for tensor in held if not tensor.is_meta], group)
         for name, cut in self.layers.items():
-            self._cut(self.model.get_submodule(name), cut)
+            module = self.model.get_submodule(name)
+            weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+            dim = dim_of(module, cut.way)
+            self._part(weight, dim, cut.sections)
+            if bias is not None and cut.way != "rows":
+                self._part(bias, 0, cut.sections)
 
     def attach(self) -> None:
         """Let the optimizer step this rank's parts, and let the layers compute with them."""
@@ -181,13 +181,6 @@ class Splitting:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def _cut(self, module: nn.Module, cut: Cut) -> None:
-        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        dim = dim_of(module, cut.way)
-        self._part(weight, dim, cut.sections)
-        if bias is not None and cut.way != "rows":
-            self._part(bias, 0, cut.sections)
-
     @torch.no_grad()
     def _part(self, parameter: nn.Parameter, dim: int, sections: tuple[int, ...]) -> None:
         if parameter in self.parts:  # tied
@@ -274,7 +267,8 @@ class Splitting:
     def _run(self, name: str, module: nn.Module, cut: Cut) -> None:
         """Let a layer compute with this rank's part of its weight."""
         reading = self._readings.setdefault(name.rpartition(".")[0], SharedInput(self.ranks))
-        sizes = self._sizes(module, dim_of(module, cut.way))
+        whole = module.get_parameter("weight").shape[dim_of(module, cut.way)]  # replaced by this rank's part only later
+        sizes = [len(part) for part in torch.arange(whole).chunk(self.ranks.size)]
         size, inner = sizes[self.ranks.index], module.forward
         if cut.way == "vocabulary":
             self.attachments.patch(module, partial(self._look_up, inner, sum(sizes[: self.ranks.index]), size))
@@ -294,11 +288,6 @@ class Splitting:
                 self.attachments.patch(module, lambda hidden: inner(reading(hidden)))
             else:
                 self.attachments.patch(module, partial(self._gathered, inner, reading, sizes))
-
-    def _sizes(self, module: nn.Module, dim: int) -> list[int]:
-        """The size of each rank's part of a layer's weight along `dim`."""
-        whole = module.get_parameter("weight").shape[dim]  # the whole weight, which is replaced only later
-        return [len(part) for part in torch.arange(whole).chunk(self.ranks.size)]
 
     def _rows(self, module: nn.Module, hidden: Tensor) -> Tensor:
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")

@@ -48,6 +48,11 @@ _OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow", ast.Gt: "gt", ast.GtE: "ge",
     ast.Lt: "lt", ast.LtE: "le", ast.Eq: "eq", ast.NotEq: "ne", ast.BitAnd: "logical_and", ast.BitOr: "logical_or",
 }  # fmt: skip
+_SIGNS: dict[type[ast.AST], tuple[str, Callable[[Array], Array]]] = {
+    ast.USub: ("neg", np.negative),
+    ast.Invert: ("invert", lambda x: ~truth(x)),
+    ast.Not: ("invert", lambda x: ~truth(x)),
+}
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "zeros": 0.0, "ones": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
 _CONSTANTS = {"pi": math.pi, "inf": math.inf, "e": math.e, "min": -1e30, "max": 1e30, "eps": TINY, "tiny": 1e-30}
 
@@ -141,28 +146,29 @@ class Interpreter:
                     self.assign(target, value)
             case ast.AnnAssign(target=target, value=ast.expr() as expression):
                 self.assign(target, self.expression(expression))
-            case ast.AugAssign(target=ast.Subscript(value=ast.Name()) as target, op=operator, value=expression):
-                self.write(target, lambda old: self.operation(operator, old, self.expression(expression)))
             case ast.AugAssign(target=target, op=operator, value=expression):
-                self.assign(target, self.operation(operator, self.expression(target), self.expression(expression)))
+                self.write(target, lambda old: self.operation(operator, old, self.expression(expression)))
             case ast.Return(value=ast.expr() as expression) | ast.Expr(value=ast.expr() as expression):
                 self.expression(expression)
             case ast.With() | ast.AsyncWith():
                 self.block(node.body)
             case ast.If() | ast.For() | ast.While() | ast.AsyncFor() | ast.Try():
-                changed = names_written(node)
-                for part in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])):
-                    before = dict(self.names)
-                    if not isinstance(node, ast.If):
-                        self.forget(changed)
-                    self.block(part)
-                    leaves = part and isinstance(part[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
-                    if leaves or (isinstance(node, ast.If) and node.orelse):
-                        self.names = before
-                if not isinstance(node, ast.If) or node.orelse:
-                    self.forget(changed)
+                self._branches(node)
             case _:
                 pass
+
+    def _branches(self, node: ast.If | ast.For | ast.While | ast.AsyncFor | ast.Try) -> None:
+        changed = names_written(node)
+        for part in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])):
+            before = dict(self.names)
+            if not isinstance(node, ast.If):
+                self.forget(changed)
+            self.block(part)
+            leaves = part and isinstance(part[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+            if leaves or (isinstance(node, ast.If) and node.orelse):
+                self.names = before
+        if not isinstance(node, ast.If) or node.orelse:
+            self.forget(changed)
 
     def forget(self, names: set[str]) -> None:
         for name in names & self.names.keys():
@@ -177,9 +183,12 @@ class Interpreter:
                 self.expression(node)
                 return [self.outside() for _ in range(count)]
 
-    def write(self, target: ast.Subscript, new: Callable[[Value], Value]) -> None:
-        """Assign to items of an array; afterwards the array is unknown, unless a boolean mask chose the items."""
-        assert isinstance(target.value, ast.Name)
+    def write(self, target: ast.expr, new: Callable[[Value], Value]) -> None:
+        """Assign a function of the old value. An array of which items are assigned is unknown afterwards, unless a
+        boolean mask chose the items."""
+        if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+            self.assign(target, new(self.expression(target)))
+            return
         old, chosen = self.expression(target.value), self.expression(target.slice)
         if chosen.array.dtype != bool:
             new(old)
@@ -218,17 +227,14 @@ class Interpreter:
             case ast.Constant(value=bool() | int() | float() as constant):
                 return Value(np.asarray(float(constant) if abs(constant) < 1e300 else math.inf))
             case ast.Name(id=name):
-                if name not in self.names:
-                    self.names[name] = self.outside()
-                return self.names[name]
-            case ast.BinOp(left=left, op=operator, right=right):
+                return self.names[name] if name in self.names else self.names.setdefault(name, self.outside())
+            case (
+                ast.BinOp(left=left, op=operator, right=right)
+                | ast.Compare(left=left, ops=[operator], comparators=[right])
+            ):
                 return self.operation(operator, self.expression(left), self.expression(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return self.compute("neg", np.negative, self.expression(operand))
-            case ast.UnaryOp(op=ast.Invert() | ast.Not(), operand=operand):
-                return self.compute("invert", lambda x: ~truth(x), self.expression(operand))
-            case ast.Compare(left=left, ops=[operator], comparators=[right]):
-                return self.operation(operator, self.expression(left), self.expression(right))
+            case ast.UnaryOp(op=operator, operand=operand) if type(operator) in _SIGNS:
+                return self.compute(*_SIGNS[type(operator)], self.expression(operand))
             case ast.Subscript(value=of, slice=index):
                 return self.expression(of) if only_widens(index) else self.subscript(node)
             case ast.Attribute(value=of, attr=name):

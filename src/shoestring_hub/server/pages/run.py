@@ -101,7 +101,9 @@ def _charts(project: Project, chosen: Sequence[HubRun], metrics: Sequence[str]) 
     drawn, left_out = _within_budget(chosen, metrics)
     folders = [stored.read(run, [*drawn, *AXES]) for run in chosen]
     data = curves.payload(folders)
-    _name_apart(data, chosen)
+    names = [run.name for run in chosen]
+    for entry, run in zip(data["runs"], chosen, strict=True):  # names that several runs share get the run's number
+        entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
     query = "&".join(f"run={run.number}" for run in chosen)
     return {
         "charts": mark_safe(charts(data)),
@@ -121,13 +123,6 @@ def _within_budget(chosen: Sequence[HubRun], metrics: Sequence[str]) -> tuple[li
     size = sum(run.size for run in chosen) // max(1, len(known) + len(AXES))  # bytes of text per metric
     most = max(4, BUDGET // max(size, 1))
     return known[:most], known[most:]
-
-
-def _name_apart(data: dict[str, Any], chosen: Sequence[HubRun]) -> None:
-    """Append the run's number to each name that several runs share."""
-    names = [run.name for run in chosen]
-    for entry, run in zip(data["runs"], chosen, strict=True):
-        entry["name"] = run.name if names.count(run.name) == 1 else f"{run.name} #{run.number}"
 
 
 @dataclass(frozen=True)
