@@ -164,8 +164,8 @@ MODEL: dict[type[Feature], Settings] = {
 }
 BESIDE: dict[type[Feature], Settings] = {
     checkpoint.Tiered: {"memory_every": (1, "auto"), "overlap": (True, False), "redundancy": ("copy", "parity")},
-    memory.Tracing: {"start": (0, 2), "steps": (1,)},
-    profile.CallPaths: {"start": (1,), "steps": (2,)},
+    memory.Tracing: {"after": (0, 2), "steps": (1,)},
+    profile.CallPaths: {"after": (1,), "steps": (2,)},
     memory.Broker: {},
 }
 """What should change nothing of the results."""
@@ -272,7 +272,7 @@ def _drawn(random: Random, kind: type[Feature], settings: Settings) -> Feature:
         "columns",
         "rows",
     }
-    needed |= {"start", "steps"} if issubclass(kind, RecordsSteps) else set()
+    needed |= {"after", "steps"} if issubclass(kind, RecordsSteps) else set()
     chosen = {
         name: random.choice(values) for name, values in settings.items() if name in needed or random.random() < 0.5
     }
