@@ -1,9 +1,11 @@
 """What the system says is free: of the host, and of cgroups of both versions."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 
+from shoestring.planning import system as operating_system
 from shoestring.planning.system import forget_peak, free_memory, kills_for_memory, peak_above_now
 
 NAMES = {"memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), "": ("max", "current", "inactive_file")}
@@ -79,3 +81,16 @@ def test_kills_for_memory_are_of_the_group_and_of_the_host_where_no_group_says(t
     path.parent.mkdir(parents=True)
     path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert kills_for_memory(tmp_path) == 3
+
+
+@pytest.mark.parametrize("place", ["disk", "nowhere"])
+def test_room_for_a_copy_is_on_disk_where_memory_is_short_and_the_disk_has_room(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(operating_system, "SPARE", 0.0)
+    folder = tmp_path / "new" if place == "disk" else tmp_path / "file" / "below"
+    (tmp_path / "file").touch()  # no folder can be made below it
+    room = operating_system.memory_or_disk(1 << 20, folder)
+    room[:] = 7
+    assert room.shape == (1 << 20,) and int(room.sum()) == 7 << 20
+    mapped = f"{tmp_path}/" in Path("/proc/self/maps").read_text()
+    assert mapped == (place == "disk")
+    assert not [*folder.glob("*")] and operating_system.memory_or_disk(0, folder).shape == (0,)

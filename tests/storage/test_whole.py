@@ -322,6 +322,26 @@ def test_weights_of_an_earlier_model_do_not_stay(tmp_path):
     assert names(tmp_path / "model") == ["config.json", "model.safetensors"]
 
 
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **shape))
+
+
+@pytest.mark.parametrize("made", [lambda: gpt(1), lambda: torch.nn.Linear(2, 2), llama], ids=["gpt", "module", "hf"])
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_a_models_folder_may_read_its_weights(tmp_path, made, mask):
+    """safetensors makes files that only their owner may read."""
+    model, before = made(), os.umask(mask)
+    try:
+        save_model(model, None, tmp_path / "model", MADE_BY)
+    finally:
+        os.umask(before)
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    assert weights.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 @pytest.mark.slow
 def test_a_model_is_written_without_a_copy_of_its_weights_in_memory(tmp_path):
     script = """

@@ -19,7 +19,7 @@ from shoestring.models.beside import NOTHING, Beside, complete, copy_beside_weig
 from shoestring.models.gpt import GPT
 from shoestring.naming import USER, Trust, names_in
 from shoestring.storage import foreign
-from shoestring.storage.whole import recover, replaced_folder, write_atomic, write_by
+from shoestring.storage.whole import recover, replaced_folder, share_as_folder, write_atomic, write_by
 
 MARKER = "shoestring"
 """Key in config.json under which shoestring's own entries are stored; their `format` selects one of
@@ -124,6 +124,8 @@ def _write(built: nn.Module, new: Path, config: Mapping[str, Any]) -> None:
         llama.save_pretrained(built, new)
     elif hf.is_pretrained(built):
         hf.save(built, new, TRANSFORMERS)
+        for path in new.glob("*.safetensors"):
+            share_as_folder(path)
     elif callable(own_format):
         own_format(new)
     else:

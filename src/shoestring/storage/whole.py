@@ -74,12 +74,18 @@ def write_by(path: Path, write: Callable[[Path], None]) -> None:
         try:
             new = aside / path.name
             write(new)
+            share_as_folder(new)
             sync_folder(new)
             new.replace(path)
             sync_folder(path.parent)
         finally:
             os.close(descriptor)
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def share_as_folder(path: Path) -> None:
+    """Let those read and write a file who may read and write its folder: some libraries make files that are private."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def open_aside(path: Path) -> BinaryIO:

@@ -62,7 +62,7 @@ def tensors_in_cycles() -> Iterator[list[str]]:
         yield descriptions
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        sizes = Counter(tuple(one.shape) for one in gc.garbage if type(one) in (Tensor, nn.Parameter) and one.nbytes)
+        sizes = Counter(tuple(one.shape) for one in gc.garbage if issubclass(type(one), Tensor) and one.nbytes)
         descriptions += [f"{number} tensor(s) {shape} in a reference cycle" for shape, number in sizes.items()]
     finally:
         gc.set_debug(flags)
