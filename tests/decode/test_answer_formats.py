@@ -66,11 +66,11 @@ def complete(server, **fields):
 @pytest.mark.parametrize("draft_length", [0, 4])
 def test_unlike_requests_in_one_batch_have_their_formats_and_are_what_each_is_alone(draft_length):
     with running(slots=5, draft_length=draft_length) as server:
-        alone = [chat(server, n=2, **fields).json()["choices"] for fields, _ in FORMATS]
+        alone = [chat(server, n=2, max_tokens=80, **fields).json()["choices"] for fields, _ in FORMATS]
         together: list = [None] * len(FORMATS)
 
         def ask(place):
-            together[place] = chat(server, n=2, **FORMATS[place][0]).json()["choices"]
+            together[place] = chat(server, n=2, max_tokens=80, **FORMATS[place][0]).json()["choices"]
 
         threads = [threading.Thread(target=ask, args=[place]) for place in range(len(FORMATS))]
         for thread in threads:
@@ -267,6 +267,7 @@ def test_drafts_change_no_text(drafter, greedy):
 READABLE = {"byte-level", "byte-fallback, space before", "byte-fallback", "Unigram, byte-fallback"}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [0, 7, -3], ids=["as many", "more", "fewer"])

@@ -9,11 +9,18 @@ import torch
 from torch import nn
 
 from shoestring.core.compose import compose
-from shoestring.core.job import Job
+from shoestring.core.feature import arrange_mesh, resolve_all
+from shoestring.core.job import Job, attachments_of
 from shoestring.core.world import World
 from shoestring.models.gpt import GPT, GPTConfig
 from shoestring.optim import AdamW, AdamW8bit
-from shoestring.planner.measure import _Measuring
+from shoestring.parallel import Pipeline, Tensor
+from shoestring.planner.measure import _Measuring, sizes
+from shoestring.planner.search import as_trained
+from shoestring.planning.predict import peaks
+from shoestring.planning.step import planned_step
+from shoestring.run import parse
+from shoestring.verbs.check import check
 
 SHAPE = {"vocab_size": 64, "dim": 32, "layers": 3, "heads": 2, "kv_heads": 2, "hidden": 64, "context": 16}
 
@@ -141,3 +148,53 @@ def test_a_job_is_left_as_it_was():
     with measured(model, tokens) as (_, job):
         assert isinstance(job, Job)
         assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def planned_like(model, features, world):
+    """Attachments of a job with a model on the meta device, as `check` has them."""
+    with torch.device("meta"):
+        job = Job(GPT(GPTConfig(**model)), world=world)
+    attachments = attachments_of(job)
+    attachments.features = resolve_all(features, world)
+    return attachments
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("tied", [True, False])
+def test_fake_tensors_have_the_sizes_that_are_measured(tied, optimizer):
+    shape = SHAPE | {"tied": tied, "dim": 128}
+    with measured(GPT(GPTConfig(**shape)), tokens, sizes=(4,), features=[optimizer()]) as (real, _):
+        fake = sizes(planned_like(shape, [optimizer()], World()), None, (4, 16))
+    for name in ("hidden", "tied", "scored", "state", "trained", "samples"):
+        assert getattr(fake, name) == pytest.approx(getattr(real, name)), name
+    for one, other in zip(
+        [*fake.blocks, fake.before, fake.behind], [*real.blocks, real.before, real.behind], strict=True
+    ):
+        assert (one.trained, one.frozen) == (other.trained, other.frozen)
+        assert one.held == pytest.approx(other.held, rel=0.01)  # kernels keep some numbers of their own
+
+
+@pytest.mark.parametrize("features", [[Pipeline()], [Tensor()], [Pipeline(stages=2), Tensor(ways=2)]])
+def test_the_memory_of_parts_is_that_of_the_plan_with_the_cuts_of_training(features):
+    world = arrange_mesh(World(size=4, local_size=4) if len(features) > 1 else World(size=2, local_size=2), features)
+    attachments = planned_like(SHAPE | {"layers": 4}, [AdamW(), *features], world)
+    settled = as_trained(attachments.features, attachments.module, world)
+    with measured(GPT(GPTConfig(**SHAPE | {"layers": 4})), tokens, sizes=(2,)) as (real, _):
+        by_measuring = peaks(planned_step(world, settled, real, batch=8, micro=4)[0])
+    costs = sizes(attachments, None, (2, 16))
+    assert peaks(planned_step(world, settled, costs, batch=8, micro=4)[0]) == pytest.approx(by_measuring, rel=0.01)
+    cuts = [one.cuts for one in settled if isinstance(one, Pipeline)]
+    assert cuts in ([], [(2,)])
+
+
+@pytest.mark.parametrize(
+    "table", [{"pipeline": {}}, {"tensor": {}}, {"pipeline": {"stages": 2}, "tensor": {"ways": 2}}]
+)
+def test_check_predicts_the_memory_of_splits(table):
+    run = {"model": "shoestring.models.gpt:tiny", "data": "tests.planner.test_plans:texts", "batch": 16, "steps": 2}
+    tables = {"run": run | {"accumulate": 4}, "model": SHAPE | {"layers": 4}, "parallel": table}
+    lines = list(check(parse(tables), 4 if len(table) > 1 else 2))
+    (line,) = (line for line in lines if line.startswith("sum for a rank"))
+    assert "predicted from the sizes of its tensors, because parallel." in line
+    stages = [line for line in lines if "stage 0 " in line]
+    assert bool(stages) == ("pipeline" in table) and all("stage 1 " in line for line in stages)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoestring.checkpoint.format.state import pack
+from shoestring.checkpoint.format.state import PackedState
 from shoestring.core.job import Job, attachments_of
 from shoestring.data.tokens import TokenWriter
 from shoestring.models.gpt import GPT, GPTConfig
@@ -181,10 +181,10 @@ def test_a_checkpoint_in_one_file_makes_the_folders_above_it_durable(tmp_path, m
     saver = Saver(attachments_of(Job(torch.nn.Linear(1, 1))), Plain(folder=str(tmp_path / "runs/one/checkpoints")))
     above = [tmp_path / "runs/one/checkpoints", tmp_path / "runs/one", tmp_path / "runs", tmp_path]
     with synced(monkeypatch) as found:
-        saver._write(above[0] / "step-00000001.safetensors", pack({}))
+        saver._write(above[0] / "step-00000001.safetensors", PackedState.of({}))
     assert {path.stat().st_ino for path in above} <= set(found)
     with synced(monkeypatch) as found:
-        saver._write(above[0] / "step-00000002.safetensors", pack({}))
+        saver._write(above[0] / "step-00000002.safetensors", PackedState.of({}))
     assert len(found) == 2  # the file and its folder
 
 

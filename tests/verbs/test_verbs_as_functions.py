@@ -5,6 +5,7 @@ import inspect
 import os
 import shutil
 import signal
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -16,6 +17,7 @@ from shoestring.core.world import World
 from shoestring.decode.serve.settings import Serving
 from shoestring.decode.settings import Decoding, Generation, SamplingOptions, SeededOptions, Speculation
 from shoestring.distributed.join import join
+from shoestring.memory import Budget
 from shoestring.models.loading import load_model
 from shoestring.recipes import find as installed_recipes
 from shoestring.testing.pool import Pool
@@ -111,9 +113,22 @@ def test_prune_quantize_and_skip_write_what_they_made(ours, tmp_path):
     assert "bytes moved for a token" in "\n".join(lines) and (tmp_path / "plan.json").is_file()
 
 
-def test_plan_is_for_several_ranks(ours):
+def test_exchanges_are_planned_for_several_ranks(ours):
     with pytest.raises(ConfigError, match="single rank has nothing to exchange"):
-        plan(run.load(str(ours / "run.toml"), trusted=False), World())
+        plan(run.load(str(ours / "run.toml"), trusted=False), World(), tries=0)
+
+
+def test_plan_of_one_rank_finds_micro_batches_that_fit(ours, tmp_path):
+    own = run.load(str(ours / "run.toml"), trusted=False)
+    free = plan(own, World(), tries=1)
+    peaks = {one.run.settings.accumulate: one.predicted.peak for one in free.plans if not one.added}
+    assert peaks[2] < peaks[1]
+    room = (peaks[2] + peaks[1]) / 2 / 2**30
+    tight = plan(replace(own, features=(*own.features, Budget(gib=room))), World(), tmp_path / "plan.toml", tries=1)
+    assert tight.exchanged is None and tight.choice is not None
+    assert tight.plans[tight.choice].predicted.peak <= room * 2**30
+    planned = run.load(str(tmp_path / "plan.toml"), trusted=False)
+    assert planned.settings.accumulate > 1 or any(one.name == "memory.recompute" for one in planned.features)
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def predict_step(
     with live.following(attachments.module):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        _update(optimizer)  # allocates the optimizer's state
+        update(optimizer)  # allocates the optimizer's state
         if not gradients_stay:
             optimizer.zero_grad(set_to_none=True)
         live.begin()
@@ -240,15 +240,16 @@ def predict_step(
                 live.backward = False
             del total, count, loss
         labelled |= _held_by_name(job, live)  # before the update, because the update may free gradients
-        _update(optimizer)
+        update(optimizer)
     host = sum(nbytes for nbytes, _ in job.world.memory.leases.values())
     inputs = (live.where.get(tensor.untyped_storage()._cdata) for tensor in _tensors(batches))
     labelled |= {index: BlockName("input", "batch") for index in inputs if index is not None}
     return Prediction(live.window(labelled), unseen, host)
 
 
-def _update(optimizer: Optimizer) -> None:
-    """Step an optimizer. Native loops refuse fake tensors; this error is ignored, as such loops allocate nothing."""
+def update(optimizer: Optimizer) -> None:
+    """Step an optimizer whose tensors are fake. Native loops refuse these; the error is ignored, because such loops
+    allocate nothing."""
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -382,7 +383,7 @@ def predict(
     Raises:
         Exception: the error of a feature or operator that cannot work without values.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = own_device()
     applied, unseen, replicated = [], [], False
     for feature in features:
         before = BeforeSteps(inner=feature)
@@ -400,21 +401,31 @@ def predict(
             world.mesh_over(tuple(world.axes))  # before tensors are fake, because creating a mesh reads values
         stack.enter_context(fake_tensors())
         stack.enter_context(modules_stay())
-        job = stack.enter_context(compose(Job(_filled(model, device), forward, loss, world=world), applied))
-        if batch is None:
-            tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-            batch = {"inputs": tokens, "targets": tokens}
-        batches = [tree_map_only(Tensor, partial(_zeros, device), batch) for _ in range(min(accumulate, 2))]
+        job = stack.enter_context(compose(Job(fake_model(model, device), forward, loss, world=world), applied))
+        batches = [fake_batch(batch, shape, device) for _ in range(min(accumulate, 2))]
         live = live or LiveTensors(ROUNDING.get(device, 1))
         return predict_step(job, batches, live=live, buckets=replicated, unseen=unseen)
+
+
+def own_device() -> str:
+    """Type of the device for which memory is predicted: the GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fake_batch(batch: Batch, shape: tuple[int, int], device: str) -> Batch:
+    """A batch with the shapes of another one, or of token ids if it is None; used inside `fake_tensors`."""
+    if batch is None:
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        batch = {"inputs": tokens, "targets": tokens}
+    return tree_map_only(Tensor, partial(_zeros, device), batch)
 
 
 def _zeros(device: str, tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _filled(model: nn.Module, device: str) -> nn.Module:
-    """Replace a model's meta tensors by fake tensors on a device; tied parameters stay tied."""
+def fake_model(model: nn.Module, device: str) -> nn.Module:
+    """Replace a model's meta tensors by fake ones, inside `fake_tensors`; tied parameters stay tied."""
     fake: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -16,6 +16,8 @@ from shoestring.parallel.tensor import names as tensor
 from shoestring.planning.step import GradientExchange, Situation, StepPlan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shoestring.core.attachments import Attachments
     from shoestring.core.trace import Trace
     from shoestring.core.world import World
@@ -243,6 +245,18 @@ class Pipeline(Feature):
             message = f"`{self.name}.cuts` {[*self.cuts]} do not cut {len(costs)} blocks into {parts} parts"
             raise ConfigError(message, hint=f"give {parts - 1} increasing numbers between 1 and {len(costs) - 1}")
         return [range(*pair) for pair in pairwise(ends)]
+
+    def as_trained(self, model: nn.Module, world: World, features: Iterable[Feature]) -> Pipeline:
+        """The same with the cuts and the place of embeddings that training uses where they are not set."""
+        from shoestring.parallel.pipeline.stage import Layout
+
+        stages = world.ranks_over([STAGE])
+        if stages == 1:
+            return self
+        layout = Layout(model)
+        cuts = tuple(part.start for part in self.parts(layout, stages)[1:])
+        last = self.looks_up_last(tied=bool(layout.tied), features=features)
+        return replace(self, stages=stages, cuts=cuts, embeddings="last" if last else "first")
 
     @classmethod
     def alternatives(cls, situation: Situation) -> list[Pipeline]:

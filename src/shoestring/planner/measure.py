@@ -9,33 +9,43 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from operator import methodcaller
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from shoestring._torch import fake_tensors, modules_stay
+from shoestring.core.attachments import Attachments
+from shoestring.core.compose import compose
 from shoestring.core.errors import ConfigError
-from shoestring.core.feature import Seam
+from shoestring.core.feature import Feature, Seam
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.task import Batch, sum_and_count
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
+from shoestring.memory.predicted import BeforeSteps, fake_batch, fake_model, is_predicted, own_device, update
 from shoestring.parallel.pipeline.stage import Layout
 from shoestring.planning.links import synchronize
 from shoestring.planning.step import ModelCosts, PartCosts
 from shoestring.planning.system import return_memory
+from shoestring.report.settings import RecordsSteps
 from shoestring.run import Run
 from shoestring.training.build import build_job
 from shoestring.training.data_loading import DataSets, to_device
 from shoestring.training.user_code import UserCode
 
 ROUNDS = 3
-"""Number of times that each pass is measured."""
+"""Minimum number of times that each pass is measured."""
+SUSTAINED = 0.2
+"""Minimum number of seconds for which a pass is repeated. A processor with a quota, or a cool one, runs a single short
+pass faster than the many passes of a step."""
 _ALONE = {Seam.MODEL, Seam.LOSS, Seam.OPTIM, Seam.STEP}
 """Seams of features that stay in the run when the model is measured on one rank, because they change a pass's cost."""
 
@@ -65,13 +75,8 @@ def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Seque
 
     A collective. The result has the costs of the slowest rank.
     """
-    features = tuple(
-        feature
-        for feature in run.features
-        if {*feature.seams} <= _ALONE and not feature.name.startswith(("checkpoint.", "memory.recompute"))
-    )
     alone = World(device=world.device)
-    with build_job(replace(run, features=features), code, alone, data, Trace()) as job:
+    with build_job(replace(run, features=_measured(run.features)), code, alone, data, Trace()) as job:
         measuring = _Measuring(job, world)
         for size in sizes:
             measuring.measure(to_device(data.first_batch(size), world.device), size)
@@ -81,6 +86,44 @@ def measure(run: Run, code: UserCode, world: World, data: DataSets, sizes: Seque
     messages = world.gather(json.dumps(asdict(own)).encode())
     everyone = [json.loads(message) for message in messages]  # own file: what the ranks of this job send
     return _slowest(own, everyone)
+
+
+def _measured(features: Iterable[Feature]) -> tuple[Feature, ...]:
+    """The features with which a model is measured on one rank."""
+    own = (feature for feature in features if {*feature.seams} <= _ALONE and not writes_files(feature))
+    return tuple(feature for feature in own if feature.name != "memory.recompute")
+
+
+def writes_files(feature: Feature) -> bool:
+    """Whether a feature saves checkpoints or records steps, which neither measurements nor trials may do."""
+    return feature.name.startswith("checkpoint.") or isinstance(feature, RecordsSteps)
+
+
+@contextmanager
+def _fake_job(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> Iterator[tuple[Job, Batch]]:
+    """Context with a job of the same model on one rank, and a batch, whose tensors are fake. See `sizes`."""
+    features = [BeforeSteps(inner=one) for one in _measured(attachments.features) if is_predicted(one)]
+    device = own_device()
+    with fake_tensors(), modules_stay():
+        model = fake_model(attachments.module, device)
+        with compose(Job(model, attachments.forward, attachments.loss), features) as job:
+            yield job, fake_batch(batch, shape, device)
+
+
+def sizes(attachments: Attachments, batch: Batch, shape: tuple[int, int]) -> ModelCosts:
+    """Like `measure`, but on fake tensors: bytes are those of real tensors, and times mean nothing.
+
+    Args:
+        attachments: those of a job with resolved features; the model is on the meta device, and gets fake tensors.
+        batch, shape: see `memory.predicted.predict`.
+
+    Raises:
+        Exception: the error of a feature or operator that cannot work without values.
+    """
+    with _fake_job(attachments, batch, shape) as (job, micro):
+        measuring = _Measuring(job, World(), update, sustained=0.0)
+        measuring.measure(micro, shape[0])
+        return measuring.costs(shape[:1])
 
 
 def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
@@ -107,8 +150,14 @@ def _slowest(own: ModelCosts, everyone: Sequence[Any]) -> ModelCosts:
 class _Measuring:
     """Measures the parts of a job's model on one rank."""
 
-    def __init__(self, job: Job, world: World) -> None:
-        self.job, self.world = job, world
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        update: Callable[[Optimizer], object] = methodcaller("step"),
+        sustained: float = SUSTAINED,
+    ) -> None:
+        self.job, self.world, self.update, self.sustained = job, world, update, sustained
         self.attachments = attachments_of(job)
         self.model = self.attachments.module
         self.blocks = self._alike_blocks()
@@ -187,7 +236,6 @@ class _Measuring:
         timed.trained, timed.frozen = _bytes_of(block.parameters(), block.buffers())
 
         def once() -> tuple[float, float]:
-            self._wait()
             began = time.perf_counter()
             with self.attachments.computing():
                 output = block(*args, **kwargs)
@@ -203,7 +251,7 @@ class _Measuring:
 
         with _holding(block) as held:
             once()
-        self._note(timed, [once() for _ in range(ROUNDS)], held.total)
+        self._note(timed, self._repeated(once), held.total)
 
     # -- the layers outside the blocks -------------------------------------------------------------------------------
 
@@ -223,10 +271,7 @@ class _Measuring:
 
             return forward
 
-        marks = list[tuple[float, float, float, float]]()
-
-        def once() -> None:
-            self._wait()
+        def once() -> tuple[float, float, float, float]:
             began = self._entered = self._left = time.perf_counter()
             with self.attachments.computing():
                 output = self.attachments.forward(self.job.model, batch)
@@ -242,24 +287,21 @@ class _Measuring:
                     hidden.backward(torch.ones_like(hidden))
             synchronize(self.world.device)
             stopped = time.perf_counter()
-            marks.append((self._entered - began, ended - self._left, middle - ended, stopped - middle))
             self._forget_gradients()
+            return self._entered - began, ended - self._left, middle - ended, stopped - middle
 
         with self._patched(passes_by):
             with _holding(self.model) as held:
                 once()
-            marks.clear()
-            for _ in range(ROUNDS):
-                once()
+            before, behind, behind_back, before_back = self._repeated(once)
         inside = {parameter for block in self.blocks for parameter in block.parameters()}
         buffers = {id(buffer) for block in self.blocks for buffer in block.buffers()}
         rest = [parameter for parameter in self.model.parameters() if parameter not in inside]
         self.behind.trained, self.behind.frozen = _bytes_of(
             rest, [buffer for buffer in self.model.buffers() if id(buffer) not in buffers]
         )
-        before, behind, behind_back, before_back = zip(*marks, strict=True)
-        self._note(self.before, [*zip(before, before_back, strict=True)], 0.0)
-        self._note(self.behind, [*zip(behind, behind_back, strict=True)], held.total)
+        self._note(self.before, (before, before_back), 0.0)
+        self._note(self.behind, (behind, behind_back), held.total)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -303,17 +345,21 @@ class _Measuring:
         total = sum(parameter.nbytes for parameter in trained)
         if not total:
             return 0.0, 0.0
-        optimizer, seconds = self.job.optimizer, list[float]()
+        optimizer = self.job.optimizer
         before = [parameter.detach().clone() for parameter in trained]
+
+        def once() -> tuple[float]:
+            for parameter in trained:
+                parameter.grad = torch.full_like(parameter, 1e-4)
+            synchronize(self.world.device)
+            began = time.perf_counter()
+            self.update(optimizer)
+            synchronize(self.world.device)
+            return (time.perf_counter() - began,)
+
         with self.attachments.hooks_off():
-            for _ in range(ROUNDS + 1):
-                for parameter in trained:
-                    parameter.grad = torch.full_like(parameter, 1e-4)
-                self._wait()
-                began = time.perf_counter()
-                optimizer.step()
-                synchronize(self.world.device)
-                seconds.append(time.perf_counter() - began)
+            once()  # allocates the optimizer's state
+            (seconds,) = self._repeated(once)
         leaves = pytree.tree_leaves([optimizer.state.get(parameter, {}) for parameter in trained])
         state = {id(leaf): leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)}
         optimizer.state.clear()
@@ -321,7 +367,7 @@ class _Measuring:
         with torch.no_grad():
             for parameter, old in zip(trained, before, strict=True):
                 parameter.copy_(old)
-        return median(seconds[1:]) / total, sum(state.values()) / total
+        return seconds / total, sum(state.values()) / total
 
     def _moved(self) -> float:
         """Bytes per second that a memory-bound operator reads and writes."""
@@ -336,6 +382,14 @@ class _Measuring:
             seconds.append(time.perf_counter() - began)
         return 2 * flat.nbytes / median(seconds[1:])
 
+    def _repeated(self, once: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Mean of each of the numbers that `once` returns, over repetitions that take at least `sustained` seconds."""
+        self._wait()
+        rounds, began = list[tuple[float, ...]](), time.perf_counter()
+        while len(rounds) < ROUNDS or time.perf_counter() - began < self.sustained:
+            rounds.append(once())
+        return tuple(map(fmean, zip(*rounds, strict=True)))
+
     def _wait(self) -> None:
         synchronize(self.world.device)
         self.world.barrier()
@@ -345,10 +399,10 @@ class _Measuring:
             parameter.grad = None
 
     @staticmethod
-    def _note(timed: _Timed, seconds: Sequence[Sequence[float]], held: float) -> None:
-        forward, backward = zip(*seconds, strict=True)
-        timed.forward.append(median(forward))
-        timed.backward.append(median(backward))
+    def _note(timed: _Timed, seconds: Sequence[float], held: float) -> None:
+        forward, backward = seconds
+        timed.forward.append(forward)
+        timed.backward.append(backward)
         timed.held.append(held)
 
 
@@ -356,13 +410,13 @@ class HeldBytes:
     """Counts the bytes of tensors that autograd saves for the backward pass, except parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.known = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         self.total = 0
 
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.known.add(storage.data_ptr())
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
             self.total += storage.nbytes()
         return tensor
 

@@ -18,7 +18,7 @@ from shoestring.core.world import World
 from shoestring.data.loader import check_batch
 from shoestring.models.blocks import repeated, routers
 from shoestring.models.loading import build_model
-from shoestring.parallel import DDP
+from shoestring.parallel import DDP, Pipeline
 from shoestring.planning.predict import Predicted, predict
 from shoestring.planning.step import (
     Alternative,
@@ -255,8 +255,10 @@ class PlanSearch:
         """
         world = arrange_mesh(self.world, run.features)
         completed = run.completed(world)
-        if reason := self._refusal(resolve_all(completed.features, world), world):
+        resolved = resolve_all(completed.features, world)
+        if reason := self._refusal(resolved, world):
             raise ConfigError(reason)
+        completed = replace(completed, features=as_trained(completed.features, self._model, world))
         added = tuple(feature for feature in completed.features if isinstance(feature, Plannable))
         (plan,) = self._predicted(
             TrainingWay(completed, added, world, (run.settings.accumulate,)), model, links, slowdown, room
@@ -283,8 +285,13 @@ class PlanSearch:
                 yield TrainingPlan(run, added, predicted, step, way.place, much)
 
 
+def as_trained(features: Sequence[Feature], model: torch.nn.Module, world: World) -> tuple[Feature, ...]:
+    """The features with the cuts that training uses: a plan chooses those of a pipeline by measured costs."""
+    return tuple(one.as_trained(model, world, features) if isinstance(one, Pipeline) else one for one in features)
+
+
 def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
-    """The fastest plan, or a plan with fewer features that takes hardly longer.
+    """The fastest plan, or one with fewer features or micro-batches that takes hardly longer.
 
     Raises:
         ConfigError: no plan fits into memory.
@@ -298,4 +305,9 @@ def chosen(plans: Sequence[TrainingPlan]) -> TrainingPlan:
         )
     limit = possible[0].seconds * (1 + CLOSE)
     close = (plan for plan in possible if plan.seconds <= limit)
-    return min(close, key=lambda plan: (len(plan.added), plan.place if plan.step.stages == 1 else 0, plan.seconds))
+
+    def complexity(plan: TrainingPlan) -> tuple[int, int, int, float]:
+        whole = plan.step.stages == 1  # stages need several micro-batches
+        return len(plan.added), whole * plan.place, whole * plan.step.micro, plan.seconds
+
+    return min(close, key=complexity)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import filterfalse
 from statistics import median
 
 from shoestring.core.job import Job
 from shoestring.core.trace import Trace
 from shoestring.core.world import World
-from shoestring.report.settings import RecordsSteps
+from shoestring.planner.measure import writes_files
 from shoestring.run import Run
 from shoestring.training.build import build_job, build_loader
 from shoestring.training.data_loading import DataSets, to_device
@@ -21,12 +22,9 @@ STEPS = 4
 
 
 def for_trial(run: Run, world: World) -> Run:
-    """The completed run without features that a trial must not run: saving checkpoints and recording steps."""
+    """The completed run without features that a trial must not run."""
     completed = run.completed(world)
-    features = (
-        f for f in completed.features if not f.name.startswith("checkpoint.") and not isinstance(f, RecordsSteps)
-    )
-    return replace(completed, features=tuple(features))
+    return replace(completed, features=tuple(filterfalse(writes_files, completed.features)))
 
 
 def start(run: Run, code: UserCode, world: World, data: DataSets, stack: ExitStack) -> tuple[Job, list[float]]:

@@ -53,7 +53,7 @@ def predict(step: StepPlan, links: Links, slowdown: Mapping[str, float] | None =
     building = _Building(step, links)
     building.passes()
     trace = simulate(building.tasks, slowdown if step.stages == 1 else None)
-    return Predicted(trace, tuple(_peak(step, stage) for stage in range(step.stages)))
+    return Predicted(trace, peaks(step))
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -262,6 +262,11 @@ def _weights_of(step: StepPlan, stage: int) -> float:
     first, last = step.first in own, len(step.parts) - 1 in own
     total = blocks / step.ways + first * model.before.trained / around + last * model.behind.trained / around
     return total + (model.tied / around if first and not last else 0.0)
+
+
+def peaks(step: StepPlan) -> tuple[float, ...]:
+    """The peak memory, in bytes, of a rank of each stage."""
+    return tuple(_peak(step, stage) for stage in range(step.stages))
 
 
 def _peak(step: StepPlan, stage: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,21 @@ import torch
 from torch import nn
 
 from shoestring import figures
+from shoestring.core.attachments import Attachments
 from shoestring.core.compose import compose
 from shoestring.core.errors import ShoestringError
 from shoestring.core.feature import arrange_mesh, check_owners, order_of_application, resolve_all, splitting
 from shoestring.core.job import Job, attachments_of
 from shoestring.core.kept import Progress
+from shoestring.core.task import Batch
 from shoestring.core.world import World
 from shoestring.memory.exhausted import advice
-from shoestring.memory.predicted import Prediction, predict
+from shoestring.memory.predicted import own_device, predict
 from shoestring.models.loading import build_model
+from shoestring.planner.measure import sizes
+from shoestring.planner.search import as_trained
+from shoestring.planning.predict import peaks
+from shoestring.planning.step import planned_step
 from shoestring.planning.system import free_memory
 from shoestring.run import Run
 from shoestring.training.build import check_loading, progress_of
@@ -120,33 +126,37 @@ def _parameters(job: Job) -> str:
 
 
 def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[str]:
-    if names := splitting(attachments_of(job).features, job.world):
-        yield f"memory: not predicted, because the ranks of {names[0]} hold different parts of the model"
-        return
+    attachments = attachments_of(job)
     own = data if data is not None and data.corpus is None else None
-    shape, accumulate = (micro, run.data.sequence), run.settings.accumulate
+    batch, shape = own.first_batch(micro) if own else None, (micro, run.data.sequence)
+    lines = _memory_of_parts if splitting(attachments.features, job.world) else _memory_of_whole
     try:
         with _muted("torch._subclasses.fake_tensor"):  # this logger prints a traceback, but the message below is enough
-            predicted = predict(
-                job.model,
-                attachments_of(job).features,
-                attachments_of(job).loss,
-                shape,
-                ranks=job.world.size,
-                accumulate=accumulate,
-                forward=attachments_of(job).forward,
-                batch=own.first_batch(micro) if own else None,
-            )
+            told = [*lines(attachments, run, batch, shape)]
     except ShoestringError:  # a feature refuses the job; it would do so in training too
         raise
     except Exception as error:  # features and models that need real values of tensors may raise any error
         log.debug("the memory of a step cannot be predicted", exc_info=error)
-        yield f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"
-        return
+        told = [f"memory: not predicted ({type(error).__name__} in a step without numbers; --debug shows where)"]
+    yield from told
+
+
+def _memory_of_whole(attachments: Attachments, run: Run, batch: Batch, shape: tuple[int, int]) -> Iterator[str]:
+    """Yield lines with the predicted memory of ranks that hold whole models, or equal shards of one."""
+    predicted = predict(
+        attachments.module,
+        attachments.features,
+        attachments.loss,
+        shape,
+        ranks=attachments.world.size,
+        accumulate=run.settings.accumulate,
+        forward=attachments.forward,
+        batch=batch,
+    )
     held = predicted.window.by_kind()
     state = sum(held.get(kind, 0) for kind in ("parameter", "buffer", "gradient", "optimizer state"))
     yield f"weights, gradients and optimizer state of a rank at its peak: {figures.memory(state)}"
-    yield f"activations of a rank for {micro} samples, and all else: {figures.memory(predicted.peak - state)}"
+    yield f"activations of a rank for {shape[0]} samples, and all else: {figures.memory(predicted.peak - state)}"
     yield f"sum for a rank: {figures.memory(predicted.peak)}, predicted from its operators"
     yield "  " + ", ".join(
         f"{kind} {figures.memory(nbytes)}" for kind, nbytes in sorted(held.items(), key=lambda item: -item[1])
@@ -155,22 +165,40 @@ def _memory(job: Job, micro: int, run: Run, data: DataSets | None) -> Iterator[s
         yield f"host memory for what is offloaded, beside it: {figures.memory(predicted.host)}"
     if predicted.unseen:
         yield f"  without what {', '.join(predicted.unseen)} may take"
-    yield from _room(job, predicted, held)
+    yield from _room(predicted.peak, predicted.host, attachments.world.size, advice(attachments, held))
 
 
-def _room(job: Job, predicted: Prediction, held: Mapping[str, int]) -> Iterator[str]:
-    """If the run does not fit into this machine's memory, yield a line that says what to change."""
-    ranks = job.world.size
+def _memory_of_parts(attachments: Attachments, run: Run, batch: Batch, shape: tuple[int, int]) -> Iterator[str]:
+    """Yield lines with the predicted memory of ranks that hold different parts of the model."""
+    world, settings = attachments.world, run.settings
+    name = splitting(attachments.features, world)[0]
+    features = as_trained(attachments.features, attachments.module, world)  # before its tensors become fake
+    costs = sizes(attachments, batch, shape)
+    step, _ = planned_step(world, features, costs, batch=settings.batch, micro=settings.accumulate, device=own_device())
+    stages = peaks(step)
+    most = figures.memory(int(max(stages)))
+    yield f"sum for a rank: {most}, predicted from the sizes of its tensors, because {name} splits the model"
+    if len(stages) > 1:
+        yield "  " + ", ".join(f"stage {stage} {figures.memory(int(peak))}" for stage, peak in enumerate(stages))
+    yield from _room(max(stages), 0, world.size, "shoestring plan finds splits that fit")
+
+
+def _room(peak: float, host: float, ranks: int, advised: str) -> Iterator[str]:
+    """If the run does not fit into this machine's memory, yield a line that says what to change.
+
+    Args:
+        peak, host: bytes of a rank on its device, and in the host's memory beside it.
+    """
     if torch.cuda.is_available():
-        needed, there, what = predicted.peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"
+        needed, there, what = peak, torch.cuda.get_device_properties(0).total_memory, "this GPU"
     else:
         needed, there, what = (
-            predicted.peak + predicted.host,
+            peak + host,
             free_memory() / ranks,
             "this host's free memory" + (f" for each of {ranks} ranks" if ranks > 1 else ""),
         )
     if needed > there:
-        yield f"it does not fit into {what}, {figures.memory(there)}; {advice(attachments_of(job), held)}"
+        yield f"it does not fit into {what}, {figures.memory(there)}; {advised}"
 
 
 @contextmanager

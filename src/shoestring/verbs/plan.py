@@ -118,12 +118,12 @@ def plan(run: Run, world: World, out: Path | None = None, tries: int = 3) -> Pla
             compares only exchanges between whole replicas.
 
     Raises:
-        ConfigError: there is only one rank, the step time under the run's exchange cannot be predicted, nothing fits,
-            or `out` cannot be written.
+        ConfigError: `tries` is 0 and there is only one rank, the step time under the run's exchange cannot be
+            predicted, nothing fits, or `out` cannot be written.
     """
-    if world.size == 1:
+    if world.size == 1 and not tries:
         raise ConfigError(
-            "a single rank has nothing to exchange", hint="plan for several ranks: use --workers 2, or torchrun"
+            "a single rank has nothing to exchange", hint="leave out --tries 0, or plan for several: --workers 2"
         )
     check_ranks(run, world)
     if out is not None:
@@ -178,7 +178,7 @@ def _among_all(planning: _Planning, auto: Auto, tries: int) -> PlannedRun:
     left_out = [name for knob, name in _KNOBS.items() if budget and knob not in budget.allow]
     outlook = look(replace(run, features=others), planning.code, planning.world, planning.data, gib, left_out)
     plans, exchanged = outlook.plans(), None
-    if _replicas_fit(plans, others):
+    if planning.world.size > 1 and _replicas_fit(plans, others):
         exchanged = _exchanged(planning, auto)
         assert exchanged.chooser.measured is not None
         slowdown = exchanged.chooser.measured.cluster().slowdown
@@ -365,7 +365,8 @@ def describe(planned: PlannedRun, world: World) -> Iterator[str]:
     one = plans[planned.choice]
     off = _deviation(planned.measured, planned.predicted)
     yield f"chosen: {one}; real steps took {seconds(planned.measured)}, {off}"
-    yield f"  it waits: {_waits(one)}"
+    if world.size > 1:
+        yield f"  it waits: {_waits(one)}"
 
 
 def _measurements(outlook: Outlook) -> Iterator[str]:

@@ -3,22 +3,30 @@ metadata."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoestring.checkpoint.format.checksum import crc32
+from shoestring.checkpoint.format.layout import DTYPES
 from shoestring.checkpoint.format.tree import decode, encode
 from shoestring.core.errors import CheckpointError
 
 log = logging.getLogger("shoestring")
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DIGITS = 8  # length of a checksum in hexadecimal
 
 BESIDES = frozenset({"best", "checkpoint", "clock", "progress", "random", "scaler"})
 """Names of states that every run automatically adds to its checkpoints, beside model and optimizer."""
@@ -30,25 +38,77 @@ _HINTS = {
 }
 
 
+@dataclass(frozen=True)
+class PackedState:
+    """Serialised state whose tensors are not copied, so they must not change until it is written."""
+
+    tree: str
+    """All values that are not tensors, as JSON."""
+    tensors: Mapping[str, Tensor]
+    """Contiguous tensors on the CPU, in the order of the file: those with large elements first, so that all are
+    aligned. Tied weights share their memory, and are written twice."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> PackedState:
+        """Serialise nested mappings, lists, tuples, tensors, arrays and JSON scalars.
+
+        A DTensor is gathered, so every rank of its mesh must call this function.
+
+        Raises:
+            CheckpointError: a value has another type; the error names its path.
+        """
+        tensors: dict[str, Tensor] = {}
+        tree = json.dumps(encode(state, "", tensors))
+        try:
+            plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+            if unknown := sorted({str(tensor.dtype) for tensor in plain.values() if tensor.dtype not in _NAMES}):
+                raise ValueError(f"safetensors has no {', '.join(unknown)}")
+        except (ValueError, RuntimeError) as error:
+            kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+            raise CheckpointError(f"cannot save tensors of {', '.join(kinds)}: {error}") from error
+        ordered = sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        return cls(tree, dict(ordered))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._header("0" * _DIGITS)) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the state to a new file. Its checksum, which the header holds, is computed meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            checksum = pool.submit(_checksum, self.tree, self.tensors)
+            file.write(self._header("0" * _DIGITS))
+            file.writelines(map(_bytes_of, self.tensors.values()))
+            file.seek(0)
+            file.write(self._header(checksum.result()))
+
+    def _header(self, checksum: str) -> bytes:
+        header: dict[str, Any] = {"__metadata__": {"tree": self.tree, "sum": checksum}}
+        end = 0
+        for name, tensor in self.tensors.items():
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if not tensor.numel():  # tensors without elements may have strides that no view allows
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Serialise nested mappings, lists, tuples, tensors, arrays and JSON scalars.
-
-    A DTensor is gathered, so every rank of its mesh must call this function.
-
-    Raises:
-        CheckpointError: a value has another type; the error names its path.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    tree = json.dumps(encode(state, "", tensors))
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # Clone the tensor, because safetensors refuses tensors that share memory (tied weights).
-        tensors[name] = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
-    try:
-        return save(tensors, metadata={"tree": tree, "sum": _checksum(tree, tensors)})
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-        raise CheckpointError(f"cannot save tensors of {', '.join(kinds)}: {error}") from error
+    """Serialise state as one piece of bytes; see `PackedState.of`."""
+    file = io.BytesIO()
+    PackedState.of(state).write(file)
+    return file.getvalue()
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -105,12 +165,11 @@ def unreadable(folder: Path | str, reason: str) -> CheckpointError:
     return CheckpointError(f"no checkpoint in `{folder}` can be read: {reason}", hint=hint)
 
 
-def _checksum(tree: str, tensors: Mapping[str, torch.Tensor]) -> str:
+def _checksum(tree: str, tensors: Mapping[str, Tensor]) -> str:
     """Compute the CRC-32 of a tree and its tensors, because safetensors itself does not detect a flipped bit in a
     tensor."""
     total = crc32(tree.encode())
     for name, tensor in sorted(tensors.items()):
         total = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
-        if tensor.numel():  # tensors without elements may have strides that no view allows
-            total = crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"
+        total = crc32(_bytes_of(tensor), total)
+    return f"{total:0{_DIGITS}x}"

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from shoestring import figures
-from shoestring.checkpoint.format.state import misfit, pack, reason_of, tell_missing, unpack, unreadable
+from shoestring.checkpoint.format.state import PackedState, misfit, pack, reason_of, tell_missing, unpack, unreadable
 from shoestring.checkpoint.tiers.staging import buffer_names
 from shoestring.core.attachments import Attachments, Kept
 from shoestring.core.errors import CheckpointError
 from shoestring.core.trace import span
 from shoestring.core.world import World
 from shoestring.storage.guarded import open_regular, read_regular
-from shoestring.storage.whole import sync_above, write_atomic
+from shoestring.storage.whole import put_aside, sync_above, write_atomic
 
 if TYPE_CHECKING:
     from shoestring.checkpoint import Plain
@@ -63,8 +63,8 @@ class Saver:
         """
         path = self.folder / f"step-{self.attachments.progress.step:08d}.safetensors"
         with span("save", "disk"):
-            data = self._gather()
-            self.attachments.world.agree(lambda: self._write(path, data) if self.attachments.world.first else None)
+            packed = self._gather()
+            self.attachments.world.agree(lambda: self._write(path, packed) if self.attachments.world.first else None)
         return path
 
     def restored(self, step: int | None) -> int | None:
@@ -74,7 +74,7 @@ class Saver:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def _gather(self) -> bytes:
+    def _gather(self) -> PackedState:
         """Gather the content of the file: shards, separate states of all ranks, and buffers that differ from the first
         rank's buffers."""
         world, shared = self.attachments.world, {}
@@ -88,22 +88,24 @@ class Saver:
                 shared[name] = state
             if buffers := {key: state[key] for key in buffer_names(entry.state) if isinstance(state.get(key), Tensor)}:
                 own_part["buffers"][name] = buffers
-        gathered = [unpack(data) for data in world.gather(pack(own_part))]
+        gathered = [unpack(data) for data in world.gather(pack(own_part))] if world.size > 1 else [own_part]
         head: dict[str, Any] = {"format": FORMAT, "ranks": world.size, "mesh": [world.hosts, world.local_size]}
         differing = [_differing(gathered[0]["buffers"], part["buffers"]) for part in gathered]
         if any(differing):
             head["buffers"] = differing
-        return pack({**head, "shared": shared, "own": [part["own"] for part in gathered] if own_part["own"] else []})
+        own = [part["own"] for part in gathered] if own_part["own"] else []
+        return PackedState.of({**head, "shared": shared, "own": own})
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, path: Path, packed: PackedState) -> None:
         try:
-            write_atomic(path, data)
+            with put_aside(path) as file:
+                packed.write(file)
             if not self._rooted:
                 sync_above(self.folder)
                 self._rooted = True
         except OSError as error:
             raise CheckpointError(
-                f"cannot save `{path}` ({figures.size(len(data))}): {error.strerror or error}",
+                f"cannot save `{path}` ({figures.size(packed.nbytes)}): {error.strerror or error}",
                 hint="earlier checkpoints are intact; free space, then resume",
             ) from error
         with suppress(OSError):
