@@ -82,8 +82,9 @@ def arm(request, tmp_path_factory):
 
 def test_every_kernel_compiles_for_arm(arm, tmp_path):
     flags = [flag for flag in native._language(".c").flags if flag != "-march=native"]
-    for source in sorted(NATIVE.glob("*.c")):
-        command = [COMPILER, *flags, f"-march={arm.march}", "-c", str(source), "-o", str(tmp_path / "object.o")]
+    others = [source for source in sorted(NATIVE.glob("*.c")) if source.stem not in KERNELS]  # `arm` compiles those
+    for source in others:
+        command = [COMPILER, *flags, "-O1", f"-march={arm.march}", "-c", str(source), "-o", str(tmp_path / "object.o")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert not done.returncode, done.stderr
 
