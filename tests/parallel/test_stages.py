@@ -55,7 +55,7 @@ def test_all_stages_skip_the_step_in_which_the_gradients_of_one_overflow(pools):
 
 
 @pytest.mark.slow
-@pytest.mark.share(3)  # `benchmarks.parallel` measures all
+@pytest.mark.share(5)  # `benchmarks.parallel` measures all
 @pytest.mark.parametrize("beside", ["alone", "clip", "recompute"])
 @pytest.mark.parametrize("model", [name for name in pipelines.MODELS if name != "frozen block"])
 def test_all_forms_train_what_one_process_does(pools, model, beside):
@@ -100,7 +100,7 @@ def arguments_of(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)  # `benchmarks.parallel` plants all
+@pytest.mark.share(4)  # `benchmarks.parallel` plants all
 @pytest.mark.parametrize("fault", planted.FAULTS)
 def test_a_fault_is_noticed(pools, tmp_path, fault):
     """Beside replicas and clipping, with tied weights; what is wrong in a checkpoint shows once it is resumed."""

@@ -70,7 +70,7 @@ def test_the_report_tells_what_was_sent(place):
 
 def test_check_shows_the_stages_and_refuses_what_training_would(place):
     told = command("check", place / "two.toml", "--workers", 2)
-    assert "2 stages of 2, 1 blocks" in told and "different parts of the model" in told
+    assert "2 stages of 2, 1 blocks" in told and "because parallel.pipeline splits the model" in told
     assert "divides neither" in command(
         "check", place / "two.toml", "--parallel.pipeline.stages", 3, "--workers", 2, code=2
     )
@@ -87,7 +87,7 @@ def test_one_process_goes_on_where_a_pipeline_has_stopped(place, tmp_path):
 
 
 @pytest.mark.skipif(bool(netlab_available()), reason=netlab_available() or "")
-@pytest.mark.parametrize("scenario", [killed, replaced])
+@pytest.mark.parametrize("scenario", [killed, pytest.param(replaced, marks=pytest.mark.all_cases)])
 def test_a_stage_that_is_lost_is_replaced(tmp_path, scenario):
     lab_run = LabRun.prepare(tmp_path, pipeline=True)
     expected = lab_run.local("local")
