@@ -70,7 +70,9 @@ def delete(comment: Comment) -> None:
 
 def _store_mentions(comment: Comment) -> None:
     """Record whom a comment mentions; people without a role in the project cannot be told from made-up names."""
-    names = dict(Member.objects.filter(project=comment.run.project_id).values_list("person__username", "person"))
     Mention.objects.filter(comment=comment).delete()
+    if "@" not in comment.text:
+        return
+    names = dict(Member.objects.filter(project=comment.run.project_id).values_list("person__username", "person"))
     people = sorted(names[name] for name in mentioned(comment.text, names))
     Mention.objects.bulk_create(Mention(comment=comment, person_id=person) for person in people)
