@@ -10,7 +10,7 @@ from shoestring_hub.client.pull import pull
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
 from tests.rigs.hub.folders import contents, write_run
-from tests.rigs.hub.people import check_feed, check_search, newcomer
+from tests.rigs.hub.people import check_feed, check_search, newcomer, upgraded
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.storms import storm
 from tests.rigs.hub.visitor import Visitor
@@ -79,6 +79,14 @@ def test_comments_are_searched_and_the_feed_is_in_order(lab, tmp_path):
     grace = newcomer(server, visitor, slug, 1)
     check_search(visitor, grace, slug)
     check_feed(visitor, grace, slug)
+
+
+def test_what_a_hub_had_before_the_search_is_found_as_well(database, tmp_path):
+    import psycopg
+
+    with psycopg.connect(f"host={database.folder} user=tune dbname=postgres", autocommit=True) as connection:
+        connection.execute("CREATE DATABASE upgraded")
+    assert upgraded(tmp_path / "hub", f"postgresql://tune@/upgraded?host={database.folder}") == "1 1\n"
 
 
 def test_a_database_that_crashes_and_comes_back_loses_nothing(lab, database, tmp_path):

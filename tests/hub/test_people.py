@@ -1,8 +1,6 @@
 """Comments, mentions, follows, the feed and the search: who sees what of whom, and in which order."""
 
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from itertools import count
 
@@ -513,30 +511,10 @@ def test_the_index_follows_every_change_and_removal(configured):
             cursor.execute(f"INSERT INTO {table}_words({table}_words, rank) VALUES ('integrity-check', 1)")
 
 
-UPGRADE = """
-import sys; from pathlib import Path
-from shoestring_hub.server.configure import Place, configure
-configure(Place(Path(sys.argv[1])))
-from django.core.management import call_command
-from django.db import connection
-with connection.constraint_checks_disabled():
-    call_command("migrate", "hub", "0001", verbosity=0)
-from shoestring_hub.server.models import HubRun, Person, Project
-from shoestring_hub.server.serve import prepare
-from shoestring_hub.server.text_search import matching
-project, person = Project.objects.create(slug="old", notes="antediluvian"), Person.objects.create_user("p")
-HubRun.objects.create(project=project, person=person, number=1, key="k", name="old run", notes="palimpsest")
-prepare()
-call_command("makemigrations", check=True, dry_run=True, verbosity=0)
-print(matching(HubRun.objects.all(), ["palimp"]).count(), matching(Project.objects.all(), ["antediluvian"]).count())
-"""
-"""A hub of the first version that is upgraded; and a check that the migrations make what the models say."""
-
-
 def test_what_a_hub_had_before_the_search_is_found_as_well(tmp_path):
-    command = [sys.executable, "-c", UPGRADE, str(tmp_path / "hub")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "1 1\n", done.stderr
+    from tests.rigs.hub.people import upgraded
+
+    assert upgraded(tmp_path / "hub") == "1 1\n"
 
 
 def test_search_and_feed_at_a_hub(server, ada, project, tmp_path):

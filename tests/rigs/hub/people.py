@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 from urllib.parse import urlencode
 
 from tests.rigs.hub.server import HubServer
@@ -46,6 +49,25 @@ FOUND = {
     "old": set(),
 }
 """Numbers of the comments that a query finds; None where it has no words and so is no search."""
+
+UPGRADE = """
+import sys; from pathlib import Path
+from shoestring_hub.server.configure import Place, configure
+configure(Place(Path(sys.argv[1]), sys.argv[2]))
+from django.core.management import call_command
+from django.db import connection
+with connection.constraint_checks_disabled():
+    call_command("migrate", "hub", "0001", verbosity=0)
+from shoestring_hub.server.models import HubRun, Person, Project
+from shoestring_hub.server.serve import prepare
+from shoestring_hub.server.text_search import matching
+project, person = Project.objects.create(slug="old", notes="antediluvian"), Person.objects.create_user("p")
+HubRun.objects.create(project=project, person=person, number=1, key="k", name="old run", notes="palimpsest")
+prepare()
+call_command("makemigrations", check=True, dry_run=True, verbosity=0)
+print(matching(HubRun.objects.all(), ["palimp"]).count(), matching(Project.objects.all(), ["antediluvian"]).count())
+"""
+"""A hub of the first version that is upgraded; and a check that the migrations make what the models say."""
 
 
 def newcomer(server: HubServer, owner: Visitor, slug: str, role: int) -> Visitor:
@@ -112,3 +134,10 @@ def check_feed(owner: Visitor, reader: Visitor, slug: str) -> None:
 
 def _encoded(query: str, slug: str) -> str:
     return urlencode({"q": query, "project": slug})
+
+
+def upgraded(folder: Path, database: str = "") -> str:
+    """How many runs and projects of a hub of the first version are found after the upgrade, as printed, or errors."""
+    command = [sys.executable, "-c", UPGRADE, str(folder), database]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else done.stderr
