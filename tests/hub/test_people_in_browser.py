@@ -8,7 +8,7 @@ from tests.hub.test_pages_in_browser import SIZES, findings, opened, signed_in
 from tests.rigs.hub.folders import write_run
 from tests.rigs.hub.people import commented, newcomer
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.slow, needs_chromium]
 WIDE = "# Heading\n" + "x" * 400 + "\n\n```\n" + "code " * 80 + "\n```\n\n| a | b |\n|---|---|\n"
 WIDE += "| " + "y" * 200 + " | 2 |\n"
 
@@ -28,7 +28,6 @@ def grace(project, ada, server, tmp_path):
     return visitor
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_pages_of_people_fit_in_light_and_dark(project, grace, ada, server, size):
     run = f"/{project}/runs/1"

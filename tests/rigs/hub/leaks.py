@@ -17,6 +17,7 @@ from django.core import serializers
 from django.db.models import Q
 from django.test import Client
 from django.urls import URLPattern
+from django.utils import timezone
 
 from shoestring_hub.protocol import digest
 from shoestring_hub.server import chunks, comments, logs, models, runs
@@ -103,8 +104,8 @@ class Side:
         Tag.objects.create(run=run, name=f"tag {word}")
         for name, text in (("reader", "@everybody"), ("owner", "hidden"), ("deactivated", "@")):
             access = Access(self.people[name], self.project, Role.OWNER)
-            written = comments.post(access, run, f"{text} {word} @{self.people['writer'].username}")
-        Comment.objects.filter(run=run, number=2).update(hidden=written.created)
+            comments.post(access, run, f"{text} {word} @{self.people['writer'].username}")
+        Comment.objects.filter(run=run, number=2).update(hidden=timezone.now())
         follow = models.Follow.objects.create
         follow(follower=self.people["writer"], person=self.people["reader"])
         follow(follower=self.people["removed"], person=self.people["reader"])
