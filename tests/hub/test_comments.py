@@ -55,7 +55,8 @@ def test_hostile_comments_are_text(configured):
         assert scripts == [] and "elsewhere.example" not in "".join(re.findall(r"<form[^>]*>", rendered))
         assert page.count("</main>") == page.count("</body>") == 1
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
-    assert "{{ run.key }}" in text_at(client, lab.page)
+    shown = text_at(signed_in(lab.people["reader"]), lab.page)
+    assert "{{ run.key }}" in shown and "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>" in shown
 
 
 @pytest.mark.parametrize("text", ["", "  \r\n ", "\x07\x1b", "\u202e", "x" * 5001, "a\0b"])

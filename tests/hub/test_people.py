@@ -2,6 +2,7 @@
 
 import re
 from datetime import timedelta
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -131,6 +132,8 @@ def test_a_follower_is_shown_only_where_all_three_share_a_project(configured):
 
 
 def test_nobody_learns_whether_a_person_or_a_comment_exists(labs):
+    from shoestring_hub.server.models import Mention
+
     red, blue = labs["red"], labs["blue"]
     client = signed_in(red.people["owner"])
     answers = [client.get(f"/@{name}") for name in ("blue-owner", "nobody-at-all", "%00", "a%2Fb")]
@@ -143,7 +146,7 @@ def test_nobody_learns_whether_a_person_or_a_comment_exists(labs):
     page = text_at(client, red.page)
     assert '<a href="/@red-reader" rel="noopener noreferrer nofollow">@red-reader</a>' in page
     assert "<p>@blue-owner @nobody-at-all " in page
-    assert "mentions you" not in text_at(signed_in(blue.people["owner"]), "/feed")
+    assert not Mention.objects.filter(person=blue.people["owner"]).exists()
     numbers = list(red.run.comments.order_by("number").values_list("number", flat=True))
     assert numbers == sorted(set(numbers)) and numbers[0] == 1  # numbers count the comments of the run alone
 
@@ -164,15 +167,18 @@ def long_feed(configured, request):
         run = lab.push(lab.people["writer"], f"run {number}")
         HubRun.objects.filter(pk=run.pk).update(created=start + timedelta(microseconds=number // 2))
     for number in range(70):
-        lab.comment("writer", f"text {number}", created=start + timedelta(microseconds=number // 35))
+        lab.comment("writer", f"text {number}", created=start)
     Follow.objects.create(follower=lab.people["reader"], project=lab.project)
     return lab
 
 
 def walk(client, address="/feed"):
     """The rows of all pages of a listing, page by page."""
-    path, place = address, ""
-    while path:
+    path = address
+    for page in count():
+        if not path:
+            break
+        assert page < 10
         text = text_at(client, path)
         yield rows(text)
         place = re.search(r'href="\?((?:[^"]*&amp;)?before=[\d.]+)"', text)
