@@ -27,7 +27,7 @@ class Lab:
         from shoestring_hub.server.models import Member, Person, Role
 
         person, _ = Person.objects.get_or_create(username=name)
-        Member.objects.create(project=self.project, person=person, role=Role[role.upper()])
+        Member.objects.create(project=self.project, person=person, role=getattr(Role, role.upper()))
         return person
 
     def access_of(self, person: Any) -> Any:
@@ -48,6 +48,7 @@ class Lab:
 
         person = self.people[role] if isinstance(role, str) else role
         comment = comments.post(self.access_of(person), run or self.run, text)
+        assert comment is not None
         Comment.objects.filter(pk=comment.pk).update(**fields)
         return comment
 
