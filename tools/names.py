@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NESTED = {"Meta"}
-"""Names that a library gives a meaning inside of a class, as Django does."""
+NESTED = {"Meta", "Migration"}
+"""Names that a library gives a meaning inside of a class or a module, as Django does."""
 
 
 def faults(root: Path) -> Iterator[str]:

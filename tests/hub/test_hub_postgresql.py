@@ -10,6 +10,7 @@ from shoestring_hub.client.pull import pull
 from shoestring_hub.client.push import push
 from tests.hub.conftest import add_person
 from tests.rigs.hub.folders import contents, write_run
+from tests.rigs.hub.people import check_feed, check_search, newcomer, upgraded
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.storms import storm
 from tests.rigs.hub.visitor import Visitor
@@ -69,6 +70,23 @@ def test_runs_arrive_and_are_read(lab, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_hubs_copy_equals_the_folder(lab, tmp_path, seed):
     assert storm(lab[0], tmp_path, seed, kill_server=True) == ""
+
+
+def test_comments_are_searched_and_the_feed_is_in_order(lab, tmp_path):
+    server, visitor, slug = lab
+    for number in range(2):
+        push(write_run(tmp_path / f"{number}", name=f"run {number}", files=0))
+    grace = newcomer(server, visitor, slug, 1)
+    check_search(visitor, grace, slug)
+    check_feed(visitor, grace, slug)
+
+
+def test_what_a_hub_had_before_the_search_is_found_as_well(database, tmp_path):
+    import psycopg
+
+    with psycopg.connect(f"host={database.folder} user=tune dbname=postgres", autocommit=True) as connection:
+        connection.execute("CREATE DATABASE upgraded")
+    assert upgraded(tmp_path / "hub", f"postgresql://tune@/upgraded?host={database.folder}") == "1 1\n"
 
 
 def test_a_database_that_crashes_and_comes_back_loses_nothing(lab, database, tmp_path):

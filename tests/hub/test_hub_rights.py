@@ -9,7 +9,10 @@ pytestmark = pytest.mark.usefixtures("configured")
 
 PUBLIC = {"health", "sign_in", "sign_out", "reset_password", "join"}
 CHANGING = {"edit_run", "archive_run", "delete_run"}
-OWNERS = {"people", "invite", "withdraw_invitation", "set_role", "edit_project"}
+OWNERS = {"people", "invite", "withdraw_invitation", "set_role", "edit_project", "hide_comment"}
+LISTINGS = {"feed", "following", "person", "follow_person", "search"}
+READERS_WRITE = {"tokens", "revoke_token", "post_comment", "edit_comment", "delete_comment", "follow_project"}
+"""What readers may change: only what is their own."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,8 @@ def test_the_rules_are_those_that_are_meant():
     of = lambda rule: {name for name, one in rules.items() if one is rule}  # noqa: E731
     assert of(AccessRule.PUBLIC) == PUBLIC
     assert of(AccessRule.PERSON) == {"home", "account"}
+    assert of(AccessRule.LISTING) == LISTINGS
+    assert {p.name for p in urlpatterns if "POST" in p.callback.methods} & of(AccessRule.READER) == READERS_WRITE
     assert of(AccessRule.WRITER) == CHANGING and of(AccessRule.OWNER) == OWNERS
     assert of(AccessRule.TOKEN) == {"whoami"} and of(AccessRule.TOKEN_READ) == {"list_files", "get_chunk", "get_log"}
     for pattern in urlpatterns:  # what changes something is not asked for by GET
@@ -52,11 +57,11 @@ def test_the_rules_are_those_that_are_meant():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["role", "project", "token"])
+@pytest.mark.parametrize("fault", ["role", "project", "token", "sight", "people", "comments"])
 def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
     """Each check of `access`, taken away, is a leak that the attack finds."""
-    from shoestring_hub.server import access
-    from shoestring_hub.server.models import HubRun, Member, Project, Role
+    from shoestring_hub.server import access, sight
+    from shoestring_hub.server.models import Comment, HubRun, Member, Person, Project, Role
     from tests.rigs.hub.leaks import attack
 
     def any_role(person, slug, number):
@@ -72,11 +77,14 @@ def test_the_attack_sees_a_fault(sides, monkeypatch, fault):
 
     real = access._access_of_token
     faults = {
-        "role": ("_access_of_person", any_role),
-        "project": ("_access_of_person", any_run),
-        "token": ("_access_of_token", lambda request, rule: real(request, access.AccessRule.TOKEN)),
+        "role": (access, "_access_of_person", any_role),
+        "project": (access, "_access_of_person", any_run),
+        "token": (access, "_access_of_token", lambda request, rule: real(request, access.AccessRule.TOKEN)),
+        "sight": (sight.Sight, "_shared", Member.objects.values("project")),
+        "people": (sight.Sight, "people", lambda self: Person.objects.all()),
+        "comments": (sight.Sight, "comments", lambda self: Comment.objects.all()),
     }
-    monkeypatch.setattr(access, *faults[fault])
+    monkeypatch.setattr(*faults[fault])
     assert attack(*sides, methods=("GET",)).leaks
 
 

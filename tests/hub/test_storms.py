@@ -119,6 +119,8 @@ def test_backup_and_restore_of_a_hub_that_serves(server, project, ada, tmp_path,
     hub = lambda *words: subprocess.run(  # noqa: E731
         [sys.executable, "-m", "shoestring", "hub", *map(str, words)], capture_output=True, text=True, check=False
     )
+    ada.get(f"/{project}/runs/1")
+    ada.post(f"/{project}/runs/1/comments", text="worth keeping, @ada")
     backup = tmp_path / "backup"
     assert hub("backup", server.folder, "--to", backup).returncode == 0
     again = hub("backup", server.folder, "--to", backup)
@@ -131,6 +133,7 @@ def test_backup_and_restore_of_a_hub_that_serves(server, project, ada, tmp_path,
         visitor = Visitor(second.port)
         visitor.sign_in("ada")
         assert ">small</a>" in visitor.get(f"/{project}/").text
+        assert f"/{project}/runs/1?comment=1" in visitor.get("/search?q=keep").text
         log_in(second.address, token)
         assert main(["hub", "pull", "1", "--folder", str(tmp_path / "copy")]) == 0
         assert contents(tmp_path / "copy") == contents(folder)

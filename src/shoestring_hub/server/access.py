@@ -31,6 +31,7 @@ from shoestring_hub.server.models import (
     Token,
     digest_of,
 )
+from shoestring_hub.server.sight import Sight
 
 
 class AccessRule(Enum):
@@ -38,6 +39,7 @@ class AccessRule(Enum):
 
     PUBLIC = "everybody"
     PERSON = "whoever is signed in"
+    LISTING = "whoever is signed in, with what lies in their projects"
     READER = Role.READER
     WRITER = Role.WRITER
     OWNER = Role.OWNER
@@ -82,7 +84,8 @@ def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPatte
     """Create a route with its rule; all routes must be created here. The route has the name of its view.
 
     The parameters `project` (a slug) and `run` (a number) in the pattern are resolved here: the view gets the project
-    and the run from `access_of(request)`, and all other parameters as arguments.
+    and the run from `access_of(request)`, and all other parameters as arguments. A view that shows rows of several
+    projects has the rule `LISTING`, and takes them from `sight_of(request)`.
     """
     methods = methods or ("GET",)
     guard = _guard_program if rule in (AccessRule.TOKEN, AccessRule.TOKEN_READ, AccessRule.TOKEN_WRITE) else _guard_page
@@ -94,6 +97,11 @@ def route(pattern: str, view: View, rule: AccessRule, *methods: str) -> URLPatte
 def access_of(request: HttpRequest) -> Access:
     """The person, project, role, run and token that the route's rule has determined for this request."""
     return request.access  # type: ignore[attr-defined]
+
+
+def sight_of(request: HttpRequest) -> Sight:
+    """What the person who asks may see in all projects; only routes with the rule `LISTING` have it."""
+    return request.sight  # type: ignore[attr-defined]
 
 
 def text_of(fields: QueryDict, name: str, limit: int) -> str:
@@ -119,7 +127,9 @@ def _guard_page(view: View, rule: AccessRule, methods: set[str]) -> Any:
             return view(request, **names)
         if not request.user.is_authenticated:
             return redirect_to_login(request.get_full_path())
-        if rule is not AccessRule.PERSON:
+        if rule is AccessRule.LISTING:
+            request.sight = Sight(request.user)
+        elif rule is not AccessRule.PERSON:
             access = _access_of_person(request.user, names.pop("project"), names.pop("run", None))
             if access.role < rule.value:
                 return render(request, "hub/refused.html", {"rule": rule.name.lower()}, status=403)

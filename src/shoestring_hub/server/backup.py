@@ -111,4 +111,5 @@ def _models() -> list[type]:
     from shoestring_hub.server import models
 
     names = ("Person", "Project", "Member", "Invitation", "Token", "Deposit", "HubRun", "Tag", "File", "Segment")
-    return [getattr(models, name) for name in (*names, "ValueKey", "Points", "RunValue", "AuditEvent")]
+    names += ("ValueKey", "Points", "RunValue", "Comment", "Mention", "Follow", "AuditEvent")
+    return [getattr(models, name) for name in names]

@@ -16,6 +16,8 @@ NAME = 200
 """Maximum length of names, in characters; longer names of runs are truncated."""
 TEXT = 500
 """Maximum length of a value in the table of runs, in characters; longer values are truncated."""
+COMMENT = 5000
+"""Maximum length of a comment, in characters."""
 INVITED_FOR = timedelta(days=7)
 GRACE = timedelta(days=30)
 """Period during which a deleted run can be restored."""
@@ -196,6 +198,49 @@ class RunValue(models.Model):
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["run", "key"], name="one_value_per_key")]
+
+
+class Comment(models.Model):
+    """A comment on a run. A comment that its author has deleted keeps its number, but not its text."""
+
+    run = models.ForeignKey(HubRun, models.CASCADE, related_name="comments")
+    number = models.PositiveIntegerField()
+    """Number of the comment on its run; counted per run, so that it reveals nothing about other projects."""
+    person = models.ForeignKey(Person, models.PROTECT, related_name="comments")
+    text = models.TextField(max_length=COMMENT)
+    created = models.DateTimeField(default=timezone.now, db_index=True)
+    edited = models.DateTimeField(null=True)
+    hidden = models.DateTimeField(null=True)
+    """When an owner hid the comment; owners and its author still see it."""
+    deleted = models.DateTimeField(null=True)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["run", "number"], name="one_comment_per_number")]
+
+
+class Mention(models.Model):
+    """Records that a comment names a member of its project, as in `@ada`."""
+
+    comment = models.ForeignKey(Comment, models.CASCADE, related_name="mentions")
+    person = models.ForeignKey(Person, models.CASCADE, related_name="mentions")
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["comment", "person"], name="one_mention_per_person")]
+
+
+class Follow(models.Model):
+    """Records that a person follows another person or a project; without effect while the two share no project."""
+
+    follower = models.ForeignKey(Person, models.CASCADE, related_name="follows")
+    person = models.ForeignKey(Person, models.CASCADE, null=True, related_name="followed_by")
+    project = models.ForeignKey(Project, models.CASCADE, null=True, related_name="followed_by")
+    created = models.DateTimeField(default=timezone.now)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["follower", "person"], name="one_follow_per_person"),
+            models.UniqueConstraint(fields=["follower", "project"], name="one_follow_per_project"),
+        ]
 
 
 class AuditEvent(models.Model):

@@ -8,7 +8,7 @@ from django.urls import URLPattern
 
 from shoestring_hub.server import api
 from shoestring_hub.server.access import AccessRule, route
-from shoestring_hub.server.pages import accounts, projects, run, table
+from shoestring_hub.server.pages import accounts, comments, feed, projects, run, search, table
 
 
 def health(request: HttpRequest) -> HttpResponse:
@@ -22,7 +22,10 @@ urlpatterns: list[URLPattern] = [
     route("health", health, AccessRule.PUBLIC),
     *api.ROUTES,
     *accounts.ROUTES,
+    *feed.ROUTES,
+    *search.ROUTES,
     *projects.ROUTES,
     *table.ROUTES,
     *run.ROUTES,
+    *comments.ROUTES,
 ]

@@ -6,6 +6,7 @@ rules is for a test to say.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Iterator
@@ -13,13 +14,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.core import serializers
+from django.db.models import Q
 from django.test import Client
 from django.urls import URLPattern
+from django.utils import timezone
 
 from shoestring_hub.protocol import digest
-from shoestring_hub.server import chunks, logs, models, runs
+from shoestring_hub.server import chunks, comments, logs, models, runs
 from shoestring_hub.server.access import Access, AccessRule
-from shoestring_hub.server.models import HubRun, Invitation, Member, Person, Project, Role, Tag, Token, digest_of
+from shoestring_hub.server.models import (
+    Comment,
+    HubRun,
+    Invitation,
+    Member,
+    Person,
+    Project,
+    Role,
+    Tag,
+    Token,
+    digest_of,
+)
 from shoestring_hub.server.urls import urlpatterns
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
@@ -88,6 +102,14 @@ class Side:
         logs.splice(logs.begin(run), rows.encode(), at=0, have=0, attempt=1)
         HubRun.objects.filter(pk=run.pk).update(notes=f"notes {word}")
         Tag.objects.create(run=run, name=f"tag {word}")
+        for name, text in (("reader", "@everybody"), ("owner", "hidden"), ("deactivated", "@")):
+            access = Access(self.people[name], self.project, Role.OWNER)
+            comments.post(access, run, f"{text} {word} @{self.people['writer'].username}")
+        Comment.objects.filter(run=run, number=2).update(hidden=timezone.now())
+        follow = models.Follow.objects.create
+        follow(follower=self.people["writer"], person=self.people["reader"])
+        follow(follower=self.people["removed"], person=self.people["reader"])
+        follow(follower=self.people["writer"], project=self.project)
         self.run.refresh_from_db()
 
     def names(self) -> dict[str, Any]:
@@ -98,6 +120,8 @@ class Side:
             "number": self.run.number,
             "key": self.run.key,
             "path": "file.txt",
+            "comment": 1,
+            "name": self.people["reader"].username,
             "digest_": self.digests[0],
             "person": self.people["reader"].pk,
             "invitation": self.invitation.pk,
@@ -106,13 +130,20 @@ class Side:
             "uidb64": "MQ",
         }
 
+    def signs(self) -> tuple[str, ...]:
+        """Texts of which a page that tells about this side has at least one: the word, names of people, addresses."""
+        names = (person.username for name, person in self.people.items() if name != "removed")
+        return self.word, f"/{self.slug}/", f">{self.slug}<", *names
+
     def rows(self) -> str:
         """All that the database has of this side, but when tokens were used."""
         of_project = (models.Member, models.Invitation, models.HubRun, models.ValueKey)
         found = [one for model in of_project for one in model.objects.filter(project=self.project)]
-        of_run = (models.File, models.Segment, models.Points, models.RunValue, models.Tag)
+        of_run = (models.File, models.Segment, models.Points, models.RunValue, models.Tag, Comment)
         found += [one for model in of_run for one in model.objects.filter(run__project=self.project)]
         found += [Project.objects.get(pk=self.project.pk)]
+        found += models.Mention.objects.filter(comment__run__project=self.project)
+        found += models.Follow.objects.filter(Q(project=self.project) | Q(person__in=[*self.people.values()]))
         tokens = Token.objects.filter(project=self.project).values_list("digest", flat=True)
         return serializers.serialize("json", found) + ",".join(sorted(tokens))
 
@@ -194,7 +225,7 @@ def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attemp
     for actor in actors(own, other):
         for pattern in urlpatterns:
             rule = pattern.callback.rule
-            if rule in (AccessRule.PUBLIC, AccessRule.PERSON, AccessRule.TOKEN):
+            if rule in (AccessRule.PUBLIC, AccessRule.PERSON, AccessRule.LISTING, AccessRule.TOKEN):
                 continue
             for number, path in enumerate(paths(pattern, own, other)):
                 in_own = number == 1 and f"/{own.slug}/" in path
@@ -216,6 +247,7 @@ def attack(own: Side, other: Side, methods: tuple[str, ...] = METHODS) -> Attemp
                     )
     _attack_chunks(attempts, own, other)
     _attack_lists(attempts, own, other)
+    _attack_listings(attempts, own, other, methods)
     if other.rows() != before:
         attempts.leaks.append("the attacked project was changed")
     return attempts
@@ -257,3 +289,29 @@ def _attack_lists(attempts: Attempts, own: Side, other: Side) -> None:
             body = b"".join(answer.streaming_content) if answer.streaming else answer.content
             if other.word in body.decode() or other.slug in body.decode():
                 attempts.leaks.append(f"{name}: {path} speaks of {other.slug}")
+
+
+def _attack_listings(attempts: Attempts, own: Side, other: Side, methods: tuple[str, ...]) -> None:
+    """Listings across projects: whatever is asked for, they speak of the other project to its people alone."""
+    queries = (
+        f"q={other.word}",
+        f"q={other.slug}",
+        f"q={other.word}&project={other.slug}",
+        "before=9999999999999999.0",
+    )
+    listings = [pattern for pattern in urlpatterns if pattern.callback.rule is AccessRule.LISTING]
+    for actor in actors(own, other):
+        for pattern in listings:
+            path = "/" + "".join(_fill(str(pattern.pattern), other.names()))
+            if actor.role and not actor.token:  # the control
+                answer = actor.ask("GET", f"{path}?{queries[0]}")
+                attempts.admitted += other.slug in answer.content.decode()
+                continue
+            for method, query in itertools.product(methods, queries if pattern.name == "search" else queries[-1:]):
+                answer = actor.ask(method, f"{path}?{query}", {"follow": "yes"})
+                attempts.tried += 1
+                told = answer.content.decode().replace(f'value="{other.word}"', "")  # the search repeats its question
+                of_person = "<str:name>" in str(pattern.pattern)
+                refused = answer.status_code in REFUSALS
+                if not refused and (of_person or any(sign in told for sign in other.signs())):
+                    attempts.leaks.append(f"{actor.name}: {method} {path}?{query}: {answer.status_code}")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
-import nh3
 from django import template
 from django.utils.safestring import SafeString, mark_safe
-from markdown_it import MarkdownIt
 
 from shoestring import figures
+from shoestring_hub.server.markdown import render_markdown
 
 register = template.Library()
-_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
 
 @register.filter
-def markdown(text: str) -> SafeString:
-    """Render notes from Markdown to HTML; HTML in the notes is shown as text, and the result is sanitized as well."""
-    return mark_safe(nh3.clean(_MARKDOWN.render(text), link_rel="noopener noreferrer nofollow"))
+def markdown(text: str, people: Container[str] = ()) -> SafeString:
+    """Render notes and comments from Markdown to sanitized HTML; mentions of `people` become links."""
+    return mark_safe(render_markdown(text, people))
 
 
 @register.filter

@@ -27,7 +27,20 @@ from shoestring_hub.server.models import (
 
 SHOWN = 50
 """Number of audit events on the page of a project's people."""
-TAKEN = {"account", "api", "compare", "health", "join", "password", "sign-in", "sign-out", "static"}
+TAKEN = {
+    "account",
+    "api",
+    "compare",
+    "feed",
+    "following",
+    "health",
+    "join",
+    "password",
+    "search",
+    "sign-in",
+    "sign-out",
+    "static",
+}
 """Names that a project cannot have, because other pages use them as addresses."""
 
 

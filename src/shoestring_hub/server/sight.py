@@ -1,0 +1,62 @@
+"""What a person may see in all projects together; every listing across projects takes its rows from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from django.db.models import Q, QuerySet
+
+from shoestring_hub.server.models import Comment, Follow, HubRun, Member, Person, Project, Role
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The projects in which a person has a role, and what lies in them; read from the database at each request."""
+
+    person: Any
+
+    @property
+    def _shared(self) -> QuerySet[Any]:
+        return Member.objects.filter(person=self.person).values("project")
+
+    def projects(self) -> QuerySet[Project]:
+        """The person's projects."""
+        return Project.objects.filter(pk__in=self._shared)
+
+    def runs(self) -> QuerySet[HubRun]:
+        """Runs of the person's projects, without deleted ones."""
+        return HubRun.objects.filter(project__in=self._shared, deleted=None)
+
+    def comments(self) -> QuerySet[Comment]:
+        """Comments on these runs; hidden ones only for their author and for owners of the project."""
+        owned = Member.objects.filter(person=self.person, role=Role.OWNER).values("project")
+        visible = Q(hidden=None) | Q(person=self.person) | Q(run__project__in=owned)
+        return Comment.objects.filter(visible, run__project__in=self._shared, run__deleted=None, deleted=None)
+
+    def people(self) -> QuerySet[Person]:
+        """People with a role in one of the person's projects, the person included."""
+        return Person.objects.filter(pk__in=Member.objects.filter(project__in=self._shared).values("person"))
+
+    def projects_with(self, other: Person) -> QuerySet[Project]:
+        """Those of the person's projects in which somebody else has a role as well."""
+        theirs = Member.objects.filter(person=other).values("project")
+        return self.projects().filter(pk__in=theirs)
+
+    def followers_of(self, other: Person) -> QuerySet[Person]:
+        """Active people who follow somebody, as far as both have a role in the same one of the person's projects.
+
+        A follow shows that two people share a project; so it is shown only where they share one that is visible.
+        """
+        together = Member.objects.filter(project__in=self.projects_with(other)).values("person")
+        followers = Follow.objects.filter(person=other).values("follower")
+        return Person.objects.filter(pk__in=together, is_active=True).filter(pk__in=followers)
+
+    def followed_people(self) -> QuerySet[Person]:
+        """People whom the person follows, as far as the two still share a project."""
+        followed = Follow.objects.filter(follower=self.person, project=None).values("person")
+        return self.people().filter(pk__in=followed)
+
+    def followed_projects(self) -> QuerySet[Project]:
+        """Projects that the person follows, as far as the person still has a role in them."""
+        return self.projects().filter(pk__in=Follow.objects.filter(follower=self.person, person=None).values("project"))
