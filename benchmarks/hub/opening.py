@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 from benchmarks.harness import Deadline
 from benchmarks.intervals import of_median
-from benchmarks.rows import Bar, Interval, Measured, NotRun
+from benchmarks.rows import Bar, Measured, NotRun
 from benchmarks.timing import FEWEST_ROUNDS
 from shoestring_hub.client.logins import log_in
 from shoestring_hub.client.push import push
@@ -49,7 +49,7 @@ ALONE = {
     "ahead": ("--no-keep-templates", "--no-send-differences"),
 }
 """Options of hubs that have none of the three measures, or one."""
-RESTED_ON = 60
+RESTED_ON = 30
 """Links on which the pointer rests in vain."""
 PROFILES = {"desktop": (1280, 900, False), "phone": (390, 844, True)}
 SEEN = """(() => {
@@ -88,6 +88,16 @@ class DelayingProxy:
         self.handshakes: list[float] = []
         """When connections began that had to wait for their handshake."""
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
 
     async def _serve(self, started: threading.Event) -> None:
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -98,21 +108,20 @@ class DelayingProxy:
         opened = self._loop.time()
         hub_reader, hub_writer = await asyncio.open_connection("127.0.0.1", self.target)
         up = self._pass(reader, hub_writer, opened + self.trip, self._note_handshake)
-        await asyncio.gather(up, self._pass(hub_reader, writer, opened, self._count))
+        with suppress(asyncio.CancelledError):  # the proxy ends
+            await asyncio.gather(up, self._pass(hub_reader, writer, opened, self._count))
 
     async def _pass(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, first: float, note: Callable[[int, float], None]
     ) -> None:
         """Pass bytes on, none of which leave the other side before `first`."""
         due = 0.0
-        try:
+        with suppress(OSError):
             while data := await source.read(1 << 16):
                 now = self._loop.time()
                 note(len(data), first - now)
                 due = max(max(now, first) + self.trip / 2, due + 1e-6)  # in order
                 self._loop.call_at(due, sink.write, data)
-        except OSError:
-            pass
         self._loop.call_at(max(due, self._loop.time() + self.trip / 2) + 1e-6, sink.close)
 
     def _note_handshake(self, size: int, wait: float) -> None:
@@ -125,12 +134,13 @@ class DelayingProxy:
     def __enter__(self) -> Self:
         started = threading.Event()
         self._loop.create_task(self._serve(started))
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread.start()
         started.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
 
 # -- one click --------------------------------------------------------------------------------------------------------
@@ -149,6 +159,8 @@ class Opened:
     """Files that had to arrive before anything was painted."""
     preloaded: str
     """How the browser came by the page: `worker`, `navigational-prefetch` or empty."""
+    received: int
+    """Bytes from the hub, those that were fetched ahead included."""
 
     @property
     def paint(self) -> float:
@@ -213,16 +225,18 @@ class Reader:
         """Open a tab in an empty profile."""
         self.context, self.session = self.tabs.open_tab(self.profile, self.cookies, self.proxy.port)
 
-    def at_table(self, *, worker: bool) -> None:
-        """Open the table of runs, by the worker if the hub has one."""
+    def at_table(self, *, worker: bool) -> int:
+        """Open the table of runs, by the worker if the hub has one; the bytes that this takes."""
         if not self.session:
             self.start()
         self.tabs.session = self.session
+        before = self.proxy.received
         self._open(self._table)
         if worker and not self.tabs.value("navigator.serviceWorker.controller !== null"):
             self.tabs.value("navigator.serviceWorker.ready.then(() => true)")
             self._open(self._table)
             assert self.tabs.value("navigator.serviceWorker.controller !== null")
+        return self.proxy.received - before
 
     def _open(self, url: str) -> None:
         self.tabs.call("Page.navigate", url=url)
@@ -240,22 +254,24 @@ class Reader:
 
     def click(self, run: int, hover: float) -> Opened:
         """Open a run by the mouse, which rests on its link before."""
+        before = self.proxy.received
         self.hover(run)
         time.sleep(hover)
-        return self._press(f'tbody a[href$="/runs/{run}"]')
+        return self._press(f'tbody a[href$="/runs/{run}"]', before)
 
-    def _press(self, selector: str) -> Opened:
+    def _press(self, selector: str, before: int) -> Opened:
         x, y = self.tabs.point(selector)
         self.tabs.mouse("mousePressed", x, y)
         time.sleep(PRESS)
-        return self._opened(partial(self.tabs.mouse, "mouseReleased", x, y))
+        return self._opened(partial(self.tabs.mouse, "mouseReleased", x, y), before)
 
     def tap(self, run: int) -> Opened:
         """Open a run by a finger."""
+        before = self.proxy.received
         x, y = self.tabs.point(f'tbody a[href$="/runs/{run}"]')
         self.tabs.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         time.sleep(PRESS)
-        return self._opened(partial(self.tabs.call, "Input.dispatchTouchEvent", type="touchEnd", touchPoints=[]))
+        return self._opened(partial(self.tabs.call, "Input.dispatchTouchEvent", type="touchEnd", touchPoints=[]), before)
 
     def arrive(self, run: int) -> Opened:
         """Open a run by a link outside of the hub, in a new profile, which is removed afterwards."""
@@ -264,11 +280,11 @@ class Reader:
         self.tabs.until("document.querySelector('a')")
         x, y = self.tabs.point("a")
         self.tabs.mouse("mouseMoved", x, y)
-        opened = self._press("a")
+        opened = self._press("a", self.proxy.received)
         self.tabs.close_tab(self.context)
         return opened
 
-    def _opened(self, release: Callable[[], object]) -> Opened:
+    def _opened(self, release: Callable[[], object], before: int) -> Opened:
         self.tabs.value("window.painted = 0")
         clicked = time.time()
         release()
@@ -280,7 +296,8 @@ class Reader:
         connection = self.proxy.trip if new else 0.0
         how = "worker" if times["worker"] else times["prefetched"]
         waited = max(0.0, data - max(start, 0.0) - connection)
-        return Opened(painted, connection, waited, files - data, times["blocking"], how)
+        received = self.proxy.received - before
+        return Opened(painted, connection, waited, files - data, times["blocking"], how, received)
 
 
 # -- all situations ---------------------------------------------------------------------------------------------------
@@ -291,6 +308,8 @@ class Clicks:
     """What was measured: clicks by their situation, and bytes that were fetched ahead in vain."""
 
     opened: dict[str, list[Opened]] = field(default_factory=dict)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes of opening the table, with one measure alone or none."""
     one_link: int = 0
     """Bytes of a link on which the pointer rested."""
     many_links: int = 0
@@ -306,7 +325,12 @@ class Clicks:
             for name in ("seconds", "connection", "template", "data", "paint")
         }
         whole, *parts = medians.items()
-        return f"{situation}: {whole[1]} ms ({', '.join(f'{name} {value}' for name, value in parts)})"
+        size = self.bytes_of(situation) / 1000
+        return f"{situation}: {whole[1]} ms ({', '.join(f'{name} {value}' for name, value in parts)}), {size:.1f} kB"
+
+    def bytes_of(self, situation: str) -> float:
+        """The median of the bytes of a click."""
+        return statistics.median(one.received for one in self.opened[situation])
 
 
 @contextmanager
@@ -372,7 +396,8 @@ def measure(rounds: int) -> Clicks:
                         person.at_table(worker=True)
                         person.click(1, 0.0)
                     grow(hub.port)
-                person.at_table(worker=name in ("templates", "differences"))
+                size = person.at_table(worker=name in ("templates", "differences"))
+                clicks.tables.setdefault(f"{name} alone", []).append(size)
                 note(f"{name} alone", person.click(1 if differs else number, HOVERS["hover 300 ms"]))
                 person.rest()
         _rest_in_vain(clicks, reader(proxy=slow, profile="desktop"))
@@ -402,25 +427,13 @@ def clicks_of(rounds: int) -> Clicks:
 
 # -- bars -------------------------------------------------------------------------------------------------------------
 
-
-def _median(values: Sequence[float]) -> tuple[float, Interval]:
-    """The median and its interval; of too few values, their range, which is no interval of 95%."""
-    if len(values) < FEWEST_ROUNDS:
-        return statistics.median(values), (min(values), max(values))
-    measured = of_median(values)
-    assert measured.interval is not None
-    return measured.value, measured.interval
-
-
-def _ratio(above: Sequence[float], below: Sequence[float], note: str) -> Measured:
-    """The ratio of two medians, from the smallest to the largest ratio of the ends of their intervals."""
-    (a, (a_low, a_high)), (b, (b_low, b_high)) = _median(above), _median(below)
-    enough = min(len(above), len(below)) >= FEWEST_ROUNDS
-    return Measured(a / b, note, (a_low / b_high, a_high / b_low) if enough else None)
-
-
 PRELOADED = {**dict.fromkeys(HOVERS, "cold, desktop"), "touch": "cold, phone"}
 """Situations in which pages are fetched ahead, and the cold one with which each is compared."""
+
+
+def _median(values: Sequence[float], note: str) -> Measured:
+    """The median with its interval; too few values have none, so that no bar holds."""
+    return of_median(values, note) if len(values) >= FEWEST_ROUNDS else Measured(statistics.median(values), note)
 
 
 def _reached(measured: Callable[[Clicks], Measured], rounds: int, deadline: Deadline) -> Measured | NotRun:
@@ -429,54 +442,70 @@ def _reached(measured: Callable[[Clicks], Measured], rounds: int, deadline: Dead
     return measured(clicks_of(rounds))
 
 
-def _beside_cold(situation: str, clicks: Clicks) -> Measured:
-    cold = PRELOADED[situation]
-    note = f"{clicks.parts(situation)}; {clicks.parts(cold)}"
-    return _ratio(clicks.seconds(situation), clicks.seconds(cold), note)
+def _beside(situation: str, other: str, clicks: Clicks) -> Measured:
+    """The median over the rounds of how much of the time of another situation one takes."""
+    ratios = [a / b for a, b in zip(clicks.seconds(situation), clicks.seconds(other), strict=True)]
+    return _median(ratios, f"{clicks.parts(situation)}; {clicks.parts(other)}")
 
 
 def _slowest(clicks: Clicks) -> Measured:
     situation = max(PRELOADED, key=lambda name: statistics.median(clicks.seconds(name)))
-    value, interval = _median(clicks.seconds(situation))
     note = f"{clicks.parts(situation)}, the slowest of {len(PRELOADED)}; the button is down for {PRESS * 1000:.0f} ms"
-    return Measured(value, note, interval if len(clicks.seconds(situation)) >= FEWEST_ROUNDS else None)
+    return _median(clicks.seconds(situation), note)
 
 
 def _cold_trips(clicks: Clicks) -> Measured:
-    slow, quick = (statistics.median(clicks.seconds(name)) for name in ("cold, desktop", "cold without delay"))
+    """Round trips of each part of a cold page: how much longer it takes with a delay than without."""
+
+    def trips(part: str) -> int:
+        slow, quick = (
+            statistics.median(getattr(one, part) for one in clicks.opened[name])
+            for name in ("cold, desktop", "cold without delay")
+        )
+        return round((slow - quick) / TRIP)
+
+    parts = {part: trips(part) for part in ("connection", "data", "template")}
     blocking = sorted({name for one in clicks.opened["cold, desktop"] for name in one.blocking})
-    note = f"({slow * 1000:.0f} - {quick * 1000:.0f} ms) / {TRIP * 1000:.0f} ms, rounded; blocks: {', '.join(blocking)}"
-    return Measured(round((slow - quick) / TRIP), note)
+    listed = ", ".join(f"{part} {count}" for part, count in parts.items())
+    return Measured(sum(parts.values()), f"{listed}; nothing is painted before {', '.join(blocking)}")
 
 
-def _alone(name: str, clicks: Clicks) -> Measured:
-    note = f"{clicks.parts(f'{name} alone')}; {clicks.parts('none alone')}"
-    return _ratio(clicks.seconds(f"{name} alone"), clicks.seconds("none alone"), note)
+def _templates(clicks: Clicks) -> Measured:
+    """The bytes of a table with stored templates alone over those with none of the measures."""
+    mine, none = (statistics.median(clicks.tables[f"{name} alone"]) for name in ("templates", "none"))
+    note = f"tables: {mine:,.0f} of {none:,.0f} bytes; runs: {clicks.parts('templates alone')}"
+    return Measured(mine / none, f"{note}; {clicks.parts('none alone')}")
+
+
+def _differences(clicks: Clicks) -> Measured:
+    """The bytes of opening a run again with differences alone over those with none of the measures."""
+    mine, none = map(clicks.bytes_of, ("differences alone", "none alone"))
+    return Measured(mine / none, f"{clicks.parts('differences alone')}; {clicks.parts('none alone')}")
 
 
 def _wasted(clicks: Clicks) -> Measured:
-    note = f"one link: {clicks.one_link:,} bytes; headers are included"
-    return Measured(clicks.many_links, note)
+    return Measured(clicks.many_links, f"one link: {clicks.one_link:,} bytes; headers are included")
 
 
 def rows(rounds: int = ROUNDS) -> Iterator[Bar]:
     peers = ("django", "gunicorn")
-    for situation in PRELOADED:
-        what = f"time from click to paint after {situation.replace('hover', 'a hover of').replace('touch', 'a touch')}"
-        measured = partial(_reached, partial(_beside_cold, situation), rounds)
+
+    def bar(name: str, what: str, most: float, measured: Callable[[Clicks], Measured], **options: Any) -> Bar:
+        return Bar(f"hub.open-{name}", what, "<=", most, partial(_reached, measured, rounds), peers=peers, **options)
+
+    for situation, cold in PRELOADED.items():
         name = situation.replace(" ms", "").replace(" ", "-")
-        yield Bar(f"hub.open-{name}", f"{what} over that of a cold page", "<=", 0.45, measured, peers=peers)
-    what = "seconds from click to paint over a round trip of 100 ms, for the slowest hover or touch"
-    yield Bar("hub.open-seconds", what, "<=", 0.5, partial(_reached, _slowest, rounds), peers=peers)
-    what = "round trips from click to paint of a cold page"
-    yield Bar("hub.open-trips", what, "<=", 4, partial(_reached, _cold_trips, rounds), kind="exact", peers=peers)
-    for name, words in (
-        ("templates", "stored templates"),
-        ("differences", "differences"),
-        ("ahead", "pages fetched ahead by the browser's speculation rules"),
-    ):
-        what = f"time from click to paint with {words} alone over that with none of the three measures"
-        measured = partial(_reached, partial(_alone, name), rounds)
-        yield Bar(f"hub.open-{name}", what, "<=", 1.0, measured, peers=peers)
-    what = f"bytes of a page on {RESTED_ON} links of which the pointer rests without opening one"
-    yield Bar("hub.open-wasted", what, "<=", 400_000, partial(_reached, _wasted, rounds), kind="exact", peers=peers)
+        words = "a touch" if situation == "touch" else f"a {situation.replace('hover', 'hover of')}"
+        what = f"time from click to paint after {words} over that of a cold page, round trips of 100 ms"
+        yield bar(name, what, 0.45, partial(_beside, situation, cold))
+    what = "seconds from click to paint after the slowest hover or touch, round trips of 100 ms"
+    yield bar("seconds", what, 0.5, _slowest)
+    yield bar("trips", "round trips from click to paint of a cold page", 4, _cold_trips, kind="exact")
+    what = "bytes of opening a table with stored templates alone over those with none of the three measures"
+    yield bar("templates", what, 0.7, _templates, kind="exact")
+    what = "bytes of opening a run again after 5 more steps, with differences alone, over those with none"
+    yield bar("differences", what, 0.5, _differences, kind="exact")
+    what = "time from click to paint with speculation rules alone over that with none of the three measures"
+    yield bar("ahead", what, 1.0, partial(_beside, "ahead alone", "none alone"))
+    what = f"bytes that a page fetches while the pointer rests on {RESTED_ON} links and opens none"
+    yield bar("wasted", what, 400_000, _wasted, kind="exact")

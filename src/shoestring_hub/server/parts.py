@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from shoestring_hub.server.texts import Item
 
@@ -21,9 +21,12 @@ SHORTEST = 24
 """Length in characters from which a browser may have a line already; the names of shorter ones would not pay."""
 BLOCK = re.compile(r"<(?:tr|li|section|script|form|dl|main)\b")
 """Where lines begin in HTML."""
-_CUT = re.compile(rf"(?<=37,)|(?={BLOCK.pattern})")
-"""Where long strings are cut: by their content, so that a number that is appended to one list moves no other cut.
-About one number in a hundred ends in 37."""
+VERY_LONG = 60_000
+"""Length in characters from which lists are cut into longer lines, so that the checksums still fit into a header."""
+_BLOCKS = re.compile(f"(?={BLOCK.pattern})")
+_LISTS, _LONG_LISTS = (re.compile(rf"(?:[^\[\],]*,){{{count}}}|[^\[]*(?:\[|$)") for count in (16, 128))
+"""Lines of lists in JSON: so many elements, counted from the start of a list, so that an element that is appended to
+one list moves no other line; or else all up to the next list."""
 _HAVE = re.compile(r"(?:[0-9a-f]{8}){0,1000}")
 
 
@@ -40,13 +43,20 @@ def lines_of(items: Iterable[Item], beginnings: Collection[int]) -> list[str]:
     for item in items:
         if isinstance(item, str) and len(item) > LONG:
             end()
-            lines.extend(_encode([part]) for part in _CUT.split(item) if part)
+            lines.extend(_encode([part]) for part in _cut(item))
             continue
         if item in beginnings:
             end()
         line.append(item)
     end()
     return lines
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Cut a long string, so that a change in it leaves most parts as they were."""
+    for block in _BLOCKS.split(text):
+        lists = _LISTS if len(block) < VERY_LONG else _LONG_LISTS
+        yield from filter(None, lists.findall(block) if len(block) > LONG else [block])
 
 
 def _encode(line: Sequence[Item]) -> str:

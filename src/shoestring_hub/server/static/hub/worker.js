@@ -10,7 +10,7 @@ const MOST_PAGES = 40;
 const MOST_BYTES = 2e6; // of a page that is stored
 const MOST_LINES = 900; // whose checksums fit into a header
 const SHORTEST = 24; // characters of a line whose checksum is sent, as in parts.py
-const HEADERS = 1000; // bytes that an answer has besides its body, roughly
+const HEADERS = 1500; // bytes that an answer has besides its body, at most
 const NOTHING = { etag: "", lines: [] };
 const onTheirWay = new Map(); // pages that are being fetched ahead, by their addresses
 let texts;
