@@ -271,7 +271,9 @@ class Reader:
         x, y = self.tabs.point(f'tbody a[href$="/runs/{run}"]')
         self.tabs.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         time.sleep(PRESS)
-        return self._opened(partial(self.tabs.call, "Input.dispatchTouchEvent", type="touchEnd", touchPoints=[]), before)
+        return self._opened(
+            partial(self.tabs.call, "Input.dispatchTouchEvent", type="touchEnd", touchPoints=[]), before
+        )
 
     def arrive(self, run: int) -> Opened:
         """Open a run by a link outside of the hub, in a new profile, which is removed afterwards."""

@@ -252,5 +252,5 @@ def test_signing_out_empties_what_the_browser_has(sides):
 def test_colours_are_one_of_two(owner):
     owner.cookies["theme"] = "dark"
     assert 'data-theme="dark"' in owner.get("/").content.decode()
-    owner.cookies["theme"] = "x\" onload=alert(1)"
+    owner.cookies["theme"] = 'x" onload=alert(1)'
     assert "data-theme" not in owner.get("/").content.decode()

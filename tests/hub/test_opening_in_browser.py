@@ -159,7 +159,9 @@ def test_speculation_rules_fetch_ahead_and_the_page_asks_before_it_shows_itself(
                 remove(turing, "first", "hopper")
             browser.click(link)
             browser.until("location.pathname === '/first/' && document.readyState === 'complete'")
-            browser.until("document.documentElement?.dataset.unchecked === undefined && document.body?.innerText.trim()")
+            browser.until(
+                "document.documentElement?.dataset.unchecked === undefined && document.body?.innerText.trim()"
+            )
             shown = browser.value("document.title + document.body.innerText")
             assert ("Runs of first" in shown) is not removed and ("Not found" in shown) is removed
             if not removed:

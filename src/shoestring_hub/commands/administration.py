@@ -46,7 +46,7 @@ class ListeningOptions:
 
 @dataclass(frozen=True)
 class OpeningOptions:
-    """What makes pages open fast. Each option can be switched off alone, to measure what it brings."""
+    """Measures that make pages open fast; each can be switched off alone, to find out what it brings."""
 
     keep_templates: bool = True
     """Whether browsers store the fixed texts of pages, so that only the data of a page are sent."""
@@ -65,7 +65,7 @@ class ServeHub:
     listening: ListeningOptions = field(default_factory=ListeningOptions)
     """Address to listen on, TLS certificate, and numbers of processes and threads."""
     opening: OpeningOptions = field(default_factory=OpeningOptions)
-    """What makes pages open fast, each to be switched off alone."""
+    """Measures that make pages open fast; each can be switched off alone."""
 
     def __call__(self) -> int:
         from shoestring_hub.server.configure import Opening, Place

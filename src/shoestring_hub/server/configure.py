@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Opening:
-    """What makes pages open fast; each can be switched off alone, so that it can be measured alone."""
+    """Measures that make pages open fast; each can be switched off alone, so that it can be measured alone."""
 
     keep_templates: bool = True
     """Whether browsers store the texts of templates and fetch only the data of pages."""

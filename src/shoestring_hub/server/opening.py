@@ -130,7 +130,7 @@ def _is_prefetch(request: HttpRequest) -> bool:
 
 def _limited(request: HttpRequest, response: HttpResponse) -> HttpResponse:
     limit = _limit(request)
-    if limit is None or not _is_page(request, response) and response.get("Content-Type") != PARTS:
+    if limit is None or (not _is_page(request, response) and response.get("Content-Type") != PARTS):
         return response
     if len(response.content) > limit:
         return _refusal()

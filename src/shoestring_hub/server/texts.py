@@ -50,7 +50,7 @@ class Marks:
 _marks: ContextVar[Marks | None] = ContextVar("marks", default=None)
 
 
-class Text(TextNode):
+class TemplateText(TextNode):
     """A text of a template, which renders as its mark while `marked` is in effect."""
 
     number = 0
@@ -72,7 +72,7 @@ def texts() -> tuple[str, ...]:
     ordered = tuple(sorted({node.s for node in nodes}))
     numbers = {text: number for number, text in enumerate(ordered)}
     for node in nodes:  # Django's parser creates them, and keeps compiled templates
-        node.__class__, node.number = Text, numbers[node.s]
+        node.__class__, node.number = TemplateText, numbers[node.s]
     return ordered
 
 
