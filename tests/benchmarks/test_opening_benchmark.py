@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("django")
 
 from benchmarks.harness import Deadline
-from benchmarks.hub import opening
+from benchmarks.hub import clicking, opening
 from benchmarks.rows import Measured
 from tests.browser import needs_chromium
 
@@ -24,7 +24,7 @@ def test_every_situation_is_measured_and_taken_apart(monkeypatch):
         whole = opened.connection + opened.data + opened.template + opened.paint
         assert whole == pytest.approx(opened.seconds)
     (cold,) = clicks.opened["cold, desktop"]
-    assert cold.connection == opening.TRIP and cold.data >= opening.TRIP and cold.seconds > 3 * opening.TRIP
+    assert cold.connection == clicking.TRIP and cold.data >= clicking.TRIP and cold.seconds > 3 * clicking.TRIP
     how = {situation: opened[0].preloaded for situation, opened in clicks.opened.items()}
     assert {how[name] for name in (*opening.HOVERS, "touch", "templates alone", "differences alone")} == {"worker"}
     assert how["ahead alone"] == "navigational-prefetch" and "worker" not in (how["none alone"], how["cold, phone"])
@@ -48,7 +48,7 @@ def test_the_proxy_delays_each_direction_and_the_first_bytes_by_a_handshake_too(
             connection.sendall(data)
 
     threading.Thread(target=echo, daemon=True).start()
-    with opening.DelayingProxy(listener.getsockname()[1], 0.1) as proxy:
+    with clicking.DelayingProxy(listener.getsockname()[1], 0.1) as proxy:
         client = socket.create_connection(("127.0.0.1", proxy.port))
         for trips in (2, 1):
             start = time.monotonic()

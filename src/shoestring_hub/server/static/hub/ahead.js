@@ -8,6 +8,10 @@
 
   // -- shown only if the hub allows it --
   const check = async () => {
+    if (document.prerendering) { // the answer must not be older than the click
+      document.addEventListener("prerenderingchange", check, { once: true });
+      return;
+    }
     let status = 0;
     try {
       status = (await fetch(location.href, { method: "HEAD", redirect: "manual", cache: "no-store" })).status;

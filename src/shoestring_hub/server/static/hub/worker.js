@@ -13,13 +13,14 @@ const SHORTEST = 24; // characters of a line whose checksum is sent, as in parts
 const HEADERS = 1500; // bytes that an answer has besides its body, at most
 const NOTHING = { etag: "", lines: [] };
 const onTheirWay = new Map(); // pages that are being fetched ahead, by their addresses
-let texts;
+let texts, staying = new AbortController();
 
 addEventListener("install", (event) => event.waitUntil(Promise.all([textsOf(), skipWaiting(), ...HUB.files.map((file) => fetch(file))])));
 addEventListener("activate", (event) => event.waitUntil(forget((name) => name !== STORE)));
 
 addEventListener("fetch", (event) => {
   const { request } = event, url = new URL(request.url);
+  if (request.method === "POST" && url.pathname === "/sign-out") leave();
   // A browser that fetches ahead by itself must get a page that asks the hub before it shows itself
   if (request.mode !== "navigate" || request.method !== "GET" || request.destination !== "document" || request.headers.get("Sec-Purpose")) return;
   if (isPage(url)) event.respondWith(open(url.pathname + url.search, event));
@@ -66,11 +67,11 @@ async function fetchAhead(address, event) {
 async function ask(address, event, limit, before) {
   before ??= await stored(address);
   const have = HUB.differences ? before.lines.filter((line) => line.length >= SHORTEST).slice(0, MOST_LINES) : [];
-  const headers = { "Hub-Parts": HUB.version };
+  const headers = { "Hub-Parts": HUB.version }, { signal } = staying;
   if (before.etag) headers["If-None-Match"] = before.etag;
   if (have.length) headers["Hub-Have"] = have.map(checksum).join("");
   if (limit !== undefined) headers["Hub-Ahead"] = String(limit);
-  const response = await fetch(address, { headers, redirect: "manual", cache: "no-store" });
+  const response = await fetch(address, { headers, redirect: "manual", cache: "no-store", signal });
   if (response.status === 304) return { response, lines: before.lines, bytes: HEADERS };
   if (response.headers.get("Content-Type") !== "application/x-hub-page") {
     await refused(address, response);
@@ -84,7 +85,7 @@ async function ask(address, event, limit, before) {
   }
   const etag = response.headers.get("ETag");
   if (have.length && (await etagOf(lines)) !== etag) return ask(address, event, limit, NOTHING);
-  if (HUB.differences || limit !== undefined) event.waitUntil(store(address, etag, lines));
+  if (HUB.differences || limit !== undefined) event.waitUntil(store(address, etag, lines, signal));
   return { response, lines, bytes: HEADERS + body.length };
 }
 
@@ -106,9 +107,9 @@ async function stored(address) {
   return page ? { etag: page.headers.get("ETag"), lines: (await page.text()).split("\n") } : NOTHING;
 }
 
-async function store(address, etag, lines) {
+async function store(address, etag, lines, signal) {
   const body = lines.join("\n"), pages = await caches.open(STORE);
-  if (body.length > MOST_BYTES) return;
+  if (body.length > MOST_BYTES || signal.aborted) return;
   await pages.put(address, new Response(body, { headers: { ETag: etag } }));
   const all = await pages.keys();
   await Promise.all(all.slice(0, Math.max(0, all.length - MOST_PAGES)).map((page) => pages.delete(page)));
@@ -122,6 +123,12 @@ async function refused(address, response) {
   for (const page of await pages.keys()) {
     if (project(new URL(page.url).pathname) === project(address)) await pages.delete(page);
   }
+}
+
+// What is on its way when a person signs out must not be stored after the browser has removed the rest
+function leave() {
+  staying.abort();
+  staying = new AbortController();
 }
 
 async function forget(which) {
