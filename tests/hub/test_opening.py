@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 from django.test import Client, override_settings
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("configured")
@@ -136,6 +136,7 @@ def test_what_is_switched_off_is_not_used(sides, owner):
 ITEMS = st.lists(st.integers(-1, 9) | st.text(max_size=30) | st.just("37,1.5,<tr>" * 400), max_size=20)
 
 
+@settings(max_examples=40)
 @given(ITEMS, ITEMS, st.randoms())
 def test_any_page_is_put_together_from_any_other(items, before, random):
     from shoestring_hub.server import parts
