@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.calm import BusyMachineError, was_calm
 from benchmarks.harness import Deadline
 from benchmarks.hub.clicking import PRESS, PROFILES, TRIP, DelayingProxy, Opened, Reader, Tabs
 from benchmarks.intervals import of_median
@@ -33,7 +34,8 @@ from tests.rigs.hub import folders
 from tests.rigs.hub.server import HubServer
 from tests.rigs.hub.visitor import Visitor, add_person
 
-ROUNDS = 30
+ROUNDS, SPARE = 30, 20
+"""Rounds that are measured, and runs to open in place of those in whose round the machine was busy."""
 STEPS, GROWN = 300, 5
 """Steps that each run has logged, and steps that the run gains between two visits whose difference is measured."""
 HOVERS = {"hover 0 ms": 0.0, "hover 100 ms": 0.1, "hover 300 ms": 0.3}
@@ -62,6 +64,12 @@ class Clicks:
     """Bytes of a link on which the pointer rested."""
     many_links: int = 0
     """Bytes of a page on whose links the pointer rested one after the other."""
+
+    def add(self, others: Clicks) -> None:
+        """Add the clicks of another round."""
+        for mine, theirs in ((self.opened, others.opened), (self.tables, others.tables)):
+            for situation, values in theirs.items():
+                mine.setdefault(situation, []).extend(values)
 
     def seconds(self, situation: str) -> list[float]:
         return [one.seconds for one in self.opened[situation]]
@@ -106,49 +114,81 @@ def seeded(count: int) -> Iterator[tuple[Path, Visitor, str, Callable[[int], Non
         yield server.folder, visitor, "runs", grow
 
 
+@dataclass
+class People:
+    """Readers of one project, each with a profile of its own, which lasts from round to round."""
+
+    arriving: dict[str, Reader]
+    """By their situation, those whose profile is empty each time."""
+    inside: dict[str, Reader]
+    touching: Reader
+    alone: dict[str, Reader]
+    """Readers of hubs that have one of the measures, or none."""
+    grow: Callable[[], None]
+    """Lets run 1 grow."""
+
+    def click(self, number: int) -> Clicks:
+        """Open a run in all situations."""
+        clicks = Clicks()
+        for situation, person in self.arriving.items():
+            clicks.opened[situation] = [person.arrive(number)]
+        for situation, person in self.inside.items():
+            person.at_table(worker=True)
+            clicks.opened[situation] = [person.click(number, HOVERS[situation])]
+            person.rest()
+        self.touching.at_table(worker=True)
+        clicks.opened["touch"] = [self.touching.tap(number)]
+        self.touching.rest()
+        for name, person in self.alone.items():
+            if name == "differences":
+                self.grow()
+            clicks.tables[f"{name} alone"] = [person.at_table(worker=name in ("templates", "differences"))]
+            opened = person.click(1 if name == "differences" else number, HOVERS["hover 300 ms"])
+            clicks.opened[f"{name} alone"] = [opened]
+            person.rest()
+        return clicks
+
+
 def measure(rounds: int) -> Clicks:
-    """Open pages in all situations, in turns."""
-    clicks = Clicks()
-    with seeded(max(rounds, RESTED_ON) + 2) as (folder, visitor, project, grow), ExitStack() as stack:
-        hub = stack.enter_context(HubServer(folder, workers=2))
-        slow = stack.enter_context(DelayingProxy(hub.port, TRIP))
-        quick = stack.enter_context(DelayingProxy(hub.port, 0.0))
+    """Open pages in all situations, in turns, as often as there are rounds in which the machine is calm.
+
+    Raises:
+        BusyMachineError: too many rounds were disturbed.
+    """
+    clicks, runs = Clicks(), max(rounds, RESTED_ON) + SPARE
+    with seeded(runs) as (folder, visitor, project, grow), ExitStack() as stack:
         tabs = stack.enter_context(Tabs())
-        reader = partial(Reader, tabs, cookies=visitor.cookies, project=project)
-        inside = {name: reader(proxy=slow, profile="desktop") for name in HOVERS}
-        touching = reader(proxy=slow, profile="phone")
-        alone = {}
-        for name, options in ALONE.items():
-            server = stack.enter_context(HubServer(folder, *options, workers=2))
-            proxy = stack.enter_context(DelayingProxy(server.port, TRIP))
-            alone[name] = reader(proxy=proxy, profile="desktop")
 
-        def note(situation: str, opened: Opened) -> None:
-            clicks.opened.setdefault(situation, []).append(opened)
+        def reader(port: int, profile: str = "desktop", trip: float = TRIP) -> Reader:
+            proxy = stack.enter_context(DelayingProxy(port, trip))
+            return Reader(tabs, proxy, visitor.cookies, project, profile)
 
-        for number in range(2, rounds + 2):
-            for profile in PROFILES:
-                note(f"cold, {profile}", reader(proxy=slow, profile=profile).arrive(number))
-            note("cold without delay", reader(proxy=quick, profile="desktop").arrive(number))
-            for name, hover in HOVERS.items():
-                inside[name].at_table(worker=True)
-                note(name, inside[name].click(number, hover))
-                inside[name].rest()
-            touching.at_table(worker=True)
-            note("touch", touching.tap(number))
-            touching.rest()
-            for name, person in alone.items():
-                differs = name == "differences"
-                if differs:
-                    if number == 2:
-                        person.at_table(worker=True)
-                        person.click(1, 0.0)
-                    grow(hub.port)
-                size = person.at_table(worker=name in ("templates", "differences"))
-                clicks.tables.setdefault(f"{name} alone", []).append(size)
-                note(f"{name} alone", person.click(1 if differs else number, HOVERS["hover 300 ms"]))
-                person.rest()
-        _rest_in_vain(clicks, reader(proxy=slow, profile="desktop"))
+        hub = stack.enter_context(HubServer(folder, workers=2))
+        arriving = {f"cold, {profile}": reader(hub.port, profile) for profile in PROFILES}
+        arriving["cold without delay"] = reader(hub.port, trip=0.0)
+        others = {name: stack.enter_context(HubServer(folder, *options, workers=2)) for name, options in ALONE.items()}
+        people = People(
+            arriving,
+            {name: reader(hub.port) for name in HOVERS},
+            reader(hub.port, "phone"),
+            {name: reader(server.port) for name, server in others.items()},
+            partial(grow, hub.port),
+        )
+        person = people.alone["differences"]
+        person.at_table(worker=True)
+        person.click(1, 0.0)
+        done = 0
+        for number in range(2, runs):
+            opened = people.click(number)
+            warming_up = number == 2 and rounds > 1  # profiles are still empty
+            if was_calm() and not warming_up:
+                clicks.add(opened)
+                done += 1
+            if done == rounds:
+                break
+        else:
+            raise BusyMachineError(f"only {done} of {rounds} rounds were calm")
+        _rest_in_vain(clicks, reader(hub.port))
     return clicks
 
 

@@ -14,6 +14,7 @@ from tests.browser import needs_chromium
 @needs_chromium
 def test_every_situation_is_measured_and_taken_apart(monkeypatch):
     monkeypatch.setattr(opening, "RESTED_ON", 3)
+    monkeypatch.setattr(opening, "SPARE", 2)
     clicks = opening.measure(1)
     assert set(clicks.opened) == {
         "cold, desktop", "cold, phone", "cold without delay", *opening.HOVERS, "touch",
