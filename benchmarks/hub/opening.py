@@ -67,9 +67,10 @@ class Clicks:
 
     def add(self, others: Clicks) -> None:
         """Add the clicks of another round."""
-        for mine, theirs in ((self.opened, others.opened), (self.tables, others.tables)):
-            for situation, values in theirs.items():
-                mine.setdefault(situation, []).extend(values)
+        for situation, opened in others.opened.items():
+            self.opened.setdefault(situation, []).extend(opened)
+        for situation, sizes in others.tables.items():
+            self.tables.setdefault(situation, []).extend(sizes)
 
     def seconds(self, situation: str) -> list[float]:
         return [one.seconds for one in self.opened[situation]]
